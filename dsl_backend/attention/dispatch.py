@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel serves an attention problem on a target: a table of reasons, best kernel first."""
+
+import enum
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime.target import Target
+
+Objections = Callable[[AttentionSpec, Target], list[str]]
+
+
+class Operation(enum.Enum):
+    """The operations of this family, by the names that `dsl-backend doctor` prints."""
+
+    PREFILL = "attention.prefill"
+    DECODE = "attention.decode"
+    MLA_DECODE = "attention.mla_decode"
+    WRITE_KV = "attention.write_kv"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel that may serve an operation.
+
+    Attributes:
+        name: what a user calls it by.
+        kernel: `module:name` of its class or function, imported when it is first chosen.
+        objections: why it does not serve a problem on a target; empty where it does.
+    """
+
+    name: str
+    kernel: str
+    objections: Objections
+
+    def load(self) -> Any:
+        module, _, name = self.kernel.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
+    """What every Triton kernel of this family needs."""
+    reasons = []
+    if target.is_cpu and not target.interpreted:
+        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
+    if not target.is_cpu and target.capability is not None and target.capability < (7, 5):
+        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
+    elif spec.dtype == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
+        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
+    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+        reasons.append(f"keys of {short(spec.kv_dtype)} are neither {short(spec.dtype)} nor float8_e4m3fn")
+    if spec.page_size is not None and spec.page_size % 16:
+        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
+    return reasons
+
+
+def dense_head_dims(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if not (dim % 8 == 0 and (64 <= dim <= 256 or dim == 512)):
+            reasons.append(f"{name} {dim} is not a multiple of 8 from 64 to 256, or 512")
+    if spec.latent:
+        reasons.append("serves keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+# latent and rope elements of the models that use absorbed MLA: DeepSeek V2/V3, Kimi (512 + 64), MiniCPM3 (256 + 32)
+# and 320/256.
+LATENT_DIMS = ((576, 512), (320, 256), (288, 256))
+
+
+def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
+    return triton_common(spec, target) + dense_head_dims(spec)
+
+
+def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
+    reasons = triton_common(spec, target)
+    if not spec.latent:
+        reasons.append("serves the latent keys of MLA only")
+    if (spec.head_dim, spec.head_dim_v) not in LATENT_DIMS:
+        known = ", ".join(f"{a}/{b}" for a, b in LATENT_DIMS)
+        reasons.append(f"latent sizes {spec.head_dim}/{spec.head_dim_v} are not one of {known}")
+    if spec.page_size is None:
+        reasons.append("needs paged keys")
+    return reasons
+
+
+def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
+    """The reference computes on the host: it would read lengths back from a GPU at every step."""
+    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+
+
+REFERENCE = Entry("reference", "dsl_backend.attention.plan:ReferenceKernel", cpu_only)
+
+TABLE: dict[Operation, tuple[Entry, ...]] = {
+    Operation.PREFILL: (Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense), REFERENCE),
+    Operation.DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense), REFERENCE),
+    Operation.MLA_DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla), REFERENCE),
+    Operation.WRITE_KV: (
+        Entry("triton", "dsl_backend.attention.triton.write_kv:write_kv", triton_common),
+        Entry("reference", "dsl_backend.attention.reference:write_kv", cpu_only),
+    ),
+}
+
+
+def judge(operation: Operation, spec: AttentionSpec, target: Target) -> list[tuple[Entry, list[str]]]:
+    """Every entry of the operation with its objections, best entry first."""
+    return [(entry, entry.objections(spec, target)) for entry in TABLE[operation]]
+
+
+def choose(operation: Operation, spec: AttentionSpec, target: Target, kernel: str | None = None) -> Entry:
+    """The first entry that does not object.
+
+    Args:
+        kernel: a name from the table; that kernel or none.
+
+    Raises:
+        InvalidInput: the table has no kernel of that name.
+        Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
+    """
+    judged = judge(operation, spec, target)
+    if kernel is not None:
+        names = [entry.name for entry, _ in judged]
+        if kernel not in names:
+            raise InvalidInput(f"{operation.value} has no kernel {kernel!r}: choose one of {', '.join(names)}")
+        judged = [(entry, reasons) for entry, reasons in judged if entry.name == kernel]
+    for entry, reasons in judged:
+        if not reasons:
+            return entry
+    raise Unsupported(
+        f"{operation.value} of {spec} on {target.arch}", {entry.name: reasons for entry, reasons in judged}
+    )
+
+
+def operations_of(spec: AttentionSpec) -> Sequence[Operation]:
+    """The operations that a layer of this spec needs."""
+    attend = (Operation.MLA_DECODE,) if spec.latent else (Operation.PREFILL, Operation.DECODE)
+    return attend if spec.page_size is None else (*attend, Operation.WRITE_KV)
+
+
+def reasons_against(spec: AttentionSpec, target: Target) -> list[str]:
+    """Why a layer of this spec cannot be served on the target: empty where every operation has a kernel."""
+    problems = []
+    for operation in operations_of(spec):
+        judged = judge(operation, spec, target)
+        if all(reasons for _, reasons in judged):
+            problems += [f"{operation.value} ({entry.name}): {reason}" for entry, why in judged for reason in why]
+    return problems

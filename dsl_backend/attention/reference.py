@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in eager torch: the oracle of the tests, and the server's kernels on a CPU.
+
+It follows the definition, one request after another, in any compute dtype up to float64, and reads lengths on the
+host, which the device kernels never do.
+"""
+
+import torch
+
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+
+
+def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: int, kv_len: int) -> torch.Tensor:
+    """Rows of one request: [kv_len, heads_kv, dim] out of a paged [pages, page_size, heads_kv, dim] or packed tensor."""
+    if spec.page_size is None:
+        assert batch.kv_start_loc is not None
+        first = int(batch.kv_start_loc[request])
+        return rows[first : first + kv_len]
+    assert batch.block_table is not None
+    pages = batch.block_table[request, : -(-kv_len // spec.page_size)].long()
+    return indexable(rows)[pages].view(rows.dtype).flatten(0, 1)[:kv_len]
+
+
+def indexable(rows: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a dtype that torch can gather and scatter: it has no indexing for fp8 on a CPU."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+
+
+def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """[q_len, kv_len] bool: which keys each query sees."""
+    distance = torch.arange(kv_len, device=device)[None, :] - torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    keep = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    if causal:
+        keep &= distance <= 0
+    if spec.window_left is not None:
+        keep &= distance >= -spec.window_left
+    if spec.window_right is not None:
+        keep &= distance <= spec.window_right
+    return keep
+
+
+def attention(
+    spec: AttentionSpec,
+    batch: Batch,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by its definition.
+
+    Args:
+        q: [tokens, heads_q, head_dim].
+        keys, values: [pages, page_size, heads_kv, dim] or packed [tokens_kv, heads_kv, dim].
+        sinks, alibi_slopes: [heads_q].
+        k_scale, v_scale: scalars that turn stored fp8 values into real ones.
+        compute_dtype: all arithmetic and every intermediate; float64 makes the result an oracle.
+
+    Returns:
+        out [tokens, heads_q, head_dim_v] and lse [tokens, heads_q] (natural log), both in compute_dtype. Rows that
+        belong to no request are 0 and -inf; so are rows that see no key.
+    """
+    out = q.new_zeros((q.shape[0], spec.heads_q, spec.head_dim_v), dtype=compute_dtype)
+    lse = q.new_full((q.shape[0], spec.heads_q), -torch.inf, dtype=compute_dtype)
+    starts, kv_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    for request, kv_len in enumerate(kv_lens):
+        first, last = starts[request], starts[request + 1]
+        q_len = last - first
+        if q_len == 0:
+            continue
+        k = gather_keys(keys, spec, batch, request, kv_len).to(compute_dtype)
+        v = gather_keys(values, spec, batch, request, kv_len).to(compute_dtype)
+        if k_scale is not None:
+            k = k * k_scale.to(compute_dtype)
+        if v_scale is not None:
+            v = v * v_scale.to(compute_dtype)
+        # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
+        rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
+        scores = rows @ k.permute(1, 2, 0)[:, None] * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if alibi_slopes is not None:
+            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)
+            distance = (positions[:, None] - torch.arange(kv_len, device=q.device)[None, :]).abs()
+            slopes = alibi_slopes.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1)
+            scores = scores - slopes * distance.to(compute_dtype)
+        causal = spec.causality is Causality.CAUSAL
+        if spec.causality is Causality.PER_REQUEST:
+            assert batch.causal is not None
+            causal = bool(batch.causal[request])
+        scores = scores.masked_fill(~visible(spec, q_len, kv_len, causal, q.device), -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1).expand(-1, -1, q_len, 1)
+            weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+            row_lse = torch.logaddexp(torch.logsumexp(scores, dim=-1), sink.squeeze(-1))
+        else:
+            weights = torch.softmax(scores, dim=-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
+            row_lse = torch.logsumexp(scores, dim=-1)
+        out[first:last] = (weights @ v.transpose(0, 1)[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        lse[first:last] = row_lse.permute(2, 0, 1).flatten(1, 2)
+    return out, lse
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Store rows of key and value [tokens, heads_kv, dim] at their slots; a negative slot is skipped.
+
+    The caches are [pages, page_size, heads_kv, dim]; slot s is page s // page_size, token s % page_size. An fp8 cache
+    stores x / scale, saturated at the format's largest value.
+    """
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    pages, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        stored = quantize(rows[: slot_mapping.shape[0]][kept], cache.dtype, scale)
+        indexable(cache)[pages, tokens] = indexable(stored)
+
+
+def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows in the cache's dtype: e4m3 saturates at ±448 after division by scale, NaN stays NaN."""
+    if dtype != torch.float8_e4m3fn:
+        return rows.to(dtype)
+    limit = torch.finfo(dtype).max
+    scaled = rows.float() if scale is None else rows.float() / scale
+    return scaled.clamp(-limit, limit).to(dtype)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attention problem is: the static facts of a layer, and one step's batch."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+
+
+class Causality(enum.Enum):
+    """Whether a query may see keys after its own position."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    PER_REQUEST = "per_request"  # Batch.causal says which
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The static facts of one attention layer: all that dispatch judges and kernels specialise on.
+
+    Query row i of a request with `q_len` queries and `kv_len` keys stands at position `kv_len - q_len + i`; it sees
+    the keys j with `position - window_left <= j <= position + window_right`, and j <= position where causal.
+
+    Attributes:
+        heads_q, heads_kv: query and key/value heads; heads_q is a multiple of heads_kv (1: MQA).
+        head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
+        head_dim_v: elements of a value and output row.
+        dtype: of queries and outputs.
+        kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn.
+        page_size: tokens a page; None where keys and values are packed without pages.
+        scale: multiplies q·k.
+        causality: which keys a position may see.
+        window_left, window_right: keys visible before and after the position; None is unbounded.
+        softcap: c > 0 replaces a score s by c·tanh(s / c); 0 is off.
+        sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
+        alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
+        latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
+    """
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int | None
+    scale: float
+    causality: Causality = Causality.CAUSAL
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                raise InvalidInput(message)
+
+        require(self.heads_kv >= 1, f"{self.heads_kv=}: at least one key/value head is needed")
+        require(
+            self.heads_q >= 1 and self.heads_q % self.heads_kv == 0,
+            f"{self.heads_q=} is not a multiple of {self.heads_kv=}",
+        )
+        require(self.head_dim >= 1 and self.head_dim_v >= 1, f"{self.head_dim=}, {self.head_dim_v=}: must be positive")
+        require(self.page_size is None or self.page_size >= 1, f"{self.page_size=}: must be positive, or None")
+        require(math.isfinite(self.scale), f"{self.scale=}: must be finite")
+        require(math.isfinite(self.softcap) and self.softcap >= 0, f"{self.softcap=}: must be finite and not negative")
+        for name in ("window_left", "window_right"):
+            width = getattr(self, name)
+            require(width is None or width >= 0, f"{name}={width}: must be None or not negative")
+        require(
+            not self.latent or (self.heads_kv == 1 and self.head_dim_v <= self.head_dim),
+            f"latent attention has one key head and head_dim_v <= head_dim, "
+            f"not {self.heads_kv=}, {self.head_dim=}, {self.head_dim_v=}",
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def is_fp8_kv(self) -> bool:
+        return self.kv_dtype == torch.float8_e4m3fn
+
+    def __str__(self) -> str:
+        features = [self.causality.value]
+        if self.window_left is not None or self.window_right is not None:
+            features.append(f"window({self.window_left}, {self.window_right})")
+        features += [f"softcap {self.softcap}"] if self.softcap else []
+        features += [name for name in ("sinks", "alibi", "latent") if getattr(self, name)]
+        kv = "" if self.kv_dtype == self.dtype else f", {short(self.kv_dtype)} keys"
+        page = "packed" if self.page_size is None else f"page {self.page_size}"
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
+        return (
+            f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
+        )
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's requests. Lengths live on the device and are never read on the host.
+
+    Attributes:
+        query_start_loc: [requests + 1] int32; request r's queries are rows [r] to [r + 1] of q.
+        seq_lens: [requests] int32; keys of each request, those of this step's queries included. A request without
+            queries and keys is padding.
+        num_tokens: rows of q that may belong to a request (an upper bound).
+        max_query_len, max_seq_len: upper bounds over the requests, in tokens.
+        block_table: [requests, pages] int32, where keys are paged. Entries past a request's length are not read.
+        kv_start_loc: [requests + 1] int32, where keys are packed.
+        causal: [requests] bool, with Causality.PER_REQUEST.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table: torch.Tensor | None = None
+    kv_start_loc: torch.Tensor | None = None
+    causal: torch.Tensor | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device has, as facts that dispatch asks for by capability and never by product name."""
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class ChipFacts:
+    """The figures of one compute capability that the kernels' configurations depend on.
+
+    Attributes:
+        smem_bytes: dynamic shared memory that one block may ask for.
+        sm_count: SMs of the usual part, for planning without a device at hand.
+    """
+
+    smem_bytes: int
+    sm_count: int
+
+
+# CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (shared memory per block);
+# SM counts from the vendor's architecture whitepapers.
+CHIPS: dict[tuple[int, int], ChipFacts] = {
+    (7, 5): ChipFacts(64 * 1024, 72),
+    (8, 0): ChipFacts(163 * 1024, 108),
+    (8, 6): ChipFacts(99 * 1024, 84),
+    (8, 7): ChipFacts(163 * 1024, 16),
+    (8, 9): ChipFacts(99 * 1024, 128),
+    (9, 0): ChipFacts(227 * 1024, 132),
+    (10, 0): ChipFacts(227 * 1024, 148),
+    (10, 3): ChipFacts(227 * 1024, 148),
+    (11, 0): ChipFacts(227 * 1024, 20),
+    (12, 0): ChipFacts(99 * 1024, 170),
+    (12, 1): ChipFacts(99 * 1024, 48),
+}
+# A capability that the table does not know gets what every chip since SM86 has at least.
+UNKNOWN_CHIP = ChipFacts(99 * 1024, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A device that kernels are chosen and compiled for.
+
+    Attributes:
+        capability: CUDA compute capability (major, minor); None is a CPU.
+        sm_count: streaming multiprocessors; 0 on a CPU.
+        smem_bytes: dynamic shared memory a block may use; 0 on a CPU.
+        interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
+    """
+
+    capability: tuple[int, int] | None
+    sm_count: int
+    smem_bytes: int
+    interpreted: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.capability is None
+
+    @property
+    def arch(self) -> str:
+        """The name that compilers use, such as `sm_90a`; `cpu` for a CPU."""
+        if self.capability is None:
+            return "cpu"
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+    @property
+    def wgmma(self) -> bool:
+        """Warp-group matrix instructions of Hopper."""
+        return self.capability is not None and self.capability[0] == 9
+
+    @property
+    def tcgen05(self) -> bool:
+        """Fifth-generation tensor cores with tensor memory (SM100, SM103; not SM120)."""
+        return self.capability is not None and self.capability[0] in (10, 11)
+
+    @property
+    def tma(self) -> bool:
+        """Bulk tensor copies."""
+        return self.capability is not None and self.capability[0] >= 9
+
+    @property
+    def native_fp8(self) -> bool:
+        """Conversion instructions for e4m3."""
+        return self.capability is not None and self.capability >= (8, 9)
+
+    @property
+    def native_bf16(self) -> bool:
+        """bf16 matrix instructions."""
+        return self.capability is not None and self.capability >= (8, 0)
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton was told to interpret kernels on the host."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def cpu_target() -> Target:
+    return Target(capability=None, sm_count=0, smem_bytes=0, interpreted=triton_interpreted())
+
+
+def from_arch(arch: str) -> Target:
+    """The usual chip of a named architecture, for planning and compiling without a device.
+
+    Args:
+        arch: `cpu`, or `sm_90`, `sm_90a`, `sm90`, `sm_100a` ...
+
+    Raises:
+        InvalidInput: the name is not one of these forms.
+    """
+    if arch == "cpu":
+        return cpu_target()
+    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", arch)
+    if match is None:
+        raise InvalidInput(f"arch {arch!r} is not a CUDA architecture: use a name such as sm_80, sm_90a, or cpu")
+    capability = (int(match[1]), int(match[2]))
+    facts = CHIPS.get(capability, UNKNOWN_CHIP)
+    return Target(capability=capability, sm_count=facts.sm_count, smem_bytes=facts.smem_bytes)
+
+
+@cache
+def _of_cuda_device(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    return Target(
+        capability=capability,
+        sm_count=properties.multi_processor_count,
+        smem_bytes=getattr(
+            properties, "shared_memory_per_block_optin", CHIPS.get(capability, UNKNOWN_CHIP).smem_bytes
+        ),
+    )
+
+
+def detect(device: torch.device | None = None) -> Target:
+    """The target behind a torch device; without one, the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        InvalidInput: the device is neither a CUDA device nor the CPU.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return cpu_target()
+    if device.type != "cuda":
+        raise InvalidInput(f"device {device} is not supported: use a CUDA device or the CPU")
+    return _of_cuda_device(torch.cuda.current_device() if device.index is None else device.index)
