@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random checkpoints in Hugging Face's format, made on the spot: what the checks and `make serve` run.
+
+    python -m integration.models demo FOLDER
+
+Weights are drawn so that activations keep their size from layer to layer, scores spread (attention is neither uniform
+nor one-hot) and logits differ by several units: then every part of attention changes the tokens that come out.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 1024
+SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+PAD, BOS, EOS = 0, 1, 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROOT = Path(__file__).resolve().parent.parent
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A tensor of normal values."""
+
+    shape: tuple[int, ...]
+    std: float
+    mean: float = 0.0
+
+
+def linear(rows: int, columns: int, gain: float = 1.0) -> Normal:
+    """A weight [out, in] that turns inputs of unit variance into outputs of deviation `gain`."""
+    return Normal((rows, columns), gain / math.sqrt(columns))
+
+
+def norm(width: int, mean: float = 1.0) -> Normal:
+    return Normal((width,), 0.1, mean)
+
+
+def bias(width: int, std: float = 0.1) -> Normal:
+    return Normal((width,), std)
+
+
+QK_GAIN = 1.3  # scores of deviation 1.7
+LOGIT_GAIN = 3.0
+
+
+def qkvo(layer: str, config: Config, with_bias: bool = False) -> dict[str, Normal]:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads, heads_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    weights = {
+        f"{layer}.self_attn.q_proj": linear(heads * dim, hidden, QK_GAIN),
+        f"{layer}.self_attn.k_proj": linear(heads_kv * dim, hidden, QK_GAIN),
+        f"{layer}.self_attn.v_proj": linear(heads_kv * dim, hidden),
+        f"{layer}.self_attn.o_proj": linear(hidden, heads * dim, 2.0),
+    }
+    named = {f"{name}.weight": weight for name, weight in weights.items()}
+    return named | ({f"{name}.bias": bias(weight.shape[0]) for name, weight in weights.items()} if with_bias else {})
+
+
+def gated_mlp(layer: str, config: Config) -> dict[str, Normal]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return {
+        f"{layer}.mlp.gate_proj.weight": linear(inner, hidden),
+        f"{layer}.mlp.up_proj.weight": linear(inner, hidden),
+        f"{layer}.mlp.down_proj.weight": linear(hidden, inner, 1.5),
+    }
+
+
+def ends(config: Config) -> dict[str, Normal]:
+    """Embedding, last norm and head of a model whose head is a matrix of its own."""
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    return {
+        "model.embed_tokens.weight": Normal((vocabulary, hidden), 1.0),
+        "model.norm.weight": norm(hidden),
+        "lm_head.weight": linear(vocabulary, hidden, LOGIT_GAIN),
+    }
+
+
+def layers(config: Config) -> list[str]:
+    return [f"model.layers.{index}" for index in range(config["num_hidden_layers"])]
+
+
+def llama(config: Config) -> dict[str, Normal]:
+    weights = ends(config)
+    for layer in layers(config):
+        weights |= qkvo(layer, config) | gated_mlp(layer, config)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = norm(config["hidden_size"])
+    return weights
+
+
+def gemma2(config: Config) -> dict[str, Normal]:
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    # Gemma scales embeddings by sqrt(hidden), adds 1 to the weights of its norms, and shares embedding and head: the
+    # layers' own norms are made to outweigh the embedding, or every token would predict itself.
+    weights = {
+        "model.embed_tokens.weight": Normal((vocabulary, hidden), 1 / math.sqrt(hidden)),
+        "model.norm.weight": norm(hidden, LOGIT_GAIN - 1),
+    }
+    for layer in layers(config):
+        weights |= qkvo(layer, config) | gated_mlp(layer, config)
+        for name, mean in (("input", 0.0), ("post_attention", 2.0), ("pre_feedforward", 0.0), ("post_feedforward", 1.0)):
+            weights[f"{layer}.{name}_layernorm.weight"] = norm(hidden, mean)
+    return weights
+
+
+def gpt_oss(config: Config) -> dict[str, Normal]:
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    weights = ends(config)
+    for layer in layers(config):
+        weights |= qkvo(layer, config, with_bias=True)
+        weights |= {
+            # Larger than most scores: sinks that carry weight.
+            f"{layer}.self_attn.sinks": Normal((config["num_attention_heads"],), 1.0, 3.0),
+            f"{layer}.mlp.router.weight": linear(experts, hidden),
+            f"{layer}.mlp.router.bias": bias(experts),
+            f"{layer}.mlp.experts.gate_up_proj": Normal((experts, hidden, 2 * inner), 1 / math.sqrt(hidden)),
+            f"{layer}.mlp.experts.gate_up_proj_bias": Normal((experts, 2 * inner), 0.1),
+            f"{layer}.mlp.experts.down_proj": Normal((experts, inner, hidden), 1 / math.sqrt(inner)),
+            f"{layer}.mlp.experts.down_proj_bias": Normal((experts, hidden), 0.1),
+            f"{layer}.input_layernorm.weight": norm(hidden),
+            f"{layer}.post_attention_layernorm.weight": norm(hidden),
+        }
+    return weights
+
+
+def bloom(config: Config) -> dict[str, Normal]:
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    weights = {
+        "transformer.word_embeddings.weight": Normal((vocabulary, hidden), 1.0),
+        "lm_head.weight": linear(vocabulary, hidden, LOGIT_GAIN),
+    }
+    norms = ["transformer.word_embeddings_layernorm", "transformer.ln_f"]
+    for index in range(config["n_layer"]):
+        layer = f"transformer.h.{index}"
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        for name, weight in (
+            (f"{layer}.self_attention.query_key_value", linear(3 * hidden, hidden, QK_GAIN)),
+            (f"{layer}.self_attention.dense", linear(hidden, hidden, 2.0)),
+            (f"{layer}.mlp.dense_h_to_4h", linear(4 * hidden, hidden)),
+            (f"{layer}.mlp.dense_4h_to_h", linear(hidden, 4 * hidden, 1.5)),
+        ):
+            weights |= {f"{name}.weight": weight, f"{name}.bias": bias(weight.shape[0])}
+    for name in norms:
+        weights |= {f"{name}.weight": norm(hidden), f"{name}.bias": bias(hidden)}
+    return weights
+
+
+def deepseek_v2(config: Config) -> dict[str, Normal]:
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    weights = ends(config)
+    for layer in layers(config):
+        weights |= gated_mlp(layer, config)
+        weights |= {
+            f"{layer}.self_attn.q_proj.weight": linear(heads * (nope + rope), hidden, QK_GAIN),
+            f"{layer}.self_attn.kv_a_proj_with_mqa.weight": linear(latent + rope, hidden, QK_GAIN),
+            f"{layer}.self_attn.kv_a_layernorm.weight": norm(latent),
+            f"{layer}.self_attn.kv_b_proj.weight": linear(heads * (nope + value), latent, QK_GAIN),
+            f"{layer}.self_attn.o_proj.weight": linear(hidden, heads * value, 2.0),
+            f"{layer}.input_layernorm.weight": norm(hidden),
+            f"{layer}.post_attention_layernorm.weight": norm(hidden),
+        }
+    return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A checkpoint to write.
+
+    Attributes:
+        config: config.json without what all models share.
+        weights: config -> the distribution of every tensor, by its name in the checkpoint.
+        fill: part of a tensor's name -> the value that all its elements get instead.
+    """
+
+    config: Config
+    weights: Callable[[Config], dict[str, Normal]]
+    fill: Mapping[str, float] = field(default_factory=dict)
+
+    def changed(self, fill: Mapping[str, float] | None = None, **config: object) -> "Model":
+        """The same model with other settings or with tensors of one value; the other weights stay the same."""
+        return Model(config=self.config | config, weights=self.weights, fill=dict(fill or {}))
+
+
+SHARED: Config = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+LLAMA = Model(
+    config=SHARED
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    },
+    weights=llama,
+)
+
+MODELS: dict[str, Model] = {
+    "llama": LLAMA,
+    "demo": LLAMA.changed(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=128),
+    # Window and softcap are small, so that prompts of a few dozen tokens feel them.
+    "gemma2": Model(
+        config=LLAMA.config
+        | {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 64,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        weights=gemma2,
+    ),
+    # Every token takes all experts: a router's near tie would otherwise make two correct backends differ.
+    "gpt_oss": Model(
+        config=LLAMA.config
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+        },
+        weights=gpt_oss,
+    ),
+    "bloom": Model(
+        config=SHARED
+        | {
+            "architectures": ["BloomForCausalLM"],
+            "model_type": "bloom",
+            "hidden_size": 256,
+            "n_layer": 3,
+            "n_head": 4,
+            "layer_norm_epsilon": 1e-5,
+            "apply_residual_connection_post_layernorm": False,
+        },
+        weights=bloom,
+    ),
+    # Dense layers only, for the same reason as gpt_oss's experts.
+    "deepseek_v2": Model(
+        config=LLAMA.config
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "head_dim": 64,
+            "first_k_dense_replace": 3,
+            "moe_layer_freq": 1,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        weights=deepseek_v2,
+    ),
+}
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer of VOCABULARY entries; any text goes in, and every id is a piece of text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # The licence is the one long English text that a checkout always holds and that does not change.
+    tokenizer.train_from_iterator((ROOT / "LICENSE").read_text().splitlines(), trainer)
+    if tokenizer.get_vocab_size() != VOCABULARY:
+        raise RuntimeError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, not {VOCABULARY}")
+    return tokenizer
+
+
+def write(model: Model, folder: Path, seed: int = 0) -> Path:
+    """Write config, weights (bf16) and tokenizer into the folder and return it. The same seed gives the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, normal in model.weights(model.config).items():
+        # One generator a tensor: a changed model keeps the values of the tensors that it shares.
+        generator = torch.Generator().manual_seed(hash_of(name) + seed)
+        values = torch.randn(normal.shape, generator=generator) * normal.std + normal.mean
+        for part, value in model.fill.items():
+            if part in name:
+                values.fill_(value)
+        tensors[name] = values.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    tokens = {"pad_token": SPECIAL[PAD], "bos_token": SPECIAL[BOS], "eos_token": SPECIAL[EOS]}
+    files: dict[str, Config] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": CHAT_TEMPLATE,
+            "model_max_length": model.config["max_position_embeddings"],
+            **tokens,
+        },
+        "generation_config.json": {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS},
+        # Last: who finds it finds the rest.
+        "config.json": model.config,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return folder
+
+
+def hash_of(name: str) -> int:
+    """A number that depends on the name alone, in every process."""
+    return int.from_bytes(name.encode(), "big") % (2**61 - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a small random checkpoint.")
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(write(MODELS[options.model], options.folder, options.seed))
+
+
+if __name__ == "__main__":
+    main()
