@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store new keys and values in a paged cache: one program a token and key/value head."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsl_backend.attention.configs import power_of_2
+from dsl_backend.attention.triton.launch import key_storage
+from dsl_backend.runtime.target import detect
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """A float32 in the cache's dtype; e4m3 saturates, NaN stays NaN; uint8 receives e4m3 bits."""
+    if dtype == tl.uint8:
+        # 2^-120 moves e4m3's range, subnormals included, under float32's exponents; then round to 3 bits, ties to even.
+        bits = (tl.clamp(x, -448.0, 448.0) * 7.52316384526264e-37).to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        return tl.where(x != x, 0x7F, rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+    elif dtype == tl.float8e4nv:
+        return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def copy_row(rows_ptr, cache_ptr, scale_ptr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    row = tl.load(rows_ptr + d, mask=d < DIM, other=0.0)
+    if scale_ptr is not None:
+        row = row.to(tl.float32) / tl.load(scale_ptr)
+    elif cache_ptr.dtype.element_ty != rows_ptr.dtype.element_ty:
+        row = row.to(tl.float32)
+    tl.store(cache_ptr + d, narrow(row, cache_ptr.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def write_kv_kernel(
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    page, place = slot // PAGE, slot % PAGE
+    copy_row(
+        key_ptr + token * key_token_stride + head * key_head_stride,
+        key_cache_ptr + page * k_page_stride + place * k_token_stride + head * k_head_stride,
+        k_scale_ptr,
+        DIM,
+        BLOCK_D,
+    )
+    copy_row(
+        value_ptr + token * value_token_stride + head * value_head_stride,
+        value_cache_ptr + page * v_page_stride + place * v_token_stride + head * v_head_stride,
+        v_scale_ptr,
+        DIM_V,
+        BLOCK_DV,
+    )
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """As `reference.write_kv`: rows [tokens, heads_kv, dim] to their slots, negative slots skipped."""
+    tokens, heads = slot_mapping.shape[0], key.shape[1]
+    if tokens == 0:
+        return
+    target = detect(key.device)
+    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
+    dim, dim_v = key.shape[-1], value.shape[-1]
+    write_kv_kernel[(tokens, heads)](
+        key,
+        value,
+        key_storage(key_cache, target),
+        key_storage(value_cache, target),
+        slot_mapping,
+        k_scale if is_fp8 else None,
+        v_scale if is_fp8 else None,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        PAGE=key_cache.shape[1],
+        DIM=dim,
+        DIM_V=dim_v,
+        BLOCK_D=power_of_2(dim),
+        BLOCK_DV=power_of_2(dim_v),
+        num_warps=1,
+    )
