@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a kernel on a problem and judge what it wrote."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsl_backend.attention import api
+from dsl_backend.attention.plan import AttentionPlan, Planner, Workspace
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing.cases import Case
+from dsl_backend.testing.inputs import SENTINEL, Expected, Problem
+from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget
+
+
+@dataclass(frozen=True)
+class Result:
+    """out [rows, heads_q, head_dim_v] and lse [rows, heads_q]; SENTINEL where nothing was written."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def empty_result(problem: Problem) -> Result:
+    """Tensors full of SENTINEL for a problem's results; lse is stored heads first, as vLLM wants it."""
+    spec, rows = problem.spec, problem.q.shape[0]
+    out = torch.full((rows, spec.heads_q, spec.head_dim_v), SENTINEL, dtype=spec.dtype, device=problem.device)
+    lse = torch.full((spec.heads_q, rows), SENTINEL, dtype=torch.float32, device=problem.device).t()
+    return Result(out, lse)
+
+
+def launch(plan: AttentionPlan, problem: Problem, result: Result, *, split_q: bool = False) -> None:
+    """One layer's attention of the problem, into result."""
+    q = problem.split_q if split_q else problem.q
+    api.run(plan, q, problem.keys, problem.values, out=result.out, lse=result.lse, **problem.extras)
+
+
+def run(
+    problem: Problem,
+    kernel: str,
+    *,
+    workspace: Workspace | None = None,
+    split_q: bool = False,
+    adjust: Callable[[Planner], None] | None = None,
+) -> Result:
+    """Plan and run a problem on one kernel.
+
+    Args:
+        workspace: scratch of earlier launches; a new one by default.
+        split_q: give absorbed MLA's q in two parts.
+        adjust: changes the planner's kernels before the first plan, such as their number of splits.
+    """
+    api.check_batch(problem.spec, problem.batch)
+    scratch = workspace or Workspace(problem.device)
+    planner = Planner(problem.spec, targets.detect(problem.device), scratch, kernel)
+    if adjust is not None:
+        adjust(planner)
+    result = empty_result(problem)
+    launch(planner.plan(problem.batch), problem, result, split_q=split_q)
+    return result
+
+
+def judge(result: Result, expected: Expected, magnitude: torch.Tensor) -> None:
+    """Raises AssertionError where a result is wrong. magnitude: [rows], of `Problem.score_magnitude`."""
+    mine = expected.owned
+    for name, tensor in (("out", result.out), ("lse", result.lse)):
+        rest = tensor[~mine]
+        assert (rest == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
+    assert_within_budget(result.out[mine], expected.out[mine], expected.naive[mine])
+    assert_lse_within_budget(result.lse[mine], expected.lse[mine], expected.lse_single[mine], magnitude[mine])
+
+
+def check(
+    problem: Problem,
+    kernel: str,
+    *,
+    workspace: Workspace | None = None,
+    split_q: bool = False,
+    adjust: Callable[[Planner], None] | None = None,
+) -> Result:
+    """Run a problem and judge the result; arguments as in `run`."""
+    result = run(problem, kernel, workspace=workspace, split_q=split_q, adjust=adjust)
+    judge(result, problem.expected(), problem.score_magnitude())
+    return result
+
+
+def split_over(programs: int) -> Callable[[Planner], None]:
+    """An adjustment: the planner's split-KV kernel uses that many programs, in shares as small as one tile."""
+
+    def adjust(planner: Planner) -> None:
+        # Imported here: the rest of this module serves machines without Triton.
+        from dsl_backend.attention.configs import SplitKVConfig
+        from dsl_backend.attention.triton.split_kv import SplitKV
+
+        operation, name, kernel = planner.short
+        assert isinstance(kernel, SplitKV), f"{name} does not split keys"
+        usual = SplitKVConfig.default(planner.spec, planner.target, kernel.longest_query() or 8)
+        config = replace(usual, num_programs=programs, min_share=1)
+        split = SplitKV(planner.spec, planner.target, kernel.workspace, config)
+        planner.short = (operation, name, split)
+        if planner.long[2] is kernel:
+            planner.long = planner.short
+
+    return adjust
+
+
+def check_case(case: Case, kernel: str, device: torch.device | str, *, workspace: Workspace | None = None) -> Result:
+    """Build a case's problem, run it on a kernel and judge the result."""
+    adjust = None if case.programs is None else split_over(case.programs)
+    return check(case.problem(device), kernel, workspace=workspace, split_q=case.split_q, adjust=adjust)

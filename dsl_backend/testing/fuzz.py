@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random problems against the oracle: `python -m dsl_backend.testing.fuzz decode --problems 300 --seed 1`.
+
+A problem follows from the family, the seed and its index alone, so that `--only INDEX` runs it again. Triton compiles
+once a layer spec; `--specs` bounds how many there are.
+"""
+
+import argparse
+import dataclasses
+import enum
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from dsl_backend.testing.cases import BF16, CAUSAL, FP16, FULL, Case
+from dsl_backend.testing.inputs import Layout, Surroundings
+from dsl_backend.testing.kv_writes import WriteCase
+
+FAMILIES = ("decode", "prefill", "mla", "write_kv")
+DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
+PAGES = (16, 32, 48, 64, 128, 528)
+GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
+LATENT_DIMS = ((576, 512), (320, 256), (288, 256))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large problems get.
+
+    Attributes:
+        kv: longest key range, in tokens.
+        q: longest query of prefill, in tokens.
+        requests: most requests of a batch.
+        heads_kv: key/value heads to draw from.
+        heads_mla: query heads of absorbed MLA to draw from.
+        scores: most scores (heads · queries · keys) of one request, for the oracle's memory.
+    """
+
+    kv: int
+    q: int
+    requests: int
+    heads_kv: tuple[int, ...]
+    heads_mla: tuple[int, ...]
+    scores: float
+
+
+TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6)
+REAL = Sizes(kv=9000, q=1500, requests=24, heads_kv=(1, 2, 4, 8), heads_mla=(8, 12, 16, 32, 64, 128), scores=1e8)
+
+
+def length(draw: random.Random, longest: int) -> int:
+    """1 to longest, small ones as often as large ones, and often next to a multiple of 16."""
+    value = int(2 ** draw.uniform(0, (longest + 1).bit_length() - 1))
+    if draw.random() < 0.4:
+        value = round(value / 16) * 16 + draw.choice((-1, 0, 1))
+    return max(1, min(value, longest))
+
+
+def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
+    """The facts of a random layer, as a case without requests."""
+    case = Case(
+        q_lens=(),
+        kv_lens=(),
+        dtype=draw.choice((BF16, FP16)),
+        fp8=draw.random() < 0.3,
+        page=draw.choice(PAGES),
+        causality=draw.choice((CAUSAL, CAUSAL, CAUSAL, FULL)),
+    )
+    if family == "mla":
+        dim, dim_v = draw.choice(LATENT_DIMS)
+        return dataclasses.replace(
+            case,
+            heads=(draw.choice(sizes.heads_mla), 1),
+            dim=dim,
+            dim_v=dim_v,
+            latent=True,
+            causality=CAUSAL,
+            split_q=draw.random() < 0.5,
+        )
+    heads_kv = draw.choice(sizes.heads_kv)
+    dim = draw.choice(DIMS)
+    packed = family == "prefill" and draw.random() < 0.25
+    both = packed and draw.random() < 0.3
+    window = (
+        draw.choice((None, 0, 1, 15, 16, 31, 99, 200, 5000)),
+        draw.choice((None, None, 0, 3, 17)) if case.causality is FULL else None,
+    )
+    return dataclasses.replace(
+        case,
+        heads=(heads_kv * draw.choice(GROUPS), heads_kv),
+        dim=192 if both else dim,
+        dim_v=128 if both else None,
+        page=None if packed else case.page,
+        window=window if draw.random() < 0.45 else (None, None),
+        softcap=draw.choice((2.0, 15.0, 50.0)) if draw.random() < 0.25 else 0.0,
+        sinks=draw.random() < 0.25,
+        alibi=draw.random() < 0.2,
+        # Drawn anew for every problem of the layer; here it says that it is to be drawn.
+        causal=() if draw.random() < 0.15 else None,
+    )
+
+
+def requests(family: str, layer: Case, draw: random.Random, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and key lengths of a random batch."""
+    q_lens, kv_lens = [], []
+    longest_short = 8 if layer.latent else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
+    speculative = draw.random() < 0.4
+    for _ in range(draw.randint(0 if draw.random() < 0.05 else 1, sizes.requests)):
+        kind = draw.random()
+        kv_len = length(draw, sizes.kv)
+        short = draw.randint(1, longest_short) if speculative else 1
+        if family != "prefill" or kind < 0.3:
+            q_len = min(short, kv_len)
+        else:
+            q_len = length(draw, sizes.q)
+            kv_len = q_len if kind < 0.6 else min(sizes.kv, q_len + kv_len)
+        while layer.heads[0] * q_len * kv_len > sizes.scores:
+            kv_len = max(1, kv_len // 2)
+            q_len = min(q_len, kv_len)
+        odd = draw.random()
+        if odd < 0.05:
+            q_len, kv_len = 0, 0
+        elif odd < 0.08:
+            q_len = 0
+        elif odd < 0.12:
+            kv_len = draw.randint(0, q_len)
+        q_lens.append(q_len)
+        kv_lens.append(kv_len)
+    return tuple(q_lens), tuple(kv_lens)
+
+
+def attention_case(family: str, layer: Case, draw: random.Random, sizes: Sizes) -> Case:
+    """A random problem of a layer."""
+    q_lens, kv_lens = requests(family, layer, draw, sizes)
+    layout = draw.choice((Layout.SIDE_BY_SIDE, Layout.SIDE_BY_SIDE, *Layout))
+    around = Surroundings(
+        layout=layout,
+        padding_tokens=draw.choice((0, 0, 1, 20)),
+        spare_rows=draw.choice((0, 3)),
+        spare_pages=draw.randint(1, 9),
+        fused_q=draw.random() < 0.5,
+        sinks_dtype=draw.choice((torch.float32, torch.float32, layer.dtype)),
+        max_query_len=draw.choice((0, 0, 0, sizes.q)),
+        max_seq_len=draw.choice((0, 0, sizes.kv * 2)),
+    )
+    return dataclasses.replace(
+        layer,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        causal=None if layer.causal is None else tuple(draw.random() < 0.5 for _ in q_lens),
+        q_gain=draw.choice((1.0, 1.0, 0.3, 4.0)),
+        nan_request=draw.choice([i for i, n in enumerate(q_lens) if n] or [None]) if draw.random() < 0.1 else None,
+        programs=draw.randint(1, 40) if family != "prefill" and draw.random() < 0.4 else None,
+        around=around,
+        seed=draw.randrange(2**31),
+    )
+
+
+def write_case(draw: random.Random, sizes: Sizes) -> WriteCase:
+    """A random write."""
+    latent = draw.random() < 0.25
+    dim = draw.choice(DIMS)
+    dim, dim_v = draw.choice(((512, 64), (256, 64), (256, 32))) if latent else (dim, draw.choice((dim, dim, 128)))
+    tokens = length(draw, sizes.kv)
+    page = draw.choice(PAGES)
+    return WriteCase(
+        tokens=tokens,
+        padding_tokens=draw.choice((0, 0, 1, 9)),
+        skipped=draw.choice((0, 0, 1, tokens // 2)),
+        pages=-(-tokens // page) + draw.randint(0, 5),
+        heads=1 if latent else draw.choice((1, 2, 3, 8)),
+        dim=dim,
+        dim_v=dim_v,
+        dtype=draw.choice((BF16, FP16)),
+        fp8=draw.random() < 0.5,
+        page=page,
+        layout=draw.choice(tuple(Layout)),
+        latent=latent,
+        fused=draw.random() < 0.5,
+        gain=draw.choice((1.0, 1.0, 1e-3, 30.0)),
+        specials=draw.random() < 0.3,
+        seed=draw.randrange(2**31),
+    )
+
+
+def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Case | WriteCase:
+    """Problem `index` of a seed; its layer is one of `specs`."""
+    draw = random.Random(f"{family} {seed} {index}")
+    if family == "write_kv":
+        return write_case(draw, sizes)
+    facts = layer(family, random.Random(f"{family} {seed} layer {index % specs}"), sizes)
+    return attention_case(family, facts, draw, sizes)
+
+
+def problems(family: str, count: int, seed: int, sizes: Sizes, specs: int) -> Iterator[Case | WriteCase]:
+    """The first `count` problems of a seed."""
+    return (problem(family, seed, index, sizes, specs) for index in range(count))
+
+
+def source(value: object) -> str:
+    """Python that rebuilds a case: the fields that differ from their defaults."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    arguments = []
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if given != default:
+            arguments.append(f"{field.name}={source(given)}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
+
+
+def check(case: Case | WriteCase, kernel: str, device: str) -> None:
+    """Raises AssertionError where the kernel's result is wrong."""
+    # Imported here: Triton must not be imported before main() has decided whether it interprets.
+    from dsl_backend.testing import check, kv_writes
+
+    if isinstance(case, WriteCase):
+        kv_writes.check_write(case, kernel, device)
+    else:
+        check.check_case(case, kernel, device)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a family's problems; returns the number of failures, at most 100."""
+    parser = argparse.ArgumentParser(prog="python -m dsl_backend.testing.fuzz", description=__doc__)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--problems", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--specs", type=int, default=48, help="distinct layers among the problems")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernel", default="triton", help="a name from the dispatch table")
+    parser.add_argument("--only", type=int, help="index of the one problem to run")
+    parser.add_argument("--sizes", choices=("tiny", "real"), help="tiny by default on a CPU")
+    parser.add_argument("--verbose", action="store_true", help="print every problem before it runs")
+    given = parser.parse_args(arguments)
+    if given.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    sizes = {"tiny": TINY, "real": REAL}[given.sizes or ("tiny" if given.device == "cpu" else "real")]
+
+    def say(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    failures, began = 0, time.perf_counter()
+    indices = range(given.problems) if given.only is None else (given.only,)
+    for index in indices:
+        case = problem(given.family, given.seed, index, sizes, given.specs)
+        if given.verbose:
+            say(f"{index}: {source(case)}")
+        try:
+            check(case, given.kernel, given.device)
+        except AssertionError as error:
+            failures += 1
+            say(f"FAILED {given.family} --seed {given.seed} --only {index}: {source(case)}\n  {error}")
+        except Exception:
+            # After a fault of the device nothing else can be believed.
+            say(f"BROKEN {given.family} --seed {given.seed} --only {index}: {source(case)}")
+            raise
+    say(
+        f"{given.family}: {len(indices)} problems, seed {given.seed}, {failures} failed, "
+        f"{time.perf_counter() - began:.0f} s on {given.device}"
+    )
+    return min(failures, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

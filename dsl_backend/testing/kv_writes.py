@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of writing keys and values into a paged cache, judged byte by byte."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dsl_backend.attention import api, reference
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteCase:
+    """One write, by value.
+
+    Attributes:
+        tokens: entries of the slot mapping.
+        padding_tokens: rows of key and value past the slot mapping.
+        skipped: how many of the slots are negative.
+        pages: in the cache; the last one is always written to.
+        heads: key/value heads.
+        dim, dim_v: elements of a key and a value; of the latent and the rope part where latent.
+        fused: key and value are slices of wider rows, as the output of a fused qkv projection is.
+        gain: multiplies the numbers; a large one saturates e4m3.
+        specials: NaN, infinities, zeros of both signs and subnormals among the numbers.
+    """
+
+    id: str = ""
+    why: str = ""
+    tier: str = "smoke"
+    tokens: int = 9
+    padding_tokens: int = 2
+    skipped: int = 2
+    pages: int = 4
+    heads: int = 2
+    dim: int = 64
+    dim_v: int = 64
+    dtype: torch.dtype = BF16
+    fp8: bool = False
+    page: int = 16
+    layout: Layout = Layout.SIDE_BY_SIDE
+    latent: bool = False
+    fused: bool = False
+    gain: float = 1.0
+    specials: bool = False
+    seed: int = 0
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            heads_q=self.heads,
+            heads_kv=self.heads,
+            head_dim=self.dim + self.dim_v if self.latent else self.dim,
+            head_dim_v=self.dim if self.latent else self.dim_v,
+            dtype=self.dtype,
+            kv_dtype=FP8 if self.fp8 else self.dtype,
+            page_size=self.page,
+            scale=1.0,
+            latent=self.latent,
+        )
+
+
+WRITES: tuple[WriteCase, ...] = (
+    WriteCase(id="bf16", why="a plain copy, bit by bit"),
+    WriteCase(id="fp16", dtype=FP16, dim=72, dim_v=72, heads=3, why="heads and head sizes that are no powers of two"),
+    WriteCase(id="specials", specials=True, why="NaN, infinities and subnormals are copied like anything else"),
+    WriteCase(id="fp8", fp8=True, why="division by two different scales, rounded to nearest even"),
+    WriteCase(id="fp8-fp16", fp8=True, dtype=FP16, why="from float16"),
+    WriteCase(id="fp8-saturated", fp8=True, gain=60.0, why="values past 448 saturate, on both sides"),
+    WriteCase(id="fp8-subnormal", fp8=True, gain=2e-4, why="e4m3's subnormal numbers, and what rounds to zero"),
+    WriteCase(id="fp8-specials", fp8=True, specials=True, why="NaN stays NaN, infinities saturate"),
+    WriteCase(id="all-skipped", skipped=9, why="a step of padding writes nothing"),
+    WriteCase(id="no-tokens", tokens=0, skipped=0, why="an empty step"),
+    WriteCase(id="one-token", tokens=1, skipped=0, padding_tokens=0, heads=1, why="smallest step"),
+    WriteCase(id="dims-differ", dim=192, dim_v=128, heads=1, why="keys longer than values"),
+    WriteCase(id="page-528", page=528, pages=2, tokens=20, why="slots far into a page that is no power of two"),
+    WriteCase(id="heads-first", layout=Layout.HEADS_FIRST, fused=True, why="heads outside of a page's tokens"),
+    WriteCase(id="separate", layout=Layout.SEPARATE, fused=True, why="two tensors"),
+    WriteCase(id="padded", layout=Layout.PADDED, fused=True, fp8=True, why="room between rows stays as it was"),
+    WriteCase(id="latent", latent=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
+    WriteCase(
+        id="latent-fp8",
+        latent=True,
+        heads=1,
+        dim=512,
+        dim_v=64,
+        fp8=True,
+        layout=Layout.PADDED,
+        why="MLA's row in e4m3",
+    ),
+    WriteCase(
+        id="real-prefill", tier="gpu", tokens=4096, pages=600, heads=8, dim=128, dim_v=128, why="a prompt's keys"
+    ),
+    WriteCase(
+        id="real-fp8",
+        tier="gpu",
+        tokens=4096,
+        pages=600,
+        heads=8,
+        dim=128,
+        dim_v=128,
+        fp8=True,
+        gain=4.0,
+        why="a prompt's keys in e4m3",
+    ),
+)
+
+
+@dataclass
+class Write:
+    """The tensors that `api.write_kv` takes."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slots: torch.Tensor
+
+
+def build(case: WriteCase, device: torch.device | str) -> Write:
+    """The tensors of a case; the cache starts as NaN."""
+    device, spec = torch.device(device), case.spec
+    random = torch.Generator(device).manual_seed(case.seed)
+    cache, values = empty_like_cache(spec, (case.pages, case.page), case.layout, device)
+    key_cache, value_cache = (cache[..., : case.dim], cache[..., case.dim :]) if case.latent else (cache, values)
+
+    def rows(dim: int) -> torch.Tensor:
+        shape = (case.tokens + case.padding_tokens, case.heads, dim)
+        numbers = normal(shape, random) * case.gain
+        if case.specials and numbers.numel():
+            odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4], device=device)
+            numbers.view(-1)[: len(odd)] = odd
+        if not case.fused:
+            return numbers.to(case.dtype)
+        wide = not_a_number((shape[0], shape[1] * 2, dim), case.dtype, device)
+        wide[:, : case.heads] = numbers.to(case.dtype)
+        return wide[:, : case.heads]
+
+    slots = torch.randperm(case.pages * case.page, generator=random, device=device)[: case.tokens]
+    if case.tokens and not (slots == case.pages * case.page - 1).any():
+        slots[-1] = case.pages * case.page - 1
+    slots[: case.skipped] = torch.tensor([-1, -(2**40)], device=device).repeat(case.tokens)[: case.skipped]
+    return Write(rows(case.dim), rows(case.dim_v), key_cache, value_cache, slots)
+
+
+def everything(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of the memory that a view belongs to, flat."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
+def check_write(case: WriteCase, kernel: str, device: torch.device | str) -> None:
+    """Write with a kernel and with the reference: the caches, and all memory around them, must be the same.
+
+    NaN may have any bits. Where e4m3 is stored, a neighbouring number is right too if the exact quotient lies within
+    float32's rounding of the midpoint between the two: division on a GPU may be off by two units in the last place.
+    """
+    scales = torch.tensor([K_SCALE, V_SCALE], device=device).split(1) if case.fp8 else (None, None)
+    mine, theirs = build(case, device), build(case, device)
+    api.write_kv(
+        case.spec,
+        mine.key,
+        mine.value,
+        mine.key_cache,
+        mine.value_cache,
+        mine.slots,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        kernel=kernel,
+    )
+    reference.write_kv(
+        theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, theirs.slots, scales[0], scales[1]
+    )
+    if case.fp8:
+        kept = mine.slots >= 0
+        pages, tokens = mine.slots[kept] // case.page, mine.slots[kept] % case.page
+        for ours, right, rows, scale in (
+            (mine.key_cache, theirs.key_cache, mine.key, scales[0]),
+            (mine.value_cache, theirs.value_cache, mine.value, scales[1]),
+        ):
+            forgive_midpoints(ours, right, rows[: case.tokens][kept].double() / scale.double(), pages, tokens)
+    for name, ours, right in (
+        ("key", mine.key_cache, theirs.key_cache),
+        ("value", mine.value_cache, theirs.value_cache),
+    ):
+        found, expected = everything(ours), everything(right)
+        same = reference.indexable(found) == reference.indexable(expected)
+        if not case.fp8:
+            same = found.view(torch.int16) == expected.view(torch.int16)
+        wrong = ~(same | (found.float().isnan() & expected.float().isnan()))
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            raise AssertionError(
+                f"{name} cache: {int(wrong.sum())} of {wrong.numel()} elements of its memory differ, first at offset "
+                f"{at}: {float(found[at])} where {float(expected[at])} is right; strides {ours.stride()}"
+            )
+
+
+def forgive_midpoints(
+    found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor, pages: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Take over into `expected` what was found where rounding may go either way. exact: [tokens, heads, dim]."""
+    mine, theirs = (reference.indexable(cache)[pages, tokens].view(cache.dtype) for cache in (found, expected))
+    middle = (mine.double() + theirs.double()) / 2
+    tie = ((exact - middle).abs() <= 2**-22 * exact.abs()) & (
+        (reference.indexable(mine).int() - reference.indexable(theirs).int()).abs() == 1
+    )
+    bytes_of = reference.indexable(theirs)
+    bytes_of[tie] = reference.indexable(mine)[tie]
+    reference.indexable(expected)[pages, tokens] = bytes_of

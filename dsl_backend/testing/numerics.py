@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error budgets that are computed from the problem: how wrong may a kernel be?"""
+
+import torch
+
+
+def per_row(values: torch.Tensor) -> torch.Tensor:
+    """The largest value of each row: [rows, ...] -> [rows]; 0 for rows without elements."""
+    return values.flatten(1).amax(1) if values[:1].numel() else values.new_zeros(values.shape[0])
+
+
+def assert_same_non_finite(out: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """NaN exactly where the oracle is NaN, and the same infinities."""
+    for kind, found, expected in (
+        ("NaN", out.isnan(), exact.isnan()),
+        ("+inf", out == torch.inf, exact == torch.inf),
+        ("-inf", out == -torch.inf, exact == -torch.inf),
+    ):
+        wrong = found != expected
+        if wrong.any():
+            where = tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{what}: {kind} differs at {int(wrong.sum())} of {wrong.numel()} elements, in rows "
+                f"{ranges(wrong)}; first at {where}: {float(out[where])} where {float(exact[where])} is right"
+            )
+
+
+def ranges(wrong: torch.Tensor) -> str:
+    """Rows with an element set, as text: `0-3, 7`. wrong: [rows, ...] bool."""
+    rows = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    spans: list[list[int]] = []
+    for row in rows:
+        if spans and spans[-1][1] == row - 1:
+            spans[-1][1] = row
+        else:
+            spans.append([row, row])
+    text = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(text[:12]) + (f", ... ({len(rows)} rows)" if len(text) > 12 else "")
+
+
+def assert_errors_fit(out: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor, what: str) -> None:
+    """|out - exact| <= budget where both are finite. out, exact: [rows, ...]; budget: [rows] or of out's shape."""
+    finite = exact.isfinite() & out.isfinite()
+    error = torch.where(finite, (out.double() - exact.double()).abs(), 0.0)
+    if budget.dim() == 1:
+        budget = budget.view(-1, *[1] * (out.dim() - 1))
+    excess = error - budget.expand_as(error)
+    wrong = excess > 0
+    if wrong.any():
+        where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are further from the oracle than the budget, "
+            f"in rows {ranges(wrong)}; "
+            f"worst at {where}: {float(out[where]):.6g} where {float(exact[where]):.6g} is right, "
+            f"error {float(error[where]):.3g}, budget {float(budget.expand_as(error)[where]):.3g}"
+        )
+
+
+def assert_within_budget(
+    out: torch.Tensor,
+    exact: torch.Tensor,
+    naive: torch.Tensor,
+    ulps: float = 2,
+    factor: float = 2,
+    *,
+    what: str = "out",
+) -> None:
+    """An output's error is at most `factor` times that of eager torch in the output's dtype, plus `ulps`.
+
+    The budget is taken row by row, from the row's largest naive error and its largest exact magnitude: a query that
+    sees one key has outputs tens of times larger than one that averages a thousand, and would hide its errors.
+
+    Args:
+        out: [rows, ...], what is judged.
+        exact: the float64 oracle, out's shape. Where it is NaN or infinite, out must be the same; nowhere else.
+        naive: the same maths in torch with every intermediate in out's dtype, out's shape.
+
+    Raises:
+        AssertionError: says where, how much, and what the budget was.
+    """
+    assert out.shape == exact.shape == naive.shape, f"{what}: {out.shape=}, {exact.shape=}, {naive.shape=}"
+    assert_same_non_finite(out, exact, what)
+    if out.numel() == 0:
+        return
+    exact = exact.double()
+    # A naive computation that overflowed says nothing about its rounding.
+    usable = exact.isfinite() & naive.isfinite()
+    error = per_row(torch.where(usable, (naive.double() - exact).abs(), 0.0))
+    largest = per_row(torch.where(exact.isfinite(), exact.abs(), 0.0))
+    budget = factor * error + ulps * torch.finfo(out.dtype).eps * largest
+    assert_errors_fit(out, exact, budget, what)
+
+
+def assert_lse_within_budget(
+    lse: torch.Tensor,
+    exact: torch.Tensor,
+    single: torch.Tensor,
+    magnitude: torch.Tensor,
+    ulps: float = 2,
+    factor: float = 2,
+    *,
+    what: str = "lse",
+) -> None:
+    """A log-sum-exp's absolute error fits float32 arithmetic, not that of the 16-bit outputs.
+
+    It is a float32 result that later merges weigh outputs with, and it is the sharpest witness of a wrongly masked
+    key: one of two thousand moves it by 5e-4, which 16-bit arithmetic would forgive. The yardstick is therefore the
+    same maths in torch in float32 (the dtype of the result), plus the rounding that another order of summation may
+    bring: `ulps` of float32 at the size of the sums on the way, `magnitude`.
+
+    Args:
+        lse: [rows, heads] float32, what is judged.
+        exact: float64 oracle.
+        single: the reference in float32.
+        magnitude: [rows], from `inputs.Problem.score_magnitude`: a bound on the scores' partial sums, times the root
+            of their number of terms (the probabilistic rounding bound of Higham & Mary, 2019).
+    """
+    assert lse.shape == exact.shape == single.shape, f"{what}: {lse.shape=}, {exact.shape=}, {single.shape=}"
+    assert_same_non_finite(lse, exact, what)
+    if lse.numel() == 0:
+        return
+    usable = exact.isfinite() & single.isfinite()
+    error = per_row(torch.where(usable, (single.double() - exact).abs(), 0.0))
+    largest = per_row(torch.where(exact.isfinite(), exact.abs(), 0.0))
+    finite_magnitude = torch.where(magnitude.isfinite(), magnitude.double(), 0.0)
+    budget = factor * error + ulps * torch.finfo(torch.float32).eps * (largest + finite_magnitude)
+    assert_errors_fit(lse, exact, budget, what)
