@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM's versions differ, and what we do about it: the ledger, and the few functions that hide a difference.
+
+Features are detected, never version numbers. vllm is imported inside the functions: the ledger can be read without it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One difference.
+
+    Attributes:
+        what: we do, and where.
+        why: what vLLM does that makes it needed.
+        remove_when: what must have happened for it to go.
+        needed: whether the vLLM at hand still needs it.
+    """
+
+    name: str
+    what: str
+    why: str
+    remove_when: str
+    needed: Callable[[], bool]
+
+
+def _members_pickle_by_value() -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return "__reduce_ex__" not in vars(AttentionBackendEnum)
+
+
+def _enum_cannot_grow() -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return not hasattr(AttentionBackendEnum, "register")
+
+
+def _cpu_platform_ignores_the_choice() -> bool:
+    from vllm.platforms.cpu import CpuPlatform
+
+    function = CpuPlatform.get_attn_backend_cls.__func__
+    source = inspect.getsource(inspect.unwrap(function))
+    return "validate_configuration" not in source
+
+
+def _cpu_fixes_the_mla_prefill_backend() -> bool:
+    from vllm.v1.attention.backends.mla.prefill import selector
+
+    return "is_cpu()" in inspect.getsource(selector.get_mla_prefill_backend)
+
+
+def _cache_shape_belongs_to_the_backend() -> bool:
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "get_kv_cache_shape")
+
+
+def _block_sizes_take_no_spec() -> bool:
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return not inspect.signature(AttentionBackend.get_supported_kernel_block_sizes).parameters
+
+
+def _context_chunks_are_indices() -> bool:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+
+    return not hasattr(MLACommonPrefillMetadata, "ContextChunk")
+
+
+def _decode_is_built_without_query_bound() -> bool:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    return "max_query_len" not in inspect.signature(MLACommonMetadataBuilder._build_decode).parameters
+
+
+def _mla_is_always_causal() -> bool:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+    return "causal" not in {field.name for field in dataclasses.fields(MLACommonMetadata)}
+
+
+def _mla_head_sizes_are_fixed() -> bool:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+    return hasattr(MLACommonMetadata, "__post_init__")
+
+
+def _selection_does_not_see_dcp() -> bool:
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    return "use_dcp" not in AttentionSelectorConfig._fields
+
+
+def _no_ragged_decode_graphs() -> bool:
+    from vllm.v1.attention import backend
+
+    return not hasattr(backend, "max_decode_query_len")
+
+
+LEDGER: tuple[Entry, ...] = (
+    Entry(
+        name="pickled_members",
+        what="registration.add_member gives the member its own __reduce_ex__",
+        why="vLLM hands its config to spawned children, which unpickle it before any plugin is loaded; enum members "
+        "pickle by value, and the child's enum has no such value",
+        remove_when="vLLM pickles these enums by name after loading plugins, or loads plugins before unpickling",
+        needed=_members_pickle_by_value,
+    ),
+    Entry(
+        name="members_by_hand",
+        what="registration.add_member builds the member out of Enum's internals",
+        why="0.26 has no AttentionBackendEnum.register, and the one of later versions logs in every process",
+        remove_when="the oldest supported vLLM has AttentionBackendEnum.register and MLAPrefillBackendEnum.register",
+        needed=_enum_cannot_grow,
+    ),
+    Entry(
+        name="cpu_selection",
+        what="cpu_platform wraps CpuPlatform.get_attn_backend_cls",
+        why="the CPU platform answers with its own backends whatever was asked for, and validates nothing",
+        remove_when="the CPU platform asks the selected backend's class as the CUDA platform does",
+        needed=_cpu_platform_ignores_the_choice,
+    ),
+    Entry(
+        name="cpu_mla_prefill",
+        what="mla.DSLMLAMetadataBuilder makes its own prefill backend where the layer holds another one",
+        why="on a CPU the setting mla_prefill_backend is ignored in favour of vLLM's own",
+        remove_when="get_mla_prefill_backend honours the setting on a CPU",
+        needed=_cpu_fixes_the_mla_prefill_backend,
+    ),
+    Entry(
+        name="kv_cache_shape",
+        what="dense and MLA backends define get_kv_cache_shape and get_kv_cache_stride_order",
+        why="in 0.26 the backend owns the cache's shape; later the KV cache spec does, and the methods are not called",
+        remove_when="the oldest supported vLLM has KVCacheLayout",
+        needed=_cache_shape_belongs_to_the_backend,
+    ),
+    Entry(
+        name="kernel_block_sizes",
+        what="get_supported_kernel_block_sizes takes an optional spec",
+        why="0.26 calls it without arguments, later versions with the cache's spec",
+        remove_when="the oldest supported vLLM passes a spec",
+        needed=_block_sizes_take_no_spec,
+    ),
+    Entry(
+        name="context_chunks",
+        what="compat.context_chunk",
+        why="0.26 passes a chunk's index and all prefills' queries, later versions an object and its own queries",
+        remove_when="the oldest supported vLLM has MLACommonPrefillMetadata.ContextChunk",
+        needed=_context_chunks_are_indices,
+    ),
+    Entry(
+        name="decode_query_bound",
+        what="compat.decode_query_bound",
+        why="0.26's _build_decode is not told the longest query; the threshold that splits the batch bounds it",
+        remove_when="the oldest supported vLLM passes max_query_len",
+        needed=_decode_is_built_without_query_bound,
+    ),
+    Entry(
+        name="mla_causal",
+        what="compat.is_causal",
+        why="0.26's MLA metadata has no `causal`: all its batches are",
+        remove_when="the oldest supported vLLM has MLACommonMetadata.causal",
+        needed=_mla_is_always_causal,
+    ),
+    Entry(
+        name="mla_head_sizes",
+        what="mla.DSLMLAMetadata skips the base class's check of the head size",
+        why="it refuses sizes by a list of vLLM's own kernels, such as 288 of MiniCPM3, which ours serve",
+        remove_when="MLACommonMetadata asks the backend's own class",
+        needed=_mla_head_sizes_are_fixed,
+    ),
+    Entry(
+        name="dcp_selection",
+        what="validation asks the current config for decode context parallelism",
+        why="0.26's selection does not tell the backend about it",
+        remove_when="the oldest supported vLLM has AttentionSelectorConfig.use_dcp",
+        needed=_selection_does_not_see_dcp,
+    ),
+    Entry(
+        name="ragged_decode_graphs",
+        what="compat.ragged_decode_limit",
+        why="0.26 has no graphs of decodes with different query lengths, nor the function that bounds them",
+        remove_when="the oldest supported vLLM has max_decode_query_len",
+        needed=_no_ragged_decode_graphs,
+    ),
+)
+
+
+class ContextChunk(NamedTuple):
+    """A chunk of cached context that a run of prefills attends to, up-projected and packed.
+
+    Attributes:
+        index: names the chunk within its step.
+        query_start_loc, kv_start_loc: [requests + 1] int32 on the device.
+        max_query_len, max_kv_len: upper bounds, in tokens.
+    """
+
+    index: int
+    query_start_loc: torch.Tensor
+    kv_start_loc: torch.Tensor
+    max_query_len: int
+    max_kv_len: int
+
+
+def context_chunk(chunk: Any, prefill: Any) -> ContextChunk:
+    """One form for both: vLLM's chunk object, or the index of a chunk in the prefill metadata."""
+    if not isinstance(chunk, int):
+        return ContextChunk(
+            chunk.index, chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
+        )
+    context = prefill.chunked_context
+    return ContextChunk(
+        chunk,
+        prefill.query_start_loc,
+        context.cu_seq_lens[chunk],
+        prefill.max_query_len,
+        context.max_seq_lens[chunk],
+    )
+
+
+def decode_query_bound(arguments: Mapping[str, Any], threshold: int) -> int:
+    """The longest query in the decode part of a batch; `arguments` are those of _build_decode."""
+    return arguments.get("max_query_len", threshold)
+
+
+def is_causal(mla_metadata: Any) -> bool:
+    return getattr(mla_metadata, "causal", True)
+
+
+def uses_dcp(selection: Mapping[str, Any]) -> bool:
+    """Whether decode context parallelism is on; `selection` are the arguments of validate_configuration."""
+    if "use_dcp" in selection:
+        return selection["use_dcp"]
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.decode_context_parallel_size > 1
+
+
+def ragged_decode_limit(vllm_config: Any) -> int | None:
+    """The longest query of a decode batch with different query lengths that a graph may replay."""
+    from vllm.v1.attention import backend
+
+    limit = getattr(backend, "max_decode_query_len", None)
+    return None if limit is None else limit(vllm_config)

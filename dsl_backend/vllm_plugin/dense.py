@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's backend, metadata builder and implementation for attention with keys and values of their own."""
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from dsl_backend.attention import api
+from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.plan import AttentionPlan
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.vllm_plugin import options, validation
+from dsl_backend.vllm_plugin.planning import Planners, StepPlans
+from dsl_backend.vllm_plugin.registration import NAME
+
+# Queries, keys and values of one step, without a cache.
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class DSLAttentionBackend(AttentionBackend):
+    """Answers vLLM's questions out of the dispatch table."""
+
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["DSLAttentionImpl"]:
+        return DSLAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["DSLMetadataBuilder"]:
+        return DSLMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(validation.page_size_unit(validation.current_target()))]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        # The kernels read strides at run time, so either layout does; blocks stay outermost with layers in between.
+        if get_kv_cache_layout() == "HND":
+            return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return not validation.probe(validation.current_target(), head_dim=head_size, head_dim_v=head_size)
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return not validation.probe(validation.current_target(), dtype=dtype)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        try:
+            kv_dtype = validation.torch_kv_dtype(kv_cache_dtype, torch.float16)
+        except ValueError:
+            return False
+        model_dtype = torch.float16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
+        return not validation.probe(validation.current_target(), dtype=model_dtype, kv_dtype=kv_dtype)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or not validation.probe(validation.current_target(), page_size=block_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return not validation.probe(validation.current_target(), sinks=True)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return not validation.probe(validation.current_target(), window_left=0)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return not validation.probe(validation.current_target(), causality=Causality.FULL)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *ENCODERS)
+
+    @classmethod
+    def validate_configuration(cls, **selection: Any) -> list[str]:
+        """Every reason against a configuration, in words that say what would work; empty where there is none."""
+        head_size = selection["head_size"]
+        return validation.configuration_reasons(
+            generic=super().validate_configuration(**selection),
+            head_dims=(head_size, head_size),
+            latent=False,
+            selection=selection,
+            kernel=options.of(get_current_vllm_config_or_none()).attention_kernel,
+        )
+
+
+@dataclass
+class DSLMetadata(AttentionMetadata):
+    """One step of the layers of a group; its tensors are vLLM's own, which a captured graph reads again.
+
+    Attributes:
+        num_actual_tokens: rows of the queries that may belong to a request.
+        max_query_len, max_seq_len: upper bounds, in tokens.
+        query_start_loc: [requests + 1] int32.
+        seq_lens: [requests] int32.
+        block_table: [requests, pages] int32.
+        slot_mapping: [tokens] int64.
+        causal: for all requests, or [requests] bool.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor
+    planners: Planners
+    # By whether keys are packed.
+    steps: dict[bool, StepPlans] = field(default_factory=dict)
+
+    @property
+    def causality(self) -> Causality:
+        if isinstance(self.causal, torch.Tensor):
+            return Causality.PER_REQUEST
+        return Causality.CAUSAL if self.causal else Causality.FULL
+
+    def plan(self, spec: AttentionSpec) -> AttentionPlan:
+        """The plan of a layer; made for the first layer of its spec, reused by the others."""
+        packed = spec.page_size is None
+        step = self.steps.get(packed)
+        if step is None:
+            step = self.steps[packed] = StepPlans(
+                Batch(
+                    query_start_loc=self.query_start_loc,
+                    seq_lens=self.seq_lens,
+                    num_tokens=self.num_actual_tokens,
+                    max_query_len=self.max_query_len,
+                    max_seq_len=self.max_seq_len,
+                    block_table=None if packed else self.block_table,
+                    kv_start_loc=self.query_start_loc if packed else None,
+                    causal=self.causal if isinstance(self.causal, torch.Tensor) else None,
+                ),
+                self.planners,
+            )
+        return step.plan(spec)
+
+
+class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
+    """Keeps the planners of a group's layers; a step costs a few slices until a layer asks for its plan."""
+
+    # A plan depends on upper bounds only, so one captured for a mixed batch serves every batch that fits its bounds.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = True
+    # Nothing in the metadata has to be recomputed: all that changes between draft steps is in vLLM's own buffers.
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        **_: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.planners = Planners(device, options.of(vllm_config).attention_kernel)
+        # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
+        layers = vllm_config.compilation_config.static_forward_context
+        for layer in (layers[name] for name in layer_names if name in layers):
+            causal = layer.impl.attn_type == AttentionType.DECODER
+            self.planners.of(
+                layer.impl.spec(
+                    None if layer.impl.packed else kv_cache_spec.block_size,
+                    Causality.CAUSAL if causal else Causality.FULL,
+                    layer.head_size_v,
+                )
+            )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> DSLMetadata:
+        common = common_attn_metadata
+        requests = common.num_reqs
+        causal = common.causal
+        if isinstance(causal, torch.Tensor):
+            causal = causal[:requests].to(torch.bool)
+        return DSLMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc[: requests + 1],
+            seq_lens=common.seq_lens[:requests],
+            block_table=common.block_table_tensor[:requests],
+            slot_mapping=common.slot_mapping,
+            causal=causal,
+            planners=self.planners,
+        )
+
+    def update_block_table(
+        self,
+        metadata: DSLMetadata,
+        blk_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> DSLMetadata:
+        """The same step for another group of layers; its plans are made anew, on this builder's planners."""
+        other = copy.copy(metadata)
+        other.block_table = blk_table[: metadata.seq_lens.shape[0]]
+        other.slot_mapping = slot_mapping
+        other.planners = self.planners
+        other.steps = {}
+        return other
+
+    def update_draft_decode_metadata(self, metadata: DSLMetadata) -> None:
+        """Nothing to do: see supports_draft_decode_metadata_update."""
+
+
+class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
+    """One layer's attention.
+
+    Raises:
+        ValueError: no kernel serves the layer; with every reason.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        # vLLM builds its models under the device that they will run on.
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sliding_window = sliding_window
+        self.packed = attn_type in ENCODERS
+
+        dtype = torch.get_default_dtype()
+        self.base_spec = AttentionSpec(
+            heads_q=self.num_heads,
+            heads_kv=self.num_kv_heads,
+            head_dim=head_size,
+            head_dim_v=head_size,
+            dtype=dtype,
+            # Encoders attend to what they were given, which no cache has rounded.
+            kv_dtype=dtype if self.packed else validation.torch_kv_dtype(kv_cache_dtype, dtype),
+            page_size=None if self.packed else validation.ANY_PAGE_SIZE,
+            scale=self.scale,
+            causality=Causality.CAUSAL if attn_type == AttentionType.DECODER else Causality.FULL,
+            window_left=None if sliding_window is None else sliding_window - 1,
+            softcap=logits_soft_cap or 0.0,
+            sinks=sinks is not None,
+            alibi=alibi_slopes is not None,
+        )
+        self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
+        kernel = options.of(get_current_vllm_config_or_none()).attention_kernel
+        self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
+
+        reasons = [f"{name}={value!r} is not known" for name, value in unknown.items() if value not in (None, False)]
+        reasons += validation.reasons_against(self.base_spec, validation.current_target(), kernel)
+        validation.refuse(f"a layer of {self.base_spec}", reasons)
+
+    def spec(self, page_size: int | None, causality: Causality, head_dim_v: int) -> AttentionSpec:
+        """The layer's spec in a step.
+
+        Args:
+            page_size: tokens a page of the cache; None where keys are packed.
+            causality: of the step's batch.
+            head_dim_v: elements of a value.
+        """
+        key = (page_size, causality, head_dim_v)
+        spec = self._specs.get(key)
+        if spec is None:
+            left = self.base_spec.window_left
+            spec = self._specs[key] = replace(
+                self.base_spec,
+                page_size=page_size,
+                causality=causality,
+                head_dim_v=head_dim_v,
+                # A window of a batch that is not causal reaches as far to the right.
+                window_right=None if causality is Causality.CAUSAL else left,
+            )
+        return spec
+
+    def split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [pages, page_size, heads_kv, dim] in vLLM's cache [pages, heads_kv, page_size, both dims]."""
+        pages = kv_cache.transpose(1, 2)
+        if self.base_spec.is_fp8_kv and pages.dtype != torch.float8_e4m3fn:
+            pages = pages.view(torch.float8_e4m3fn)
+        return pages[..., : self.head_size], pages[..., self.head_size :]
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store a step's keys and values; without a cache, nothing."""
+        if self.packed or kv_cache.numel() == 0 or slot_mapping.numel() == 0:
+            return
+        keys, values = self.split(kv_cache)
+        fp8 = self.base_spec.is_fp8_kv
+        spec = self.spec(keys.shape[1], self.base_spec.causality, values.shape[-1])
+        api.write_kv(
+            spec,
+            key,
+            value,
+            keys,
+            values,
+            slot_mapping,
+            k_scale=layer._k_scale if fp8 else None,
+            v_scale=layer._v_scale if fp8 else None,
+            kernel=self.write_kernel,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: DSLMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step, into `output`.
+
+        Args:
+            query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding.
+            key, value: [tokens, heads_kv, dim]; already in the cache, but for encoders.
+            kv_cache: [pages, heads_kv, page_size, head_size + value's], of any strides but the last.
+            attn_metadata: None in vLLM's profiling run.
+            output: [tokens, heads, value's head size].
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("attention backend dsl does not quantise its output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        fp8 = self.base_spec.is_fp8_kv
+        page_size = None
+        if self.packed:
+            keys, values = key, value
+        else:
+            keys, values = self.split(kv_cache)
+            page_size = keys.shape[1]
+        plan = attn_metadata.plan(self.spec(page_size, attn_metadata.causality, values.shape[-1]))
+        return api.run(
+            plan,
+            query,
+            keys,
+            values,
+            out=output,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            k_scale=layer._k_scale if fp8 else None,
+            v_scale=layer._v_scale if fp8 else None,
+        )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sets through `--additional-config '{"dsl": {...}}'`."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from dsl_backend.attention import dispatch
+
+
+class Options(BaseModel):
+    """The plugin's options.
+
+    Attributes:
+        attention_kernel: serve attention with the kernels of this name from the dispatch table, or not at all. By
+            default each operation gets the best kernel that serves it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    attention_kernel: str | None = None
+
+    @field_validator("attention_kernel")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        names = list(dict.fromkeys(entry.name for entries in dispatch.TABLE.values() for entry in entries))
+        if name is not None and name not in names:
+            raise ValueError(f"{name!r} is not one of {', '.join(names)}")
+        return name
+
+
+def of(vllm_config: Any) -> Options:
+    """The options in a VllmConfig; the defaults where it has none.
+
+    Raises:
+        ValueError: a key is unknown or a value does not fit; the message lists what is accepted.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    given = additional.get("dsl", {}) if isinstance(additional, dict) else {}
+    accepted = ", ".join(Options.model_fields)
+    if not isinstance(given, dict):
+        raise ValueError(f"additional_config['dsl'] is {given!r}: an object with the keys {accepted} is needed")
+    try:
+        return Options(**given)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, issue['loc']))}: "
+            f"{'unknown key' if issue['type'] == 'extra_forbidden' else issue['msg'].removeprefix('Value error, ')}"
+            for issue in error.errors()
+        ]
+        raise ValueError(
+            f"additional_config['dsl'] is not valid: {'; '.join(problems)} (accepted keys: {accepted})"
+        ) from None

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a metadata builder's life to a step's plans: planners that persist, plans that the layers of a step share."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dsl_backend.attention import api
+from dsl_backend.attention.dispatch import Operation, choose, judge
+from dsl_backend.attention.plan import AttentionPlan, Planner, Workspace
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.log import info_once
+from dsl_backend.runtime import target as targets
+from dsl_backend.vllm_plugin.validation import kernel_for
+
+
+class Planners:
+    """A metadata builder's planners, one for each distinct layer spec, on one workspace.
+
+    Args:
+        device: of the layers.
+        kernel: the kernel that the user asked for by name; by default the best for each operation.
+    """
+
+    def __init__(self, device: torch.device, kernel: str | None = None) -> None:
+        self.target = targets.detect(device)
+        self.workspace = Workspace(device)
+        self.kernel = kernel
+        self._of: dict[AttentionSpec, Planner] = {}
+
+    def of(self, spec: AttentionSpec) -> Planner:
+        """The spec's planner.
+
+        Raises:
+            Unsupported: no kernel serves the spec, or not the one asked for.
+        """
+        planner = self._of.get(spec)
+        if planner is None:
+            planner = self._of[spec] = Planner(spec, self.target, self.workspace, self.kernel)
+            info_once(f"dsl serves attention of {spec} on {self.target.arch}: {self.served_by(planner)}")
+        return planner
+
+    def served_by(self, planner: Planner) -> str:
+        """Which kernel serves each operation, and what better ones object."""
+        names = dict(planner.kernel_names)
+        if planner.spec.page_size is not None:
+            write = Operation.WRITE_KV
+            names[write.value] = choose(write, planner.spec, self.target, kernel_for(write, self.kernel)).name
+        parts = []
+        for operation, name in names.items():
+            better = []
+            for entry, reasons in judge(Operation(operation), planner.spec, self.target):
+                if entry.name == name:
+                    break
+                better.append(f"{entry.name}: {'; '.join(reasons) or 'not the one asked for'}")
+            parts.append(f"{operation} by {name}" + (f" (not by {', nor '.join(better)})" if better else ""))
+        return ", ".join(parts)
+
+
+@dataclass
+class StepPlans:
+    """One step's batch, and the plans that its layers have asked for so far."""
+
+    batch: Batch
+    planners: Planners
+    made: dict[AttentionSpec, AttentionPlan] = field(default_factory=dict)
+
+    def plan(self, spec: AttentionSpec) -> AttentionPlan:
+        """The spec's plan: made for its first layer of the step, reused by the others.
+
+        Raises:
+            InvalidInput: the batch does not fit the spec.
+            Unsupported: no kernel serves the spec.
+        """
+        plan = self.made.get(spec)
+        if plan is None:
+            api.check_batch(spec, self.batch)
+            plan = self.made[spec] = self.planners.of(spec).plan(self.batch)
+        return plan

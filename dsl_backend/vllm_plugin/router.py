@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class behind the name DSL: it sends vLLM to the dense or the MLA backend, whichever a layer needs."""
+
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.v1.attention.backend import AttentionBackend
+
+from dsl_backend.vllm_plugin import validation
+from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
+
+# vLLM asks validate_configuration and then full_cls_name of the same class, in one thread, layer after layer.
+_chosen: ContextVar[type[AttentionBackend]] = ContextVar("dsl_backend_chosen", default=DSLAttentionBackend)
+
+
+def backend_for(use_mla: bool) -> type[AttentionBackend]:
+    if not use_mla:
+        return DSLAttentionBackend
+    # Here, because it imports vLLM's MLA layer and with it that layer's kernels.
+    from dsl_backend.vllm_plugin.mla import DSLMLABackend
+
+    return DSLMLABackend
+
+
+class DSLRouter(DSLAttentionBackend):
+    """vLLM keeps one class for a backend's name, and two kinds of attention need two classes."""
+
+    @classmethod
+    def validate_configuration(cls, **selection: Any) -> list[str]:
+        backend = backend_for(selection["use_mla"])
+        _chosen.set(backend)
+        return backend.validate_configuration(**selection)
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        return _chosen.get().full_cls_name()
+
+    @classmethod
+    def path_on_cpu(cls, selector_config: Any) -> str:
+        """Import path of the backend's class, validated as the CUDA platform does it.
+
+        Args:
+            selector_config: vLLM's AttentionSelectorConfig.
+
+        Raises:
+            ValueError: with every reason against the configuration.
+        """
+        selection = selector_config._asdict()
+        reasons = cls.validate_configuration(device_capability=None, **selection)
+        validation.refuse("this configuration on a CPU", reasons)
+        return ".".join(cls.full_cls_name())

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels say about a vLLM configuration: every reason against it, in words that name what would work."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat
+
+# The page size that stands for "not decided yet": the largest that vLLM's own choices are multiples of.
+ANY_PAGE_SIZE = 16
+KV_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+# vLLM's base class judges what its selection asks for; these are its objections that the dispatch table words better.
+SPOKEN_FOR = frozenset(
+    {"head_size not supported", "dtype not supported", "kv_cache_dtype not supported", "block_size not supported"}
+)
+ADVICE = {
+    "partial multimodal token full attention not supported": "bidirectional attention within a causal prompt "
+    "(prefix-LM, multimodal tokens) is not served: use --attention-backend TRITON_ATTN",
+    "sparse not supported": "sparse MLA is not served: use --attention-backend FLASHMLA_SPARSE",
+    "per-head quant scales not supported": "fp8 keys with a scale for each head are not served: use "
+    "--kv-cache-dtype auto, or a checkpoint with one scale for each layer",
+    "R-SWA not supported": "sliding windows with a globally visible prefix (R-SWA) are not served: use "
+    "--attention-backend TRITON_ATTN",
+    "batch invariance not supported": "batch invariance is not promised: unset VLLM_BATCH_INVARIANT, or use "
+    "--attention-backend FLASH_ATTN",
+    "PCP not supported": "prefill context parallelism is not served: use --prefill-context-parallel-size 1",
+    "DCP not supported": "decode context parallelism is not served: use --decode-context-parallel-size 1",
+}
+
+
+def target_of(device_capability: Any) -> Target:
+    """The usual chip of vLLM's DeviceCapability; None is the CPU. Touches no device."""
+    if device_capability is None:
+        return targets.cpu_target()
+    return targets.from_arch(f"sm_{device_capability.major}{device_capability.minor}")
+
+
+def current_target() -> Target:
+    """The target of vLLM's current platform. Touches no device: it may be asked for before CUDA may be initialised."""
+    from vllm.platforms import current_platform
+
+    return targets.cpu_target() if current_platform.is_cpu() else target_of(current_platform.get_device_capability())
+
+
+def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values in a cache of vLLM's `--kv-cache-dtype`.
+
+    Raises:
+        ValueError: it is not one that the kernels know.
+    """
+    if kv_cache_dtype in (None, "auto"):
+        return dtype
+    if kv_cache_dtype not in KV_DTYPES:
+        accepted = ", ".join(["auto", *KV_DTYPES])
+        raise ValueError(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
+    return KV_DTYPES[kv_cache_dtype]
+
+
+def reasons_against(spec: AttentionSpec, target: Target, kernel: str | None = None) -> list[str]:
+    """Why a layer of this spec cannot be served, by any kernel or by the one of that name."""
+    if kernel is None:
+        return dispatch.reasons_against(spec, target)
+    reasons = []
+    for operation in dispatch.operations_of(spec):
+        name = kernel_for(operation, kernel)
+        for entry, why in dispatch.judge(operation, spec, target):
+            if name in (None, entry.name):
+                reasons += [f"{operation.value} ({entry.name}): {reason}" for reason in why]
+                if name is None and not why:
+                    break
+    return reasons
+
+
+def kernel_for(operation: dispatch.Operation, kernel: str | None) -> str | None:
+    """The kernel that a user's choice means for an operation.
+
+    Attention kernels that bring no cache write of their own leave it to the best one there is.
+    """
+    names = [entry.name for entry in dispatch.TABLE[operation]]
+    return None if operation is dispatch.Operation.WRITE_KV and kernel not in names else kernel
+
+
+def probe(target: Target, **changes: Any) -> list[str]:
+    """Reasons against an ordinary problem with some of its facts changed."""
+    dtype = changes.pop("dtype", torch.float16)
+    facts: dict[str, Any] = {
+        "heads_q": 1,
+        "heads_kv": 1,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "dtype": dtype,
+        "kv_dtype": dtype,
+        "page_size": ANY_PAGE_SIZE,
+        "scale": 1.0,
+    }
+    return dispatch.reasons_against(AttentionSpec(**(facts | changes)), target)
+
+
+def page_size_unit(target: Target) -> int:
+    """The smallest power of two whose multiples the kernels take as page sizes."""
+    for unit in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if not probe(target, page_size=unit):
+            return unit
+    return ANY_PAGE_SIZE
+
+
+def configuration_reasons(
+    *,
+    generic: list[str],
+    head_dims: tuple[int, int],
+    latent: bool,
+    selection: Mapping[str, Any],
+    kernel: str | None,
+) -> list[str]:
+    """Every reason against what vLLM's selection asks for.
+
+    Args:
+        generic: the objections of vLLM's base class.
+        head_dims: elements of a key and of a value.
+        latent: absorbed MLA.
+        selection: the keyword arguments of `validate_configuration`.
+        kernel: the kernel that the user asked for by name, if any.
+    """
+    reasons = []
+    dtype = selection["dtype"]
+    try:
+        kv_dtype = torch_kv_dtype(selection["kv_cache_dtype"], dtype)
+    except ValueError as error:
+        reasons.append(str(error))
+        kv_dtype = dtype
+    key, value = head_dims
+    spec = AttentionSpec(
+        heads_q=1,
+        heads_kv=1,
+        head_dim=key,
+        head_dim_v=value,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=selection["block_size"] or ANY_PAGE_SIZE,
+        scale=1.0,
+        sinks=bool(selection.get("has_sink", False)),
+        window_left=0 if selection.get("has_sliding_window", False) else None,
+        latent=latent,
+    )
+    reasons += reasons_against(spec, target_of(selection["device_capability"]), kernel)
+    if compat.uses_dcp(selection) and "DCP not supported" not in generic:
+        generic = [*generic, "DCP not supported"]
+    return reasons + [ADVICE.get(reason, reason) for reason in generic if reason not in SPOKEN_FOR]
+
+
+def refuse(what: str, reasons: list[str]) -> None:
+    """Raises ValueError with every reason, if there is any."""
+    if reasons:
+        raise ValueError("\n  - ".join([f"attention backend dsl does not serve {what}:", *reasons]))
