@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line."""
+
+import argparse
+import pathlib
+import sys
+
+from .command import main, operators
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure an operator against its peers.")
+    parser.add_argument("op", choices=sorted(operators()))
+    parser.add_argument("--json", type=pathlib.Path, dest="json_path", help="write one JSON object a line")
+    parser.add_argument("--rows", help="regular expression over ids of rows, in any group (default: the table)")
+    parser.add_argument("--peers", help="comma-separated names, all, or none")
+    parser.add_argument("--kernels", help="comma-separated names of our kernels, each a column")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each provider of each row")
+    parser.add_argument("--prepare-seconds", type=float, default=240.0, help="until a provider is given up")
+    parser.add_argument("--flush", action="store_true", help="overwrite the last-level cache before each replay")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", dest="only_list", help="print rows and providers, run nothing")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    chosen = vars(parse())
+    sys.exit(main(chosen.pop("op"), chosen.pop("json_path"), **chosen))

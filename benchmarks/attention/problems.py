@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention problems that are timed, and the bytes and operations that each must cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from dsl_backend.attention.spec import AttentionSpec, short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Causal attention over a batch. Each kind below adds how its keys are stored.
+
+    Attributes:
+        heads_q, heads_kv: query and key/value heads.
+        head_dim, head_dim_v: elements of a query or key row, and of a value or output row.
+        q_lens, kv_lens: tokens of each request; its keys include those of its queries.
+        page_size: tokens a page; None where keys are packed.
+        window_left: keys visible before a position; None is unbounded.
+        scale: multiplies q·k.
+    """
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    page_size: int | None = 16
+    window_left: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    latent: bool = False
+    scale: float
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            scale=self.scale,
+            window_left=self.window_left,
+            latent=self.latent,
+        )
+
+    @property
+    def requests(self) -> int:
+        return len(self.kv_lens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.q_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every request has as few queries as a decode step with speculation."""
+        return max(self.q_lens) <= 16
+
+    @property
+    def uniform(self) -> bool:
+        """All requests are of one shape."""
+        return len(set(self.q_lens)) == 1 and len(set(self.kv_lens)) == 1
+
+    @property
+    def is_fp8_kv(self) -> bool:
+        return self.kv_dtype == torch.float8_e4m3fn
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Keys and values that some query sees are read once, queries are read, outputs written."""
+        keys = sum(keys_seen(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
+        row = self.head_dim if self.latent else self.head_dim + self.head_dim_v
+        stored = keys * self.heads_kv * row * self.kv_dtype.itemsize
+        return stored + self.tokens * self.heads_q * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Two products, of the visible pairs only: a causal square counts as half of the full one."""
+        twice = sum(twice_pairs(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
+        return twice * self.heads_q * (self.head_dim + self.head_dim_v)
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {
+            "heads_q": self.heads_q,
+            "heads_kv": self.heads_kv,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "max_q_len": max(self.q_lens),
+            "max_kv_len": max(self.kv_lens),
+            "mean_kv_len": sum(self.kv_lens) / self.requests,
+            "page_size": self.page_size,
+            "window_left": self.window_left,
+            "dtype": short(self.dtype),
+            "kv_dtype": short(self.kv_dtype),
+        }
+
+
+def keys_seen(q_len: int, kv_len: int, window_left: int | None) -> int:
+    """Keys of a request that at least one of its queries sees."""
+    return kv_len if window_left is None else min(kv_len, q_len + window_left)
+
+
+def twice_pairs(q_len: int, kv_len: int, window_left: int | None) -> int:
+    """Twice the (query, key) pairs of a request that are visible; the diagonal of a causal square counts half."""
+    twice = 2 * q_len * kv_len - q_len * q_len
+    if window_left is not None:
+        # the query at position p misses its first p - window_left keys
+        first, last = max(kv_len - q_len - window_left, 1), kv_len - 1 - window_left
+        twice -= (last + first) * (last - first + 1) if last >= first else 0
+    return twice
+
+
+def dense(
+    head_dim: int,
+    heads_q: int,
+    heads_kv: int,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    page_size: int = 16,
+    window_left: int | None = None,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Keys and values of their own, in pages."""
+    return Problem(
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        page_size=page_size,
+        window_left=window_left,
+        kv_dtype=kv_dtype,
+        scale=head_dim**-0.5,
+    )
+
+
+def latent(heads: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, page_size: int = 16) -> Problem:
+    """Absorbed MLA of DeepSeek's sizes: one latent row of 512 and a rope part of 64 serve every head."""
+    return Problem(
+        heads_q=heads,
+        heads_kv=1,
+        head_dim=576,
+        head_dim_v=512,
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        page_size=page_size,
+        latent=True,
+        scale=192**-0.5,
+    )
+
+
+def packed(heads: int, lens: Sequence[int]) -> Problem:
+    """MLA's prefill of DeepSeek's sizes, without absorption: packed keys of 128 + 64 and values of 128."""
+    return Problem(
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=192,
+        head_dim_v=128,
+        q_lens=tuple(lens),
+        kv_lens=tuple(lens),
+        page_size=None,
+        scale=192**-0.5,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteProblem:
+    """New keys and values on their way into the cache.
+
+    Attributes:
+        latent: one row of head_dim + head_dim_v elements (512 + 64) for MLA, instead of a key and a value.
+    """
+
+    tokens: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int = 16
+    latent: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            heads_q=self.heads_kv,
+            heads_kv=self.heads_kv,
+            head_dim=self.head_dim + self.head_dim_v if self.latent else self.head_dim,
+            head_dim_v=self.head_dim if self.latent else self.head_dim_v,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            scale=1.0,
+            latent=self.latent,
+        )
+
+    @property
+    def traffic_bytes(self) -> int:
+        elements = self.tokens * self.heads_kv * (self.head_dim + self.head_dim_v)
+        return elements * (self.dtype.itemsize + self.kv_dtype.itemsize) + 8 * self.tokens
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {
+            "tokens": self.tokens,
+            "heads_kv": self.heads_kv,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "page_size": self.page_size,
+            "kv_dtype": short(self.kv_dtype),
+        }

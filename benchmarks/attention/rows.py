@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of each attention benchmark: the table, and groups of further rows that a regular expression selects."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from ..case import TABLE, Case
+from .problems import Problem, WriteProblem, dense, latent, packed
+
+K = 1024
+FP8 = torch.float8_e4m3fn
+# (batch, keys): one user with short and very long context, a few, many, and the widest batches.
+DECODE_SHAPES = ((1, 8 * K), (1, 128 * K), (8, 8 * K), (64, 1 * K), (64, 8 * K), (256, 2 * K))
+# (head_dim, query heads, key heads): 8B models, gpt-oss, and a 70B model's share on one of eight GPUs.
+DECODE_HEADS = ((128, 32, 8), (64, 64, 8), (128, 8, 1))
+PREFILL_SHAPES = ((16, 1 * K), (4, 4 * K), (1, 16 * K))
+PREFILL_HEADS = ((128, 32, 8), (64, 64, 8), (256, 16, 2))
+LATENT_SHAPES = ((1, 8 * K), (8, 8 * K), (64, 4 * K), (128, 4 * K))
+
+
+def length(tokens: int) -> str:
+    """8192 as `8k`."""
+    return f"{tokens // K}k" if tokens % K == 0 else str(tokens)
+
+
+def heads(head_dim: int, heads_q: int, heads_kv: int) -> str:
+    return f"hd{head_dim}-h{heads_q}x{heads_kv}"
+
+
+def zipf_lengths(count: int, shortest: int = 16, longest: int = 32 * K, seed: int = 0) -> tuple[int, ...]:
+    """Lengths whose frequency falls as 1/length (Zipf's law): many short requests, a few of full length."""
+    draw = random.Random(seed)
+    return tuple(round(shortest * (longest / shortest) ** draw.random()) for _ in range(count))
+
+
+def case(id: str, problem: Problem, group: str = TABLE) -> Case[Problem]:
+    return Case(
+        id=id if group == TABLE else f"{group}-{id}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=problem.flops,
+    )
+
+
+def decode_cases(page: int = 16) -> list[Case[Problem]]:
+    def row(h: tuple[int, int, int], batch: int, keys: int, group: str = TABLE, q: int = 1, **more: object) -> Case:
+        problem = dense(*h, [q] * batch, [keys] * batch, page_size=page, **more)  # type: ignore[arg-type]
+        return case(f"{heads(*h)}-b{batch}-k{length(keys)}", problem, group)
+
+    main = DECODE_HEADS[0]
+    cases = [row(h, *shape) for h in DECODE_HEADS for shape in DECODE_SHAPES]
+    for h in DECODE_HEADS:
+        for batch in (8, 64, 256):
+            problem = dense(*h, [1] * batch, zipf_lengths(batch, seed=batch), page_size=page)
+            cases.append(case(f"{heads(*h)}-b{batch}", problem, "ragged"))
+    cases += [row((64, 64, 8), b, 8 * K, "window128", window_left=127) for b in (8, 64)]
+    cases += [row(main, b, 32 * K, "window4k", window_left=4 * K - 1) for b in (1, 16)]
+    cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in DECODE_SHAPES]
+    cases += [row(main, b, k, f"q{q}", q=q) for q in (1, 2, 4, 8) for b, k in ((8, 8 * K), (64, 4 * K))]
+    cases.append(case("hd64-h4x2", dense(64, 4, 2, [1, 1, 1], [5, 16, 40], page_size=page), "tiny"))
+    return cases
+
+
+def prefill_cases(page: int = 16) -> list[Case[Problem]]:
+    def row(
+        h: tuple[int, int, int], batch: int, new: int, group: str = TABLE, context: int = 0, **more: object
+    ) -> Case:
+        problem = dense(*h, [new] * batch, [context + new] * batch, page_size=page, **more)  # type: ignore[arg-type]
+        return case(f"{heads(*h)}-{batch}x{length(new)}", problem, group)
+
+    main = PREFILL_HEADS[0]
+    cases = [row(h, *shape) for h in PREFILL_HEADS for shape in PREFILL_SHAPES]
+    for h in PREFILL_HEADS[:2]:
+        lens = zipf_lengths(16, seed=2)
+        cases.append(case(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))
+    cases += [row(main, b, 2 * K, "context8k", context=8 * K) for b in (1, 4)]
+    # A scheduler's step: a chunk of one prompt beside the decodes of the others.
+    mixed = dense(*main, [1] * 63 + [2 * K], [4 * K] * 63 + [6 * K], page_size=page)
+    cases.append(case(f"{heads(*main)}-63x1+2k", mixed, "mixed"))
+    cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
+    cases += [row((64, 64, 8), *shape, "window128", window_left=127) for shape in PREFILL_SHAPES[1:]]
+    cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in PREFILL_SHAPES]
+    cases.append(case("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
+    return cases
+
+
+def latent_cases(page: int = 16) -> list[Case[Problem]]:
+    cases = []
+    for h in (16, 128):
+        for q in (1, 2):
+            for batch, keys in LATENT_SHAPES:
+                problem = latent(h, [q] * batch, [keys] * batch, page_size=page)
+                cases.append(case(f"h{h}-b{batch}-k{length(keys)}-q{q}", problem))
+    for h in (16, 128):
+        problem = latent(h, [1] * 64, zipf_lengths(64, seed=3), page_size=page)
+        cases.append(case(f"h{h}-b64", problem, "ragged"))
+        cases += [
+            case(f"h{h}-b{b}-k8k", latent(h, [q] * b, [8 * K] * b, page_size=page), f"q{q}")
+            for q in (4, 8)
+            for b in (8, 64)
+        ]
+    cases.append(case("h4", latent(4, [1, 2], [20, 40], page_size=page), "tiny"))
+    return cases
+
+
+def packed_cases(page: int = 16) -> list[Case[Problem]]:
+    cases = [case(f"h16-{b}x{length(n)}", packed(16, [n] * b)) for b, n in PREFILL_SHAPES]
+    cases += [case(f"h128-{b}x{length(n)}", packed(128, [n] * b), "heads128") for b, n in ((8, K), (2, 4 * K))]
+    cases.append(case("h16-b16", packed(16, zipf_lengths(16, seed=2)), "ragged"))
+    cases.append(case("h2", packed(2, [7, 33]), "tiny"))
+    return cases
+
+
+def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
+    def row(id: str, problem: WriteProblem, group: str = TABLE) -> Case[WriteProblem]:
+        return Case(
+            id=id if group == TABLE else f"{group}-{id}",
+            group=group,
+            problem=problem,
+            parameters=problem.parameters,
+            traffic_bytes=problem.traffic_bytes,
+            flops=0,
+        )
+
+    def own(tokens: int, dtype: torch.dtype = torch.bfloat16) -> WriteProblem:
+        return WriteProblem(tokens=tokens, heads_kv=8, head_dim=128, head_dim_v=128, page_size=page, kv_dtype=dtype)
+
+    def mla(tokens: int) -> WriteProblem:
+        return WriteProblem(tokens=tokens, heads_kv=1, head_dim=512, head_dim_v=64, page_size=page, latent=True)
+
+    cases = [row(f"hd128-h8-t{length(t)}", own(t)) for t in (1, 64, 256, 8 * K)]
+    cases += [row(f"mla-t{length(t)}", mla(t)) for t in (1, 64, 256, 8 * K)]
+    cases += [row(f"hd128-h8-t{length(t)}", own(t, FP8), "fp8") for t in (64, 8 * K)]
+    tiny = WriteProblem(tokens=5, heads_kv=2, head_dim=64, head_dim_v=64, page_size=page)
+    cases.append(row("hd64-h2-t5", tiny, "tiny"))
+    return cases
+
+
+def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
+    """The table, or every row of any group whose id the regular expression finds."""
+    import re
+
+    if pattern is None:
+        return [case for case in cases if case.group == TABLE]
+    return [case for case in cases if re.search(pattern, case.id)]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuDNN's attention through torch, on keys that are neither paged nor ragged: a bound, not a replacement."""
+
+import torch
+
+from ..case import Launch, Limits
+from ..check import BF16_LIMITS
+from .inputs import Inputs, tokens_of
+from .problems import Problem
+
+
+class CudnnPrefill:
+    """`scaled_dot_product_attention` restricted to cuDNN; a batch's keys are laid out for it beforehand."""
+
+    name = "cuDNN"
+    default = True
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = [] if torch.cuda.is_available() else ["needs a CUDA device"]
+        if not problem.uniform:
+            reasons.append("needs requests of one length")
+        if problem.q_lens != problem.kv_lens:
+            reasons.append("its causal mask starts at the first key: no context")
+        if problem.window_left is not None:
+            reasons.append("torch passes it no window")
+        if problem.is_fp8_kv:
+            reasons.append("torch passes it no fp8")
+        return reasons
+
+    def limits(self, problem: Problem) -> Limits:
+        return BF16_LIMITS
+
+    def shares_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether this torch gives cuDNN fewer key heads than query heads; otherwise keys are repeated beforehand."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        try:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        except RuntimeError:
+            return False
+        return True
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+            return torch.stack([tokens_of(problem, inputs, rows, r) for r in range(problem.requests)]).transpose(1, 2)
+
+        operands = []
+        for layer in inputs.layers:
+            q = layer.q.view(problem.requests, -1, problem.heads_q, problem.head_dim).transpose(1, 2)
+            operands.append((q, side_by_side(layer.keys), side_by_side(layer.values)))
+
+        group = problem.heads_q // problem.heads_kv
+        if group > 1 and not self.shares_heads(*operands[0]):
+            operands = [(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) for q, k, v in operands]
+            group = 1
+
+        def run(index: int) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *operands[index],
+                    is_causal=True,
+                    scale=problem.scale,
+                    enable_gqa=group > 1,
+                )
+
+        return Launch(run, lambda result: result.transpose(1, 2).flatten(0, 1))

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's dense attention backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs.
+
+What a backend's metadata builder computes once a step is computed once here; what its `forward` passes for each
+layer is passed for each layer. Query quantization for fp8 keys, which vLLM fuses into the operation before, is not
+part of the time.
+"""
+
+import importlib.util
+
+import torch
+
+from ..case import Launch, Limits
+from ..check import BF16_LIMITS, FP8_LIMITS
+from .inputs import Inputs
+from .problems import Problem
+
+# vLLM's default capture sizes with 256 sequences or more.
+CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+# TritonAttentionMetadataBuilder's constants.
+TRITON_SMALLEST_GRID_2D = 128
+TRITON_SEGMENTS = 16
+# AttentionConfig.flash_attn_max_num_splits_for_cuda_graph
+FLASH_SPLITS_IN_GRAPHS = 32
+
+
+def missing(package: str) -> list[str]:
+    """Why a package's kernels do not run here."""
+    reasons = [] if importlib.util.find_spec(package) else [f"{package} is not installed"]
+    return reasons if torch.cuda.is_available() else [*reasons, "needs a CUDA device"]
+
+
+def window(problem: Problem) -> tuple[int, int]:
+    return (-1, -1) if problem.window_left is None else (problem.window_left, 0)
+
+
+def queries(problem: Problem, inputs: Inputs) -> list[torch.Tensor]:
+    """Each layer's queries as the layer before the backend hands them over: e4m3 where the cache is."""
+    quantized = problem.kv_dtype if problem.is_fp8_kv else problem.dtype
+    return [layer.q.to(quantized) for layer in inputs.layers]
+
+
+class TritonAttention:
+    """TRITON_ATTN: `unified_attention`, with segments for batches that fill the chip too little."""
+
+    name = "TRITON_ATTN"
+    default = True
+
+    def objections(self, problem: Problem) -> list[str]:
+        return missing("vllm")
+
+    def limits(self, problem: Problem) -> Limits:
+        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+        from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+        wanted = TRITON_SMALLEST_GRID_2D // problem.heads_kv
+        threshold = min(CAPTURE_SIZES, key=lambda size: abs(size - wanted))
+        device = inputs.one.device
+        padded = 1 << (problem.head_dim - 1).bit_length()
+        segments = (threshold, problem.heads_q, TRITON_SEGMENTS)
+        segment_out = torch.empty(*segments, padded, dtype=torch.float32, device=device)
+        segment_max = torch.empty(segments, dtype=torch.float32, device=device)
+        segment_sum = torch.empty(segments, dtype=torch.float32, device=device)
+        batch, q = inputs.batch, queries(problem, inputs)
+        descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
+        q_descale = inputs.one if problem.is_fp8_kv else None
+        mode = get_kv_quant_mode("fp8" if problem.is_fp8_kv else "auto")
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            unified_attention(
+                q=q[index],
+                k=layer.keys,
+                v=layer.values,
+                out=layer.out,
+                cu_seqlens_q=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len,
+                seqused_k=batch.seq_lens,
+                max_seqlen_k=batch.max_seq_len,
+                softmax_scale=problem.scale,
+                causal=True,
+                window_size=window(problem),
+                block_table=batch.block_table,
+                softcap=0,
+                q_descale=q_descale,
+                k_descale=descale,
+                v_descale=descale,
+                seq_threshold_3D=threshold,
+                num_par_softmax_segments=TRITON_SEGMENTS,
+                softmax_segm_output=segment_out,
+                softmax_segm_max=segment_max,
+                softmax_segm_expsum=segment_sum,
+                kv_quant_mode=mode,
+            )
+            return layer.out
+
+        return Launch(run)
+
+
+class FlashAttention:
+    """FLASH_ATTN of one generation; FA3 with the schedule that its builder makes ahead of the layers."""
+
+    def __init__(self, version: int, default: bool) -> None:
+        self.version, self.name, self.default = version, f"FA{version}", default
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = missing("vllm")
+        if reasons:
+            return reasons
+        from vllm.vllm_flash_attn import fa_version_unsupported_reason
+
+        reason = fa_version_unsupported_reason(self.version)
+        reasons = [reason] if reason else []
+        if problem.is_fp8_kv and self.version != 3:
+            reasons.append("only FA3 serves fp8 keys")
+        return reasons
+
+    def limits(self, problem: Problem) -> Limits:
+        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+        batch, q = inputs.batch, queries(problem, inputs)
+        keys = [canonicalize_singleton_dim_strides(layer.keys) for layer in inputs.layers]
+        values = [canonicalize_singleton_dim_strides(layer.values) for layer in inputs.layers]
+        in_graph = self.version == 3 and problem.tokens <= CAPTURE_SIZES[-1]
+        splits = FLASH_SPLITS_IN_GRAPHS if in_graph else 0
+        schedule = None
+        if self.version == 3:
+            schedule = get_scheduler_metadata(
+                batch_size=problem.requests,
+                max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_seq_len,
+                num_heads_q=problem.heads_q,
+                num_heads_kv=problem.heads_kv,
+                headdim=problem.head_dim,
+                cache_seqlens=batch.seq_lens,
+                qkv_dtype=problem.kv_dtype,
+                cu_seqlens_q=batch.query_start_loc,
+                page_size=problem.page_size,
+                causal=True,
+                window_size=window(problem),
+                num_splits=splits,
+            )
+        descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
+
+        def run(index: int) -> torch.Tensor:
+            out = inputs.layers[index].out
+            flash_attn_varlen_func(
+                q=q[index],
+                k=keys[index],
+                v=values[index],
+                out=out,
+                cu_seqlens_q=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len,
+                seqused_k=batch.seq_lens,
+                max_seqlen_k=batch.max_seq_len,
+                softmax_scale=problem.scale,
+                causal=True,
+                window_size=list(window(problem)),
+                block_table=batch.block_table,
+                softcap=0,
+                scheduler_metadata=schedule,
+                fa_version=self.version,
+                q_descale=descale,
+                k_descale=descale,
+                v_descale=descale,
+                num_splits=splits,
+            )
+            return out
+
+        return Launch(run)
+
+
+class FlashPrefill:
+    """MLA's prefill over packed keys, as vLLM's FlashAttnPrefillBackend runs its new tokens."""
+
+    def __init__(self, version: int, default: bool) -> None:
+        self.version, self.name, self.default = version, f"FA{version}", default
+
+    def objections(self, problem: Problem) -> list[str]:
+        return FlashAttention(self.version, self.default).objections(problem)
+
+    def limits(self, problem: Problem) -> Limits:
+        return BF16_LIMITS
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        batch = inputs.batch
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            flash_attn_varlen_func(
+                q=layer.q,
+                k=layer.keys,
+                v=layer.values,
+                cu_seqlens_q=batch.query_start_loc,
+                cu_seqlens_k=batch.kv_start_loc,
+                max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_seq_len,
+                softmax_scale=problem.scale,
+                causal=True,
+                out=layer.out,
+                fa_version=self.version,
+            )
+            return layer.out
+
+        return Launch(run)

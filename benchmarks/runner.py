@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a case with every provider: objections, inputs, check, then timing in turns."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from . import check, timing
+from .case import Case, Launch, Operator, Provider, Reference
+from .devices import floor_us
+
+# Providers take turns, so that a clock that sinks as the chip warms up sinks for all of them.
+ROUNDS = 6
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers nothing any more: what a provider did ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        seconds: of timing for each provider of each row.
+        prepare_seconds: after which a provider that still plans or compiles is given up.
+        flush: overwrite the last-level cache before each replay.
+    """
+
+    seconds: float = 0.3
+    prepare_seconds: float = 240.0
+    flush: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one provider did in one row.
+
+    Attributes:
+        status: `ok`, `skipped` (it objects), `wrong` (it computes something else) or `error` (it raised).
+        message: the objection, the error, or nothing.
+    """
+
+    provider: str
+    status: str
+    message: str = ""
+    time: timing.Summary | None = None
+    error: check.Error | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case with what every provider made of it; `layers` is how many sets of data the launches went round."""
+
+    case: Case
+    floor_us: float | None
+    layers: int
+    cells: tuple[Cell, ...]
+
+    def time_us(self, provider: str) -> float | None:
+        for cell in self.cells:
+            if cell.provider == provider and cell.time is not None:
+                return cell.time.median_us
+        return None
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread once `seconds` have passed; elsewhere nothing watches."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def short_message(error: BaseException) -> str:
+    """An exception in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def require_alive(device: torch.device, cause: BaseException) -> None:
+    """Raises DeviceLostError where the device no longer works after `cause`."""
+    try:
+        timing.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLostError(short_message(cause)) from error
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def check_layers(launch: Launch, results: Sequence[torch.Tensor], references: dict[int, Reference], limits: Any) -> Any:
+    """The largest error of the layers that have a reference."""
+    errors = [check.require_right(launch.view(results[layer]), exact, limits) for layer, exact in references.items()]
+    return max(errors, key=lambda error: error.total)
+
+
+def make_ready(
+    operator: Operator,
+    provider: Provider,
+    problem: Any,
+    inputs: Any,
+    references: dict[int, Reference],
+    layers: int,
+    device: torch.device,
+    settings: Settings,
+) -> tuple[timing.Timer, check.Error]:
+    """Prepare a provider, and check its results as they are launched and as its timer replays them."""
+    limits = provider.limits(problem)
+    with deadline(settings.prepare_seconds):
+        operator.poison(inputs)
+        launch = provider.prepare(problem, inputs)
+        results = [launch.run(layer) for layer in range(layers)]
+        timing.synchronize(device)
+    check_layers(launch, results, references, limits)
+    del results
+    timer = timing.make_timer(launch, layers, device, settings.flush)
+    operator.poison(inputs)
+    timer.sample()
+    return timer, check_layers(launch, timer.results, references, limits)
+
+
+def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[str, timing.Summary | Exception]:
+    """Time every provider for `seconds`, in rounds of alternating order."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    failed: dict[str, Exception] = {}
+    for round_index in range(ROUNDS):
+        for name in sorted(timers, reverse=round_index % 2 == 1):
+            if name in failed:
+                continue
+            try:
+                timers[name].sample()  # brings in this provider's code and the tables that map its memory
+                end = time.perf_counter() + seconds / ROUNDS
+                while True:
+                    samples[name].append(timers[name].sample())
+                    if time.perf_counter() >= end:
+                        break
+            except Exception as error:  # a provider may raise anything
+                failed[name] = error
+    return {name: failed[name] if name in failed else timing.summarize(samples[name]) for name in timers}
+
+
+def run_case(
+    operator: Operator, case: Case, providers: Sequence[Provider], device: torch.device, settings: Settings
+) -> Row:
+    """One row. A provider that raises or computes something else gets a cell that says so, and no time.
+
+    Raises:
+        DeviceLostError: a provider left the device unusable.
+    """
+    floor = floor_us(case, device_name(device))
+    cells: dict[str, Cell] = {}
+    ready: dict[str, timing.Timer] = {}
+    errors: dict[str, check.Error] = {}
+
+    def fail(name: str, error: BaseException, status: str = "error") -> None:
+        cells[name] = Cell(provider=name, status=status, message=short_message(error))
+
+    candidates = []
+    for provider in providers:
+        try:
+            reasons = provider.objections(case.problem)
+        except Exception as error:
+            fail(provider.name, error)
+            continue
+        if reasons:
+            cells[provider.name] = Cell(provider=provider.name, status="skipped", message="; ".join(reasons))
+        else:
+            candidates.append(provider)
+
+    layers = timing.layers_needed(case.traffic_bytes, timing.l2_bytes(device))
+    if candidates:
+        try:
+            inputs = operator.build(case.problem, layers, device, settings.seed)
+            references = {layer: operator.reference(case.problem, inputs, layer) for layer in {0, layers - 1}}
+        except Exception as error:
+            require_alive(device, error)
+            for provider in candidates:
+                fail(provider.name, error)
+            candidates = []
+
+    def attempt(provider: Provider) -> None:
+        try:
+            ready[provider.name], errors[provider.name] = make_ready(
+                operator, provider, case.problem, inputs, references, layers, device, settings
+            )
+        except check.WrongResultError as error:
+            fail(provider.name, error, "wrong")
+        except Exception as error:  # a provider may raise anything
+            require_alive(device, error)
+            fail(provider.name, error)
+
+    for provider in candidates:
+        attempt(provider)
+    for name, result in measure_in_turns(ready, settings.seconds).items():
+        if isinstance(result, Exception):
+            require_alive(device, result)
+            fail(name, result)
+        else:
+            cells[name] = Cell(provider=name, status="ok", time=result, error=errors[name])
+    ordered = tuple(cells[provider.name] for provider in providers)
+    return Row(case=case, floor_us=floor, layers=layers, cells=ordered)

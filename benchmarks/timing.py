@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a launch takes: replays of a CUDA graph between events, or a wall clock where there is no GPU."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .case import Launch
+
+L2_BYTES_UNKNOWN = 64 << 20  # where torch does not say
+# Data three times the cache's size has left it before a launch comes back to it.
+L2_MULTIPLE = 3
+MOST_LAYERS = 64
+# A replay of at least this long makes the events' own cost (a few microseconds) small.
+REPLAY_US = 1500.0
+MOST_LAUNCHES = 512
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A launch's time in microseconds: the median of the samples, and the range that 80 % of them lie in."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    samples: int
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    ordered = sorted(samples)
+
+    def quantile(q: float) -> float:
+        position = q * (len(ordered) - 1)
+        low = int(position)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+    return Summary(quantile(0.5), quantile(0.1), quantile(0.9), len(ordered))
+
+
+class Timer(Protocol):
+    """A provider made ready for timing.
+
+    Attributes:
+        results: for each layer, what holds its output after a sample.
+    """
+
+    results: list[torch.Tensor]
+
+    def sample(self) -> float:
+        """Mean microseconds of a launch over one pass of all layers, or several."""
+        ...
+
+
+class WallTimer:
+    """Launches one layer after another on a host without a GPU."""
+
+    def __init__(self, launch: Launch, layers: int) -> None:
+        self.launch, self.layers = launch, layers
+        self.results: list[torch.Tensor] = []
+
+    def sample(self) -> float:
+        start = time.perf_counter()
+        results = [self.launch.run(layer) for layer in range(self.layers)]
+        self.results = results
+        return 1e6 * (time.perf_counter() - start) / self.layers
+
+
+class GraphTimer:
+    """Replays a CUDA graph of launches that go round the layers.
+
+    The graph holds each layer equally often. Kernels run back to back as they do in a served model's graph, gaps
+    included.
+    """
+
+    def __init__(self, launch: Launch, layers: int, flush: torch.Tensor | None = None) -> None:
+        self.launch, self.layers, self.flush = launch, layers, flush
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.results: list[torch.Tensor] = []
+        self._capture(layers)
+        estimate = min(self.sample() for _ in range(2))
+        rounds = min(int(REPLAY_US / max(estimate * layers, 1e-3)), MOST_LAUNCHES // layers)
+        if rounds > 1:
+            self._capture(rounds * layers)
+
+    def _capture(self, launches: int) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.launches = launches
+        self.results = []
+        with torch.cuda.graph(self.graph):
+            for index in range(launches):
+                result = self.launch.run(index % self.layers)
+                if index < self.layers:
+                    self.results.append(result)
+
+    def sample(self) -> float:
+        if self.flush is not None:
+            self.flush.zero_()
+        self._begin.record()
+        self.graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return 1e3 * self._begin.elapsed_time(self._end) / self.launches
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the device's last-level cache; 0 for a CPU, whose timings are no figures."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or L2_BYTES_UNKNOWN
+
+
+def layers_needed(traffic_bytes: int, cache_bytes: int) -> int:
+    """Layers whose data together exceed the cache, at least one and at most MOST_LAYERS."""
+    return max(1, min(MOST_LAYERS, -(-L2_MULTIPLE * cache_bytes // max(traffic_bytes, 1))))
+
+
+def make_timer(launch: Launch, layers: int, device: torch.device, flush: bool = False) -> Timer:
+    """The device's timer for a launch that already ran once on every layer.
+
+    Args:
+        flush: overwrite the cache before each sample, beside going round the layers.
+    """
+    if device.type != "cuda":
+        return WallTimer(launch, layers)
+    scratch = torch.empty(L2_MULTIPLE * l2_bytes(device), dtype=torch.uint8, device=device) if flush else None
+    return GraphTimer(launch, layers, scratch)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
