@@ -10,7 +10,7 @@ from .case import Limits, Reference
 # Rounding a softmax weight and the output to bf16 costs about 2⁻⁹ each; measured kernels lie between 2e-3 and 4e-3.
 BF16_LIMITS = Limits(total=1e-2, row=3e-2)
 # Where queries and softmax weights are rounded to e4m3 as well (2⁻⁴ each).
-FP8_LIMITS = Limits(total=8e-2, row=0.3)
+FP8_LIMITS = Limits(total=0.15, row=0.5)
 EXACT = Limits(total=0.0, row=0.0)
 
 
