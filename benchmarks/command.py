@@ -96,7 +96,7 @@ def main(
     console = console or Console()
     known = operators(page_size)
     if op not in known:
-        console.print(f"no benchmark {op!r}: choose from {', '.join(known)}", markup=False)
+        report.say(console, f"no benchmark {op!r}: choose from {', '.join(known)}")
         return 2
     operator = known[op]
     own_kernels = [name.strip() for name in kernels.split(",") if name.strip()] if kernels else []
@@ -106,16 +106,16 @@ def main(
     try:
         providers = choose_providers(available, peers, own)
     except ValueError as error:
-        console.print(str(error), markup=False)
+        report.say(console, str(error))
         return 2
     if only_list:
         names = [f"{provider.name}{'' if provider.default else ' (by name only)'}" for provider in available]
-        console.print(f"providers: {', '.join(names)}", markup=False, highlight=False)
+        report.say(console, f"providers: {', '.join(names)}")
         for case in operator.cases():
-            console.print(f"{case.group:10} {case.id}", markup=False, highlight=False)
+            report.say(console, f"{case.group:10} {case.id}")
         return 0
     if not cases:
-        console.print(f"no row of {op} matches {rows!r}", markup=False)
+        report.say(console, f"no row of {op} matches {rows!r}")
         return 2
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

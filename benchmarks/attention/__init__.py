@@ -8,7 +8,7 @@ import torch
 from dsl_backend.attention.dispatch import Operation
 
 from ..case import Case, Provider, Reference
-from . import inputs, oracle, ours, rows, torch_sdpa, vllm_dense, vllm_latent, vllm_writes, writes
+from . import flashinfer_peers, inputs, oracle, ours, rows, torch_sdpa, vllm_dense, vllm_latent, vllm_writes, writes
 from .inputs import Inputs
 from .problems import Problem, WriteProblem
 from .writes import WriteInputs
@@ -77,16 +77,20 @@ def operators(page_size: int = 16) -> dict[str, AttentionOperator | WriteOperato
         vllm_dense.FlashAttention(3, default=True),
         vllm_dense.FlashAttention(2, default=False),
         vllm_dense.FlashAttention(4, default=False),
+        flashinfer_peers.Paged(),
     )
-    latent = (vllm_latent.TritonMLA(), vllm_latent.FlashAttnMLA(), vllm_latent.FlashMLA())
+    latent = (vllm_latent.TritonMLA(), vllm_latent.FlashAttnMLA(), vllm_latent.FlashMLA(), flashinfer_peers.Latent())
     packed = (
         vllm_dense.FlashPrefill(3, default=True),
         vllm_dense.FlashPrefill(2, default=False),
         vllm_dense.FlashPrefill(4, default=False),
+        flashinfer_peers.Packed(),
         torch_sdpa.CudnnPrefill(),
     )
     table: list[AttentionOperator | WriteOperator] = [
-        AttentionOperator("decode", "TB/s", Operation.DECODE, rows.decode_cases, dense, page_size),
+        AttentionOperator(
+            "decode", "TB/s", Operation.DECODE, rows.decode_cases, (*dense, flashinfer_peers.XQA()), page_size
+        ),
         AttentionOperator(
             "prefill", "TFLOP/s", Operation.PREFILL, rows.prefill_cases, (*dense, torch_sdpa.CudnnPrefill()), page_size
         ),

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's wrappers. They compile their kernels with nvcc at first use (minutes), so they run only by name."""
+
+import torch
+
+from ..case import Launch, Limits
+from ..check import BF16_LIMITS
+from .inputs import Inputs, pages_of
+from .problems import Problem
+from .vllm_dense import missing
+
+WORKSPACE_BYTES = 394 << 20  # vLLM's default
+XQA_PAGES = (16, 32, 64, 128)
+
+
+def workspace(inputs: Inputs) -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.one.device)
+
+
+def page_lists(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The block table in FlashInfer's form.
+
+    Returns:
+        first page of each request [requests + 1] and tokens in its last page [requests], int32 on the CPU; all pages
+        one after another, int32 on the device.
+    """
+    assert problem.page_size is not None
+    assert inputs.batch.block_table is not None
+    counts = [pages_of(kv_len, problem.page_size) for kv_len in problem.kv_lens]
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    last = torch.tensor([(kv_len - 1) % problem.page_size + 1 for kv_len in problem.kv_lens], dtype=torch.int32)
+    table = inputs.batch.block_table
+    pages = torch.cat([table[request, :count] for request, count in enumerate(counts)])
+    return starts, last, pages
+
+
+class ByName:
+    """What FlashInfer's providers have in common."""
+
+    default = False
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = missing("flashinfer")
+        if problem.is_fp8_kv:
+            reasons.append("is compared on 16-bit keys only")
+        return reasons
+
+    def limits(self, problem: Problem) -> Limits:
+        return BF16_LIMITS
+
+
+class Paged(ByName):
+    """FLASHINFER as vLLM plans it: decode on tensor cores in a graph, longer queries by its prefill."""
+
+    name = "FLASHINFER"
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        run_layer = self.decode(problem, inputs) if max(problem.q_lens) == 1 else self.prefill(problem, inputs)
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            run_layer.run(layer.q, (layer.keys, layer.values), out=layer.out)
+            return layer.out
+
+        return Launch(run)
+
+    def decode(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        starts, last, pages = page_lists(problem, inputs)
+        device = inputs.one.device
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            workspace(inputs),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=starts.to(device),
+            paged_kv_indices_buffer=pages.clone(),
+            paged_kv_last_page_len_buffer=last.to(device),
+        )
+        wrapper.plan(
+            starts,
+            pages,
+            last,
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            problem.page_size,
+            window_left=-1 if problem.window_left is None else problem.window_left,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.kv_dtype,
+            sm_scale=problem.scale,
+        )
+        return wrapper
+
+    def prefill(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        starts, last, pages = page_lists(problem, inputs)
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(inputs), "NHD")
+        wrapper.plan(
+            inputs.batch.query_start_loc.cpu(),
+            starts,
+            pages,
+            last,
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            problem.page_size,
+            causal=True,
+            window_left=-1 if problem.window_left is None else problem.window_left,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.kv_dtype,
+            sm_scale=problem.scale,
+        )
+        return wrapper
+
+
+class XQA(ByName):
+    """TensorRT-LLM's XQA decode."""
+
+    name = "XQA"
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = super().objections(problem)
+        if max(problem.q_lens) > 1:
+            reasons.append("decodes one query a request without a mask tensor")
+        if problem.page_size not in XQA_PAGES:
+            reasons.append(f"pages of {problem.page_size} are not one of {XQA_PAGES}")
+        return reasons
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+        scratch, batch = workspace(inputs), inputs.batch
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            xqa_batch_decode_with_kv_cache(
+                layer.q,
+                (layer.keys, layer.values),
+                scratch,
+                batch.block_table,
+                batch.seq_lens,
+                batch.max_seq_len,
+                bmm1_scale=problem.scale,
+                bmm2_scale=1.0,
+                window_left=-1 if problem.window_left is None else problem.window_left,
+                out=layer.out,
+                kv_layout="NHD",
+            )
+            return layer.out
+
+        return Launch(run)
+
+
+class Latent(ByName):
+    """FlashInfer's MLA decode, by default FA3's on Hopper."""
+
+    name = "FLASHINFER_MLA"
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        starts, _, pages = page_lists(problem, inputs)
+        batch, latent = inputs.batch, problem.head_dim_v
+        device = inputs.one.device
+        wrapper = BatchMLAPagedAttentionWrapper(
+            workspace(inputs),
+            use_cuda_graph=True,
+            qo_indptr=batch.query_start_loc.clone(),
+            kv_indptr=starts.to(device),
+            kv_indices=pages.clone(),
+            kv_len_arr=batch.seq_lens.clone(),
+        )
+        wrapper.plan(
+            batch.query_start_loc,
+            starts.to(device),
+            pages,
+            batch.seq_lens,
+            problem.heads_q,
+            latent,
+            problem.head_dim - latent,
+            problem.page_size,
+            True,  # causal
+            problem.scale,
+            problem.dtype,
+            problem.kv_dtype,
+        )
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            q, cache = layer.q, layer.cache
+            wrapper.run(q[..., :latent], q[..., latent:], cache[..., :latent], cache[..., latent:], out=layer.out)
+            return layer.out
+
+        return Launch(run)
+
+
+class Packed(ByName):
+    """FlashInfer's prefill over packed keys."""
+
+    name = "FLASHINFER"
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        batch = inputs.batch
+        assert batch.kv_start_loc is not None
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(inputs), "NHD")
+        wrapper.plan(
+            batch.query_start_loc,
+            batch.kv_start_loc,
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            head_dim_vo=problem.head_dim_v,
+            causal=True,
+            sm_scale=problem.scale,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.kv_dtype,
+        )
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            wrapper.run(layer.q, layer.keys, layer.values, out=layer.out)
+            return layer.out
+
+        return Launch(run)
