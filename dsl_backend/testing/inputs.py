@@ -125,7 +125,8 @@ class Problem:
                 continue
             keys = reference.gather_keys(self.keys, spec, self.batch, request, kv_len).float()
             largest_key = keys.norm(dim=-1).amax() * k_scale
-            magnitude[rows] = (self.q[rows].float().norm(dim=-1).amax(-1) * largest_key).double()
+            queries = self.q[rows].float().nan_to_num(0, 0, 0)  # other heads of a NaN's row still have a budget
+            magnitude[rows] = (queries.norm(dim=-1).amax(-1) * largest_key).double()
             magnitude[rows] *= abs(spec.scale) * math.sqrt(spec.head_dim)
             if self.alibi_slopes is not None:
                 magnitude[rows] += float(self.alibi_slopes.max()) * max(q_len, kv_len)
