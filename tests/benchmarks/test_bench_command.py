@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: which rows and providers it runs, the lines it writes and the table it prints last."""
+
+import ast
+import inspect
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+import benchmarks
+from benchmarks import check, report, runner, timing
+from benchmarks.__main__ import parse
+from benchmarks.attention.problems import dense
+from benchmarks.attention.rows import case
+
+PACKAGE = pathlib.Path(benchmarks.__file__).parent
+ROW_KEYS = {
+    "kind", "operator", "id", "group", "parameters", "traffic_bytes", "flops", "floor_us", "unit", "layers", "cells",
+}  # fmt: skip
+TIMED_KEYS = {
+    "provider", "status", "median_us", "p10_us", "p90_us", "samples", "error", "worst_row_error", "of_floor", "rate",
+    "speedup",
+}  # fmt: skip
+
+
+def bench(op: str, json_path: pathlib.Path | None = None, **options: object) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=80)
+    options = {"kernels": "reference", "rows": "^tiny", "seconds": 0.01, **options}
+    status = benchmarks.main(op, json_path, console=console, **options)  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return status, console.file.getvalue()
+
+
+@pytest.mark.parametrize("op", ["decode", "mla-decode", "write-kv"])
+def test_tiny_rows_run_on_a_cpu(op: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "folder" / "out.jsonl"
+    status, text = bench(op, path)
+    environment, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert environment["kind"] == "environment"
+    assert {"date", "device", "commit", "versions", "page_size", "seconds"} <= set(environment)
+    assert {"torch", "triton", "vllm", "flashinfer-python", "dsl-backend"} <= set(environment["versions"])
+    assert len(rows) == 1
+    assert set(rows[0]) == ROW_KEYS
+    assert (rows[0]["operator"], rows[0]["group"]) == (op, "tiny")
+    ours = rows[0]["cells"][0]
+    assert set(ours) == TIMED_KEYS
+    assert (ours["provider"], ours["status"], ours["speedup"]) == ("dsl:reference", "ok", 1.0)
+    assert status == 0
+    assert text.rstrip().splitlines()[-1].startswith(f"| {rows[0]['id']}")
+
+
+@pytest.mark.parametrize("op", ["prefill", "mla-prefill"])
+def test_prefill_asks_the_table_by_name(op: str) -> None:
+    status, text = bench(op)
+    assert status == 0
+    assert "dsl:reference us" in text
+
+
+def test_a_kernel_that_does_not_exist_is_an_objection_not_a_crash() -> None:
+    status, text = bench("decode", kernels="no-such-kernel")
+    assert status == 0
+    assert "has no kernel 'no-such-kernel'" in text
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("decoed", {}, "choose from decode"),
+        ("decode", {"rows": "no such row"}, "no row of decode matches"),
+        ("decode", {"peers": "FA3,nobody"}, "no peer nobody"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(op: str, options: dict[str, object], message: str) -> None:
+    status, text = bench(op, None, **options)
+    assert status == 2
+    assert message in text
+
+
+def test_peers_by_name() -> None:
+    from benchmarks.command import choose_providers
+
+    available = benchmarks.operators()["decode"].providers([])
+
+    def names(peers: str | None) -> list[str]:
+        return [provider.name for provider in choose_providers(available, peers, ["dsl"])]
+
+    assert names(None) == ["dsl", "TRITON_ATTN", "FA3"]
+    assert names("none") == ["dsl"]
+    assert names("fa3, xqa") == ["dsl", "FA3", "XQA"]
+    assert names("all") == [provider.name for provider in available]
+
+
+def test_a_wrong_result_of_ours_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.attention import ours
+
+    monkeypatch.setattr(ours, "BF16_LIMITS", check.EXACT)
+    status, text = bench("decode")
+    assert status == 1
+    assert "dsl:reference: wrong: WrongResultError" in text
+
+
+def test_a_lost_device_ends_the_run_and_keeps_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_case, calls = runner.run_case, 0
+
+    def lose_it(*arguments: object) -> runner.Row:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise runner.DeviceLostError("illegal address")
+        return run_case(*arguments)  # type: ignore[arg-type]
+
+    operator = type(benchmarks.operators()["decode"])
+    tiny = case("one", dense(64, 4, 2, [1], [5]), "tiny")
+    monkeypatch.setattr(operator, "cases", lambda self: [tiny, case("two", tiny.problem, "tiny")])
+    monkeypatch.setattr(runner, "run_case", lose_it)
+    status, text = bench("decode")
+    assert status == 1
+    assert "ended early: tiny-two: the device no longer answers: illegal address" in text
+    assert "| tiny-one" in text
+
+
+def rows_of_a_run() -> list[runner.Row]:
+    error = check.Error(1e-3, 2e-3)
+
+    def timed(provider: str, median: float) -> runner.Cell:
+        return runner.Cell(
+            provider=provider, status="ok", error=error, time=timing.Summary(median, median * 0.98, median * 1.02, 9)
+        )
+
+    problem = dense(128, 32, 8, [1], [8192])
+    skipped = runner.Cell(provider="never", status="skipped", message="is elsewhere")
+    broken = runner.Cell(provider="sometimes", status="error", message="ValueError: broke")
+    return [
+        runner.Row(
+            case=case("a", problem),
+            floor_us=8.0,
+            layers=6,
+            cells=(timed("dsl", 10.0), timed("slow", 25.0), skipped, broken),
+        ),
+        runner.Row(
+            case=case("b", problem),
+            floor_us=None,
+            layers=1,
+            cells=(timed("dsl", 123.4), timed("slow", 61.7), skipped, timed("sometimes", 12345.0)),
+        ),
+    ]
+
+
+def test_the_last_table_has_ratios_and_only_peers_that_ran() -> None:
+    lines = report.markdown(rows_of_a_run(), "TB/s", "dsl").splitlines()
+    cells = [[text.strip() for text in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["row", "floor us", "dsl us", "of floor", "TB/s", "slow", "sometimes"]
+    assert set(lines[1]) == {"|", "-"}
+    assert cells[2] == ["a", "8.00", "10.00 ±2.0%", "1.25x", "3.36", "25.00 (2.50x)", "error"]
+    assert cells[3] == ["b", "", "123.4 ±2.0%", "", "0.272", "61.70 (0.50x)", "12345 (100.04x)"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_problems_are_listed_once() -> None:
+    assert report.problems(rows_of_a_run()) == ["a: sometimes: error: ValueError: broke", "never skipped: is elsewhere"]
+
+
+def test_progress_on_a_terminal_and_in_a_log() -> None:
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+        with report.Progress(console, "title", "TB/s", "dsl") as progress:
+            for row in rows_of_a_run():
+                progress.add(row)
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert "title" in text
+        assert "123.4" in text
+
+
+def test_tables_do_not_wrap_in_a_narrow_log() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    report.print_final(console, "t", rows_of_a_run(), "TB/s", "dsl", {"versions": {}, "date": "today"}, None)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1].startswith("| b ")
+    assert console.file.getvalue().splitlines()[-1].endswith("|")
+
+
+def test_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "benchmarks", "decode", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert "providers: dsl, TRITON_ATTN, FA3, FA2 (by name only)" in done.stdout
+    assert "hd128-h32x8-b1-k128k" in done.stdout
+
+
+def test_arguments_are_mains() -> None:
+    chosen = vars(parse(["decode", "--json", "x.jsonl", "--rows", "tiny", "--flush"]))
+    assert chosen["json_path"] == pathlib.Path("x.jsonl")
+    assert set(chosen) - {"op", "json_path"} <= set(inspect.signature(benchmarks.main).parameters)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_package_works_under_another_name(path: pathlib.Path) -> None:
+    """A wheel carries it as dsl_backend._benchmarks: it must import itself relatively, and peers only when asked."""
+    tree = ast.parse(path.read_text())
+    absolute = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
+    absolute += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in absolute if name and name.partition(".")[0] == "benchmarks"]
+    at_import = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    at_import += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in at_import if name.partition(".")[0] in ("vllm", "flashinfer", "cutlass", "triton")]
