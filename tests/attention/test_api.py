@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door: what does not fit is refused with words that name the value and what would be accepted."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsl_backend.attention import api, dispatch
+from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.plan import Planner, ReferenceKernel, Workspace
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime.target import Target, cpu_target, from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import BF16, FP8, FP16, FULL, Case, mla
+from dsl_backend.testing.inputs import Layout, Problem, Surroundings
+
+CASE = Case(q_lens=(1, 3), kv_lens=(20, 3))
+PACKED = Case(q_lens=(1, 3), kv_lens=(20, 3), page=None)
+LATENT = mla(4, (576, 512), q_lens=(1, 2), kv_lens=(9, 17))
+CPU = Target(capability=None, sm_count=0, smem_bytes=0)
+INTERPRETED = Target(capability=None, sm_count=0, smem_bytes=0, interpreted=True)
+
+
+def spec(**facts: Any) -> AttentionSpec:
+    return dataclasses.replace(CASE.spec, **facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"heads_kv": 0}, "self.heads_kv=0: at least one key/value head"),
+        ({"heads_q": 5}, "self.heads_q=5 is not a multiple of self.heads_kv=2"),
+        ({"heads_q": 0}, "self.heads_q=0 is not a multiple"),
+        ({"head_dim": 0}, "self.head_dim=0, self.head_dim_v=64: must be positive"),
+        ({"head_dim_v": -1}, "self.head_dim_v=-1: must be positive"),
+        ({"page_size": 0}, "self.page_size=0: must be positive, or None"),
+        ({"scale": math.inf}, "self.scale=inf: must be finite"),
+        ({"scale": math.nan}, "self.scale=nan: must be finite"),
+        ({"softcap": -1.0}, "self.softcap=-1.0: must be finite and not negative"),
+        ({"softcap": math.inf}, "self.softcap=inf: must be finite and not negative"),
+        ({"window_left": -1}, "window_left=-1: must be None or not negative"),
+        ({"window_right": -2}, "window_right=-2: must be None or not negative"),
+        ({"latent": True}, "latent attention has one key head"),
+        ({"latent": True, "heads_kv": 1, "head_dim_v": 65}, "head_dim_v <= head_dim, not self.heads_kv=1"),
+    ],
+)
+def test_spec_refuses(facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        spec(**facts)
+
+
+def test_spec_in_words() -> None:
+    text = str(spec(window_left=3, softcap=5.0, sinks=True, kv_dtype=FP8))
+    assert text == "4/2 heads of 64, bfloat16, float8_e4m3fn keys, page 16, causal window(3, None) softcap 5.0 sinks"
+    assert str(LATENT.spec) == "4/1 heads of (576, 512), bfloat16, page 16, causal latent"
+    assert "packed" in str(PACKED.spec)
+
+
+def change(**tensors: Any) -> Callable[[Batch], Batch]:
+    return lambda batch: dataclasses.replace(batch, **tensors)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("case", "broken", "message"),
+    [
+        (CASE, change(query_start_loc=ints(2)), r"query_start_loc has shape (2,): [requests + 1] = (3,)"),
+        (CASE, change(query_start_loc=ints(3).long()), "query_start_loc is int64: int32 is needed"),
+        (CASE, change(query_start_loc=ints(6)[::2]), "query_start_loc is not contiguous"),
+        (CASE, change(query_start_loc=ints(3).to("meta")), "query_start_loc is on meta, seq_lens on cpu"),
+        (CASE, change(seq_lens=ints(2).long()), "seq_lens is int64: int32 is needed"),
+        (CASE, change(seq_lens=ints(4)[::2]), "seq_lens is not contiguous"),
+        (CASE, change(block_table=None), "paged keys need a block_table"),
+        (CASE, change(block_table=ints(1, 4)), "block_table has shape (1, 4)"),
+        (CASE, change(block_table=ints(8)), "block_table has shape (8,)"),
+        (CASE, change(block_table=ints(4, 2).t()), "with neighbouring pages side by side is needed"),
+        (CASE, change(block_table=ints(2, 4).long()), "block_table is int64: int32 is needed"),
+        (CASE, change(num_tokens=-1), "num_tokens=-1 is negative"),
+        (CASE, change(max_query_len=-1), "max_query_len=-1 is negative"),
+        (CASE, change(max_seq_len=-5), "max_seq_len=-5 is negative"),
+        (PACKED, change(kv_start_loc=None), "packed keys need kv_start_loc"),
+        (PACKED, change(kv_start_loc=ints(2)), "kv_start_loc has shape (2,): [requests + 1] = (3,)"),
+        (PACKED, change(kv_start_loc=ints(3).short()), "kv_start_loc is int16: int32 is needed"),
+        (
+            dataclasses.replace(CASE, causal=(True, False)),
+            change(causal=None),
+            "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
+        ),
+        (
+            dataclasses.replace(CASE, causal=(True, False)),
+            change(causal=torch.ones(3, dtype=torch.bool)),
+            "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
+        ),
+        (
+            dataclasses.replace(CASE, causal=(True, False)),
+            change(causal=torch.ones(2)),
+            "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
+        ),
+    ],
+)
+def test_plan_refuses(case: Case, broken: Callable[[Batch], Batch], message: str) -> None:
+    problem = case.problem()
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        api.plan(problem.spec, broken(problem.batch), kernel="reference")
+
+
+def test_plan_refuses_devices() -> None:
+    batch = Batch(
+        query_start_loc=ints(2).to("meta"),
+        seq_lens=ints(1).to("meta"),
+        num_tokens=1,
+        max_query_len=1,
+        max_seq_len=1,
+        block_table=ints(1, 1).to("meta"),
+    )
+    with pytest.raises(InvalidInput, match="device meta is not supported: use a CUDA device or the CPU"):
+        api.plan(CASE.spec, batch)
+
+
+def run(problem: Problem, **changed: Any) -> torch.Tensor:
+    """The problem on the reference, with some arguments changed."""
+    arguments = {"q": problem.q, "keys": problem.keys, "values": problem.values, **problem.extras, **changed}
+    return api.run(api.plan(problem.spec, problem.batch, kernel="reference"), **arguments)
+
+
+# Arguments that do not fit: case, argument, what is made of the right one, message.
+Wrong = Callable[[torch.Tensor], Any]
+WRONG_ARGUMENTS: list[tuple[Case, str, Wrong, str]] = [
+    (CASE, "q", lambda t: t[:3], "q has shape (3, 4, 64): (7, 4, 64) is needed, the first dimension or more"),
+    (CASE, "q", lambda t: t[:, :2], "q has shape (9, 2, 64)"),
+    (CASE, "q", lambda t: t[..., :32], "q has shape (9, 4, 32)"),
+    (CASE, "q", lambda t: t.flatten(1), "q has shape (9, 256)"),
+    (CASE, "q", lambda t: t.half(), "q is float16: bfloat16 is needed"),
+    (CASE, "q", lambda t: t.repeat(1, 1, 2)[..., ::2], "q has stride 2 in its last dimension: 1 is needed"),
+    (CASE, "q", lambda t: (t, t), "only absorbed MLA takes q in two parts"),
+    (CASE, "keys", lambda t: t.float(), "keys is float32: bfloat16 is needed"),
+    (CASE, "keys", lambda t: t[:, :8], "keys has shape (6, 8, 2, 64): (0, 16, 2, 64) is needed"),
+    (CASE, "values", lambda t: t[:, :, :1], "values has shape (6, 16, 1, 64)"),
+    (CASE, "values", lambda t: t.repeat(1, 1, 1, 2)[..., ::2], "values has stride 2 in its last dimension"),
+    (PACKED, "keys", lambda t: t[None], "keys has shape (1, 28, 2, 64): (0, 2, 64) is needed"),
+    (CASE, "out", lambda t: torch.zeros(3, 4, 64, dtype=BF16), "out has shape (3, 4, 64)"),
+    (CASE, "out", lambda t: torch.zeros(9, 4, 64), "out is float32: bfloat16 is needed"),
+    (CASE, "lse", lambda t: torch.zeros(9, 4, dtype=BF16), "lse is bfloat16 (9, 4): float32 (7, 4) is needed"),
+    (CASE, "lse", lambda t: torch.zeros(4, 9), "lse is float32 (4, 9): float32 (7, 4) is needed"),
+    (CASE, "lse", lambda t: torch.zeros(36), "lse is float32 (36,): float32 (7, 4) is needed"),
+    (CASE, "sinks", lambda t: torch.zeros(4), "sinks were given"),
+    (CASE, "alibi_slopes", lambda t: torch.zeros(4), "alibi_slopes were given"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: None, "sinks are missing"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: t[:2], "sinks must be contiguous, [heads_q = 4]"),
+    (dataclasses.replace(CASE, alibi=True), "alibi_slopes", lambda t: None, "alibi_slopes are missing"),
+    (
+        dataclasses.replace(CASE, alibi=True),
+        "alibi_slopes",
+        lambda t: torch.zeros(8)[::2],
+        "alibi_slopes must be contiguous, [heads_q = 4]",
+    ),
+    (dataclasses.replace(CASE, fp8=True), "keys", lambda t: t.view(torch.uint8), "keys is uint8: float8_e4m3fn"),
+    (dataclasses.replace(CASE, fp8=True), "k_scale", lambda t: t.double(), "k_scale must hold one float32"),
+    (dataclasses.replace(CASE, fp8=True), "v_scale", lambda t: t.repeat(2), "v_scale must hold one float32"),
+    (LATENT, "values", lambda t: t.clone(), "absorbed MLA's values are keys[..., :head_dim_v]"),
+    (LATENT, "q", lambda t: (t[..., :512], t[..., :512]), "q[1] has shape (8, 4, 512): (6, 4, 64) is needed"),
+    (LATENT, "q", lambda t: (t, t[..., 512:]), "q[0] has shape (8, 4, 576): (6, 4, 512) is needed"),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "wrong", "message"), WRONG_ARGUMENTS)
+def test_run_refuses(case: Case, name: str, wrong: Wrong, message: str) -> None:
+    problem = case.problem()
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        run(problem, **{name: wrong({"out": problem.q, "lse": problem.q, **vars(problem)}[name])})
+
+
+def test_run_makes_an_output() -> None:
+    problem = CASE.problem()
+    out = run(problem)
+    assert out.shape == (9, 4, 64)
+    assert out.dtype == BF16
+    assert (out[4:] == 0).all(), "rows of no request"
+    torch.testing.assert_close(out[:4].double(), problem.expected().out[:4], rtol=2**-8, atol=1e-6)
+
+
+def test_run_writes_in_place() -> None:
+    problem = CASE.problem()
+    out = torch.zeros_like(problem.q)
+    assert run(problem, out=out) is out
+
+
+@pytest.mark.parametrize("case", [CASE, PACKED, LATENT, dataclasses.replace(CASE, fp8=True, sinks=True, alibi=True)])
+def test_reference_through_the_door(case: Case) -> None:
+    """The kernel named reference, judged like any other; q in two parts where the case is absorbed MLA."""
+    problem = case.problem()
+    result = check.run(problem, "reference", split_q=case.latent)
+    expected, mine = problem.expected(), problem.owned()
+    check.judge(
+        check.Result(result.out[mine], result.lse[mine]), rows_of(expected, mine), problem.score_magnitude()[mine]
+    )
+
+
+def rows_of(expected: Any, rows: torch.Tensor) -> Any:
+    values = {f.name: getattr(expected, f.name)[rows] for f in dataclasses.fields(expected)}
+    return dataclasses.replace(expected, **values)
+
+
+# write_kv
+
+
+def write(**changed: Any) -> None:
+    problem = Case(q_lens=(1, 3), kv_lens=(20, 3), around=Surroundings(layout=Layout.SEPARATE)).problem()
+    arguments: dict[str, Any] = {
+        "spec": problem.spec,
+        "key": torch.zeros(4, 2, 64, dtype=BF16),
+        "value": torch.zeros(4, 2, 64, dtype=BF16),
+        "key_cache": problem.keys,
+        "value_cache": problem.values,
+        "slot_mapping": torch.arange(4),
+        "kernel": "reference",
+    }
+    api.write_kv(**{**arguments, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"spec": PACKED.spec}, "a cache without pages has no slots"),
+        ({"key": torch.zeros(3, 2, 64, dtype=BF16)}, "key has shape (3, 2, 64): (4, 2, 64) is needed"),
+        ({"value": torch.zeros(4, 1, 64, dtype=BF16)}, "value has shape (4, 1, 64)"),
+        ({"key": torch.zeros(4, 2, 64)}, "key is float32: bfloat16 is needed"),
+        ({"value": torch.zeros(4, 2, 128, dtype=BF16)[..., ::2]}, "value has stride 2 in its last dimension"),
+        ({"key_cache": torch.zeros(4, 16, 2, 64)}, "key_cache is float32: bfloat16 is needed"),
+        ({"key_cache": torch.zeros(4, 8, 2, 64, dtype=BF16)}, "key_cache has shape (4, 8, 2, 64): (0, 16, 2, 64)"),
+        ({"slot_mapping": torch.arange(4).int()}, "slot_mapping is int32 (4,): contiguous int64 [tokens] is needed"),
+        ({"slot_mapping": torch.arange(8)[::2]}, "slot_mapping is int64 (4,): contiguous int64 [tokens] is needed"),
+        ({"kernel": "fastest"}, "attention.write_kv has no kernel 'fastest': choose one of triton, reference"),
+    ],
+)
+def test_write_kv_refuses(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        write(**changed)
+
+
+# dispatch
+
+
+def choose(operation: Operation, layer: AttentionSpec, target: Target, kernel: str | None = None) -> str:
+    return dispatch.choose(operation, layer, target, kernel).name
+
+
+def test_default_prefers_triton_and_falls_back_to_the_reference() -> None:
+    assert choose(Operation.DECODE, CASE.spec, from_arch("sm_90a")) == "triton"
+    assert choose(Operation.DECODE, CASE.spec, INTERPRETED) == "triton"
+    assert choose(Operation.DECODE, CASE.spec, CPU) == "reference"
+    assert choose(Operation.DECODE, spec(head_dim=65, head_dim_v=65), INTERPRETED) == "reference"
+
+
+def test_a_name_never_falls_back() -> None:
+    with pytest.raises(Unsupported) as raised:
+        dispatch.choose(Operation.DECODE, spec(head_dim=65, head_dim_v=65), INTERPRETED, "triton")
+    assert set(raised.value.objections) == {"triton"}, "the other kernels were not asked for"
+    with pytest.raises(Unsupported, match="is for CPUs, this is sm_90a"):
+        dispatch.choose(Operation.DECODE, CASE.spec, from_arch("sm_90a"), "reference")
+    with pytest.raises(Unsupported, match="TRITON_INTERPRET=1 interprets it"):
+        dispatch.choose(Operation.DECODE, CASE.spec, CPU, "triton")
+
+
+def test_unknown_names_are_refused() -> None:
+    message = "attention.decode has no kernel 'fast': choose one of triton, reference"
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        dispatch.choose(Operation.DECODE, CASE.spec, CPU, "fast")
+
+
+def test_every_objection_is_kept() -> None:
+    layer = spec(head_dim=66, head_dim_v=320, page_size=24, dtype=torch.float32, kv_dtype=FP16)
+    with pytest.raises(Unsupported) as raised:
+        dispatch.choose(Operation.PREFILL, layer, from_arch("sm_70"))
+    assert set(raised.value.objections) == {"triton", "reference"}
+    assert raised.value.objections["triton"] == (
+        "needs compute capability 7.5 or newer, this is sm_70",
+        "dtype float32 is not one of float16, bfloat16",
+        "keys of float16 are neither float32 nor float8_e4m3fn",
+        "page size 24 is not a multiple of 16",
+        "head size 66 is not a multiple of 8 from 64 to 256, or 512",
+        "value head size 320 is not a multiple of 8 from 64 to 256, or 512",
+    )
+    text = str(raised.value)
+    assert f"no kernel for attention.prefill of {layer} on sm_70" in text
+    assert all(reason in text for reasons in raised.value.objections.values() for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("layer", "arch", "objection"),
+    [
+        (CASE.spec, "sm_75", "bfloat16 needs compute capability 8.0 or newer, this is sm_75: use float16"),
+        (CASE.spec, "sm_72", "needs compute capability 7.5 or newer, this is sm_72"),
+        (spec(page_size=8), "sm_90a", "page size 8 is not a multiple of 16"),
+        (spec(kv_dtype=torch.float8_e5m2), "sm_90a", "keys of float8_e5m2 are neither bfloat16 nor float8_e4m3fn"),
+        (spec(head_dim=512, head_dim_v=264), "sm_90a", "value head size 264 is not a multiple of 8 from 64"),
+        (spec(head_dim=56, head_dim_v=64), "sm_90a", "head size 56 is not a multiple of 8 from 64 to 256, or 512"),
+        (LATENT.spec, "sm_90a", "serves keys and values of their own, not the latent ones of MLA"),
+    ],
+)
+def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None:
+    with pytest.raises(Unsupported, match=re.escape(objection)):
+        dispatch.choose(Operation.PREFILL, layer, from_arch(arch))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])
+def test_float16_is_served_everywhere(arch: str) -> None:
+    layer = spec(dtype=FP16, kv_dtype=FP16)
+    assert dispatch.reasons_against(layer, from_arch(arch)) == []
+    assert dispatch.reasons_against(dataclasses.replace(layer, kv_dtype=FP8), from_arch(arch)) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "objection"),
+    [
+        ({"head_dim_v": 256}, "latent sizes 576/256 are not one of 576/512, 320/256"),
+        ({"page_size": None}, "needs paged keys"),
+        ({"latent": False}, "serves the latent keys of MLA only"),
+    ],
+)
+def test_mla_objects(facts: dict[str, Any], objection: str) -> None:
+    with pytest.raises(Unsupported, match=re.escape(objection)):
+        dispatch.choose(Operation.MLA_DECODE, dataclasses.replace(LATENT.spec, **facts), from_arch("sm_90a"))
+
+
+def test_operations_of_a_layer() -> None:
+    assert dispatch.operations_of(CASE.spec) == (Operation.PREFILL, Operation.DECODE, Operation.WRITE_KV)
+    assert dispatch.operations_of(PACKED.spec) == (Operation.PREFILL, Operation.DECODE)
+    assert dispatch.operations_of(LATENT.spec) == (Operation.MLA_DECODE, Operation.WRITE_KV)
+
+
+def test_reasons_against_name_the_operation_and_the_kernel() -> None:
+    reasons = dispatch.reasons_against(CASE.spec, from_arch("sm_75"))
+    assert "attention.decode (reference): is for CPUs, this is sm_75" in reasons
+    assert any(reason.startswith("attention.write_kv (triton): bfloat16 needs") for reason in reasons)
+    assert dispatch.reasons_against(CASE.spec, CPU) == []
+
+
+def test_every_entry_can_be_loaded() -> None:
+    """The table's paths are strings: a typing error would show only when a kernel is first chosen."""
+    pytest.importorskip("triton")
+    assert all(callable(entry.load()) for entries in dispatch.TABLE.values() for entry in entries)
+
+
+# plan
+
+
+def test_plan_reads_no_device_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning with tensors that hold nothing: meta tensors refuse to be read."""
+    batch = CASE.problem().batch
+    moved = {name: getattr(batch, name).to("meta") for name in ("query_start_loc", "seq_lens", "block_table")}
+    planner = Planner(CASE.spec, cpu_target(), Workspace(torch.device("cpu")), "reference")
+    plan = planner.plan(dataclasses.replace(batch, **moved))
+    assert [share.name for share in plan.shares] == ["reference"]
+
+
+def test_shares_cover_every_query_length_once() -> None:
+    """Where two kernels share a batch, each request belongs to exactly one of them."""
+    pytest.importorskip("triton")
+    planner = Planner(CASE.spec, INTERPRETED, Workspace(torch.device("cpu")), "triton")
+    assert planner.kernel_names == {"attention.prefill": "triton", "attention.decode": "triton"}
+    limit = planner.short[2].longest_query()
+    assert limit is not None
+    for longest in (0, 1, limit, limit + 1, 10 * limit):
+        plan = planner.plan(dataclasses.replace(CASE.problem().batch, max_query_len=longest))
+        for q_len in range(1, longest + 1):
+            serving = [share for share in plan.shares if share.shortest <= q_len <= share.longest]
+            assert len(serving) == 1, f"{q_len=} of {longest=} is served {len(serving)} times"
+
+
+def test_kernels_bind_once() -> None:
+    """A planner that is asked again makes no new kernels: their scratch is in captured graphs."""
+    planner = Planner(CASE.spec, CPU, Workspace(torch.device("cpu")))
+    batch = CASE.problem().batch
+    one, two = planner.plan(batch), planner.plan(batch)
+    assert one.shares[0].kernel is two.shares[0].kernel
+    assert isinstance(one.shares[0].kernel, ReferenceKernel)
+
+
+def test_workspace_keeps_what_it_outgrew() -> None:
+    workspace = Workspace(torch.device("cpu"))
+    small = workspace.partials(10)
+    assert workspace.partials(5).data_ptr() == small.data_ptr()
+    address = small.data_ptr()
+    del small
+    large = workspace.partials(10_000)
+    assert large.numel() >= 10_000
+    assert any(buffer.data_ptr() == address for buffer in workspace._buffers), "a graph may still point to it"
+
+
+def test_causality_values_are_stable() -> None:
+    """They are part of what `dsl-backend doctor` prints."""
+    assert [c.value for c in Causality] == ["full", "causal", "per_request"]
+    assert FULL is Causality.FULL
