@@ -33,7 +33,7 @@ class Operands:
 
 
 class Workspace:
-    """Scratch that outlives steps: partial results of split key ranges, and counters that are zero between launches.
+    """Scratch that outlives steps: partial results of split key ranges, and what to merge of them.
 
     Buffers only ever grow, and a buffer that was outgrown stays allocated: a captured graph may point to it. Launches
     that share a workspace must be ordered on one stream.
@@ -43,7 +43,7 @@ class Workspace:
         self.device = device
         self._buffers: list[torch.Tensor] = []
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._integers = torch.empty(0, dtype=torch.int32, device=device)
 
     def partials(self, count: int) -> torch.Tensor:
         """[at least count] float32, contents undefined."""
@@ -52,12 +52,12 @@ class Workspace:
             self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
         return self._partials
 
-    def counters(self, count: int) -> torch.Tensor:
-        """[at least count] int32 zeros; whoever counts returns them to zero."""
-        if self._counters.numel() < count:
-            self._buffers.append(self._counters)
-            self._counters = torch.zeros(count, dtype=torch.int32, device=self.device)
-        return self._counters
+    def integers(self, count: int) -> torch.Tensor:
+        """[at least count] int32, contents undefined."""
+        if self._integers.numel() < count:
+            self._buffers.append(self._integers)
+            self._integers = torch.empty(count, dtype=torch.int32, device=self.device)
+        return self._integers
 
 
 class Kernel(Protocol):

@@ -42,17 +42,28 @@ def window_right(causal_ptr, request, CAUSALITY: tl.constexpr, RIGHT: tl.constex
 
 
 @triton.jit
-def key_rows(table_ptr, packed_first, n0, kv_len, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets [BLOCK_N] int64 of the keys n0 ... n0 + BLOCK_N - 1; table_ptr is the request's row of pages."""
+def pages_of(table_ptr, n0, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of the keys n0 ... n0 + BLOCK_N - 1: a scalar where one page holds them all, else [BLOCK_N].
+
+    The kernels ask for a tile's pages one tile ahead, so that nobody waits for the table before the keys.
+    """
+    if PAGE == 0:
+        return 0
+    elif PAGE % BLOCK_N == 0:
+        return tl.load(table_ptr + n0 // PAGE, mask=n0 < kv_len, other=0)
+    else:
+        n = n0 + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + n // PAGE, mask=n < kv_len, other=0)
+
+
+@triton.jit
+def key_rows(pages, n0, packed_first, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets [BLOCK_N] int64 of the keys n0 ... n0 + BLOCK_N - 1."""
     n = n0 + tl.arange(0, BLOCK_N)
     if PAGE == 0:
         return (packed_first + n).to(tl.int64) * token_stride
-    elif PAGE % BLOCK_N == 0:
-        page = tl.load(table_ptr + n0 // PAGE).to(tl.int64)
-        return page * page_stride + (n0 % PAGE + tl.arange(0, BLOCK_N)) * token_stride
     else:
-        page = tl.load(table_ptr + n // PAGE, mask=n < kv_len, other=0).to(tl.int64)
-        return page * page_stride + (n % PAGE) * token_stride
+        return pages.to(tl.int64) * page_stride + (n % PAGE) * token_stride
 
 
 @triton.jit
@@ -116,6 +127,7 @@ def attend(
     top,
     total,
     n0,
+    pages,
     position,
     kv_len,
     right,
@@ -124,7 +136,6 @@ def attend(
     scale_log2,
     k_ptr,
     v_ptr,
-    table_ptr,
     slopes_ptr,
     k_page_stride,
     k_token_stride,
@@ -152,7 +163,7 @@ def attend(
     """
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < kv_len
-    k_rows = key_rows(table_ptr, packed_first, n0, kv_len, k_page_stride, k_token_stride, PAGE, BLOCK_N)
+    k_rows = key_rows(pages, n0, packed_first, k_page_stride, k_token_stride, PAGE, BLOCK_N)
     k1 = widen(load_rows(k_ptr, k_rows, inside, 0, D1, HEAD_DIM, MASKED), q1.dtype)
     scores = dot(q1, tl.trans(k1), tl.zeros([q1.shape[0], BLOCK_N], tl.float32))
     if D2 > 0:
@@ -173,7 +184,7 @@ def attend(
     if LATENT:
         acc1 = dot(weights, k1, acc1)
     else:
-        v_rows = key_rows(table_ptr, packed_first, n0, kv_len, v_page_stride, v_token_stride, PAGE, BLOCK_N)
+        v_rows = key_rows(pages, n0, packed_first, v_page_stride, v_token_stride, PAGE, BLOCK_N)
         v1 = widen(load_rows(v_ptr, v_rows, inside, 0, DV1, HEAD_DIM_V, MASKED), q1.dtype)
         acc1 = dot(weights, v1, acc1)
         if DV2 > 0:
@@ -187,6 +198,23 @@ def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constex
     d = FIRST + tl.arange(0, BLOCK_D)
     mask = keep[:, None] & (d < DIM)[None, :]
     tl.store(ptr + rows[:, None] + d[None, :], values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr):
+    """What turns a row's accumulator into its output, sinks and fp8 scale included; and the row's LSE."""
+    shrink = 1.0
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        top = new_top
+    # total is 0 where a row saw no key; a NaN stays one.
+    factor = tl.where(total == 0.0, 0.0, shrink / total)
+    if v_scale_ptr is not None:
+        factor *= tl.load(v_scale_ptr)
+    return factor, (top + tl.log2(total)) * LN2
 
 
 @triton.jit
@@ -210,24 +238,11 @@ def finish(
     DV2: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
 ):
-    """Join the sinks, divide by the softmax's denominator, store the rows that are kept; token, head [m]."""
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.exp2(sink - new_top)
-        acc1 = acc1 * shrink[:, None]
-        if DV2 > 0:
-            acc2 = acc2 * shrink[:, None]
-        top = new_top
-    # total is 0 where a row saw no key; a NaN stays one.
-    factor = tl.where(total == 0.0, 0.0, 1.0 / total)
-    if v_scale_ptr is not None:
-        factor *= tl.load(v_scale_ptr)
+    """Divide by the softmax's denominator and store the rows that are kept; token, head [m]."""
+    factor, lse = normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr)
     rows = token.to(tl.int64) * out_token_stride + head * out_head_stride
     store_rows(out_ptr, rows, acc1 * factor[:, None], keep, 0, DV1, HEAD_DIM_V)
     if DV2 > 0:
         store_rows(out_ptr, rows, acc2 * factor[:, None], keep, DV1, DV2, HEAD_DIM_V)
     if lse_ptr is not None:
-        lse = (top + tl.log2(total)) * LN2
         tl.store(lse_ptr + token.to(tl.int64) * lse_token_stride + head * lse_head_stride, lse, mask=keep)

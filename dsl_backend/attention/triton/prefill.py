@@ -12,7 +12,7 @@ from dsl_backend.attention.configs import PrefillConfig
 from dsl_backend.attention.plan import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.launch import layer_arguments, layer_constants
-from dsl_backend.attention.triton.parts import FULL, LOG2E, NEG_INF, attend, finish, window_right
+from dsl_backend.attention.triton.parts import FULL, LOG2E, NEG_INF, attend, finish, pages_of, window_right
 from dsl_backend.runtime.target import Target
 
 
@@ -83,14 +83,6 @@ def prefill_kernel(
     head = tl.program_id(0) % HEADS
     index = tl.program_id(0) // HEADS
 
-    total_tiles = 0
-    for chunk in range(0, num_requests, SCAN):
-        r = chunk + tl.arange(0, SCAN)
-        total_tiles += tl.sum(query_tiles_of(r, r < num_requests, starts_ptr, shortest, longest, BLOCK_M))
-    if index >= total_tiles:
-        return
-    index = total_tiles - 1 - index  # the last tiles of a request see the most keys
-
     request = 0
     base = 0
     seen = 0
@@ -98,15 +90,18 @@ def prefill_kernel(
         r = chunk + tl.arange(0, SCAN)
         tiles = query_tiles_of(r, r < num_requests, starts_ptr, shortest, longest, BLOCK_M)
         through = seen + tl.cumsum(tiles, 0)
-        before = through <= index
+        before = (through <= index) & (r < num_requests)
         request += tl.sum(before.to(tl.int32))
         base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
         seen += tl.sum(tiles)
+    if request >= num_requests:
+        return
 
     first_query = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first_query
     kv_len = tl.load(kv_lens_ptr + request)
-    first_row = (index - base) * BLOCK_M
+    # The last tiles of a request see the most keys: they start first.
+    first_row = (tl.cdiv(q_len, BLOCK_M) - 1 - (index - base)) * BLOCK_M
     m = first_row + tl.arange(0, BLOCK_M)
     keep = m < q_len
     token = first_query + m
@@ -172,7 +167,9 @@ def prefill_kernel(
             begin, end = whole_start_tile, whole_stop_tile
         else:
             begin, end = whole_stop_tile, stop_tile
+        pages = pages_of(table_row, begin * BLOCK_N, kv_len, PAGE, BLOCK_N)
         for t in range(begin, end):
+            next_pages = pages_of(table_row, (t + 1) * BLOCK_N, kv_len, PAGE, BLOCK_N)
             acc1, acc2, top, total = attend(
                 q1,
                 q2,
@@ -181,6 +178,7 @@ def prefill_kernel(
                 top,
                 total,
                 t * BLOCK_N,
+                pages,
                 position,
                 kv_len,
                 right,
@@ -189,7 +187,6 @@ def prefill_kernel(
                 scale,
                 k_head,
                 v_head,
-                table_row,
                 slopes_ptr,
                 k_page_stride,
                 k_token_stride,
@@ -210,6 +207,7 @@ def prefill_kernel(
                 phase != 1,
                 BLOCK_N,
             )
+            pages = next_pages
     finish(
         acc1,
         acc2,

@@ -3,19 +3,25 @@
 
 Every program takes an equal, contiguous share of all the key tiles of the batch (stream-K: Osama et al., 2023), found
 from the lengths on the device, so that one long request among short ones holds nobody up. The query heads of a
-key/value head are packed into the rows of a tile. A key range that crosses programs leaves partial results; the program
-that arrives last merges them in order, so that the result does not depend on who was last.
+key/value head are packed into the rows of a tile. A key range that crosses programs leaves partial results, which a
+second kernel merges; on SM90 and newer its launch overlaps the first (programmatic dependent launch).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsl_backend.attention.configs import SplitKVConfig, split_dim
+from dsl_backend.attention.configs import SplitKVConfig
 from dsl_backend.attention.plan import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.launch import layer_arguments, layer_constants
-from dsl_backend.attention.triton.parts import LOG2E, NEG_INF, attend, finish, window_right
+from dsl_backend.attention.triton.parts import LOG2E, NEG_INF, attend, finish, normalizer, pages_of, window_right
 from dsl_backend.runtime.target import Target
+
+
+# int32s a program leaves for the merge kernel: parts (0: nothing to merge), first query row, key head, first row, rows.
+MERGE_FIELDS = tl.constexpr(5)
+MERGE_ELEMENTS, MERGE_PARTS = 256, 16  # of a merge program: 32 float32 a thread, so that all loads are in flight
 
 
 @triton.jit
@@ -48,6 +54,65 @@ def tiles_of(
     _, tiles = tile_range(q_len, kv_len, LEFT, BLOCK_N)
     served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
     return tl.where(served, HEADS_KV * tl.cdiv(q_len * GROUP, BLOCK_M) * tiles, 0)
+
+
+@triton.jit
+def share_of(
+    num_programs,
+    num_requests,
+    starts_ptr,
+    kv_lens_ptr,
+    shortest,
+    longest,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCAN: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+):
+    """Key tiles that each program takes, and those of the whole batch."""
+    total_tiles = 0
+    for chunk in range(0, num_requests, SCAN):
+        r = chunk + tl.arange(0, SCAN)
+        tiles = tiles_of(
+            r, r < num_requests, starts_ptr, kv_lens_ptr, shortest, longest, HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N
+        )
+        total_tiles += tl.sum(tiles)
+    return tl.maximum(tl.cdiv(total_tiles, num_programs), MIN_SHARE), total_tiles
+
+
+@triton.jit
+def locate(
+    position,
+    num_requests,
+    starts_ptr,
+    kv_lens_ptr,
+    shortest,
+    longest,
+    HEADS_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """The request that the batch's tile `position` belongs to, and the tiles of the requests before it."""
+    request = 0
+    base = 0
+    seen = 0
+    for chunk in range(0, num_requests, SCAN):
+        r = chunk + tl.arange(0, SCAN)
+        tiles = tiles_of(
+            r, r < num_requests, starts_ptr, kv_lens_ptr, shortest, longest, HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N
+        )
+        through = seen + tl.cumsum(tiles, 0)
+        before = (through <= position) & (r < num_requests)
+        request += tl.sum(before.to(tl.int32))
+        base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
+        seen += tl.sum(tiles)
+    return request, base
 
 
 @triton.jit
@@ -87,7 +152,7 @@ def split_kv_kernel(
     lse_head_stride,
     table_stride,
     partial_ptr,
-    arrivals_ptr,
+    merges_ptr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     D1: tl.constexpr,
@@ -106,38 +171,27 @@ def split_kv_kernel(
     BLOCK_N: tl.constexpr,
     SCAN: tl.constexpr,
     MIN_SHARE: tl.constexpr,
-    MERGE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    # A partial result: acc1, acc2, then top and total of each row.
-    TOP: tl.constexpr = BLOCK_M * (DV1 + DV2)
-    PARTIAL: tl.constexpr = TOP + 2 * BLOCK_M
-
-    total_tiles = 0
-    for chunk in range(0, num_requests, SCAN):
-        r = chunk + tl.arange(0, SCAN)
-        total_tiles += tl.sum(
-            tiles_of(
-                r, r < num_requests, starts_ptr, kv_lens_ptr, shortest, longest, HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N
-            )
-        )
-    share = tl.maximum(tl.cdiv(total_tiles, tl.num_programs(0)), MIN_SHARE)
+    # A partial result: the accumulator's rows, then top and total of each.
+    DV: tl.constexpr = DV1 + DV2
+    PARTIAL: tl.constexpr = BLOCK_M * (DV + 2)
+    if OVERLAP:
+        gdc_launch_dependents()  # the merge kernel may take its place beside this one, and waits there
+    share, total_tiles = share_of(
+        tl.num_programs(0), num_requests, starts_ptr, kv_lens_ptr, shortest, longest,
+        HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N, SCAN, MIN_SHARE,
+    )  # fmt: skip
     position = tl.program_id(0) * share
     end = tl.minimum(position + share, total_tiles)
+    request, base = locate(
+        position, num_requests, starts_ptr, kv_lens_ptr, shortest, longest,
+        HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N, SCAN,
+    )  # fmt: skip
 
-    # The request in which this share begins, and the tiles before it.
-    request = 0
-    base = 0
-    seen = 0
-    for chunk in range(0, num_requests, SCAN):
-        r = chunk + tl.arange(0, SCAN)
-        tiles = tiles_of(
-            r, r < num_requests, starts_ptr, kv_lens_ptr, shortest, longest, HEADS_KV, GROUP, LEFT, BLOCK_M, BLOCK_N
-        )
-        through = seen + tl.cumsum(tiles, 0)
-        before = through <= position
-        request += tl.sum(before.to(tl.int32))
-        base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
-        seen += tl.sum(tiles)
+    # What the merge kernel must do for the range that begins in this share and goes on after it, if there is one.
+    merge_ptr = merges_ptr + tl.program_id(0) * MERGE_FIELDS
+    parts = 0
 
     scale = scale_log2
     if k_scale_ptr is not None:
@@ -195,7 +249,10 @@ def split_kv_kernel(
             acc2 = tl.zeros([BLOCK_M, DV2 if DV2 > 0 else 16], tl.float32)
             top = tl.full([BLOCK_M], NEG_INF, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            for t in range(first_tile + tile, first_tile + tile + count):
+            begin = first_tile + tile
+            pages = pages_of(table_row, begin * BLOCK_N, kv_len, PAGE, BLOCK_N)
+            for t in range(begin, begin + count):
+                next_pages = pages_of(table_row, (t + 1) * BLOCK_N, kv_len, PAGE, BLOCK_N)
                 acc1, acc2, top, total = attend(
                     q1,
                     q2,
@@ -204,6 +261,7 @@ def split_kv_kernel(
                     top,
                     total,
                     t * BLOCK_N,
+                    pages,
                     query_position,
                     kv_len,
                     right,
@@ -212,7 +270,6 @@ def split_kv_kernel(
                     scale,
                     k_ptr + head_kv * k_head_stride,
                     v_ptr + head_kv * v_head_stride,
-                    table_row,
                     slopes_ptr,
                     k_page_stride,
                     k_token_stride,
@@ -233,63 +290,10 @@ def split_kv_kernel(
                     True,
                     BLOCK_N,
                 )
+                pages = next_pages
 
             item_first = base + item * tiles
-            first_program = item_first // share
-            parts = (item_first + tiles - 1) // share - first_program + 1
-            complete = parts == 1
-            if parts > 1:
-                # A program holds at most two unfinished ranges: one that began before it, one that goes on after it.
-                began_here = tl.program_id(0) == first_program
-                slot = 2 * tl.program_id(0) + tl.where(began_here, 1, 0)
-                partial = partial_ptr + slot.to(tl.int64) * PARTIAL
-                rows = tl.arange(0, BLOCK_M)
-                dv1 = tl.arange(0, DV1)
-                tl.store(partial + rows[:, None] * DV1 + dv1[None, :], acc1, mask=keep[:, None])
-                if DV2 > 0:
-                    dv2 = tl.arange(0, DV2)
-                    tl.store(partial + BLOCK_M * DV1 + rows[:, None] * DV2 + dv2[None, :], acc2, mask=keep[:, None])
-                tl.store(partial + TOP + rows, top)
-                tl.store(partial + TOP + BLOCK_M + rows, total)
-                tl.debug_barrier()  # every thread's part is stored before one of them counts
-                arrived = tl.atomic_add(arrivals_ptr + first_program, 1, sem="acq_rel")
-                complete = arrived == parts - 1
-                if complete:
-                    tl.store(arrivals_ptr + first_program, 0)
-                    top = tl.full([BLOCK_M], NEG_INF, tl.float32)
-                    for chunk in range(0, parts, MERGE):
-                        part = chunk + tl.arange(0, MERGE)
-                        slots = (2 * (first_program + part) + tl.where(part == 0, 1, 0)).to(tl.int64) * PARTIAL
-                        tops = tl.load(
-                            partial_ptr + slots[:, None] + TOP + rows[None, :],
-                            mask=(part < parts)[:, None],
-                            other=NEG_INF,
-                            cache_modifier=".cg",
-                        )
-                        top = tl.maximum(top, tl.max(tops, 0))
-                    reference = tl.where(top == NEG_INF, 0.0, top)
-                    acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
-                    acc2 = tl.zeros([BLOCK_M, DV2 if DV2 > 0 else 16], tl.float32)
-                    total = tl.zeros([BLOCK_M], tl.float32)
-                    for part in tl.range(0, parts, num_stages=4):
-                        slot = 2 * (first_program + part) + tl.where(part == 0, 1, 0)
-                        partial = partial_ptr + slot.to(tl.int64) * PARTIAL
-                        weight = tl.exp2(tl.load(partial + TOP + rows, cache_modifier=".cg") - reference)
-                        total += weight * tl.load(partial + TOP + BLOCK_M + rows, cache_modifier=".cg")
-                        acc1 += weight[:, None] * tl.load(
-                            partial + rows[:, None] * DV1 + dv1[None, :],
-                            mask=keep[:, None],
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        if DV2 > 0:
-                            acc2 += weight[:, None] * tl.load(
-                                partial + BLOCK_M * DV1 + rows[:, None] * DV2 + dv2[None, :],
-                                mask=keep[:, None],
-                                other=0.0,
-                                cache_modifier=".cg",
-                            )
-            if complete:
+            if count == tiles:
                 finish(
                     acc1,
                     acc2,
@@ -310,7 +314,100 @@ def split_kv_kernel(
                     DV2,
                     HEAD_DIM_V,
                 )
+            else:
+                # A program holds at most two unfinished ranges: one that began before it, one that goes on after it.
+                began_here = item_first // share == tl.program_id(0)
+                slot = 2 * tl.program_id(0) + tl.where(began_here, 1, 0)
+                partial = partial_ptr + slot.to(tl.int64) * PARTIAL
+                rows = tl.arange(0, BLOCK_M)
+                dv1 = tl.arange(0, DV1)
+                tl.store(partial + rows[:, None] * DV + dv1[None, :], acc1, mask=keep[:, None])
+                if DV2 > 0:
+                    dv2 = DV1 + tl.arange(0, DV2)
+                    tl.store(partial + rows[:, None] * DV + dv2[None, :], acc2, mask=keep[:, None])
+                tl.store(partial + BLOCK_M * DV + rows, top)
+                tl.store(partial + BLOCK_M * DV + BLOCK_M + rows, total)
+                if began_here:
+                    parts = (item_first + tiles - 1) // share - item_first // share + 1
+                    first_row = (item % row_tiles) * BLOCK_M
+                    tl.store(merge_ptr + 1, first_query)
+                    tl.store(merge_ptr + 2, head_kv)
+                    tl.store(merge_ptr + 3, first_row)
+                    tl.store(merge_ptr + 4, tl.minimum(q_len * GROUP - first_row, BLOCK_M))
             position += count
+    tl.store(merge_ptr, parts)
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    v_scale_ptr,
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    partial_ptr,
+    merges_ptr,
+    GROUP: tl.constexpr,
+    DV1: tl.constexpr,
+    DV2: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the partial results of the key range that begins in share program_id(0) and ends in a later one.
+
+    Each program does ELEMENTS elements of the tile's rows, PARTS partial results at a time.
+    """
+    DV: tl.constexpr = DV1 + DV2
+    PARTIAL: tl.constexpr = BLOCK_M * (DV + 2)
+    if OVERLAP:
+        # Before any exit: a kernel that ends early would let the next one start beside the split kernel.
+        gdc_wait()
+    program = tl.program_id(0)
+    merge_ptr = merges_ptr + program * MERGE_FIELDS
+    parts = tl.load(merge_ptr)
+    first_query = tl.load(merge_ptr + 1)
+    head_kv = tl.load(merge_ptr + 2)
+    first_row = tl.load(merge_ptr + 3)
+    rows = tl.load(merge_ptr + 4)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    row = element // DV
+    column = element % DV
+    if (parts == 0) | (tl.program_id(1) * ELEMENTS >= rows * DV):
+        return
+    keep = row < rows
+    top = tl.full([ELEMENTS], NEG_INF, tl.float32)
+    total = tl.zeros([ELEMENTS], tl.float32)
+    acc = tl.zeros([ELEMENTS], tl.float32)
+    for chunk in range(0, parts, PARTS):
+        part = chunk + tl.arange(0, PARTS)
+        slot = 2 * (program + part) + tl.where(part == 0, 1, 0)
+        partial = (partial_ptr + slot.to(tl.int64) * PARTIAL)[:, None]
+        here = (part < parts)[:, None] & keep[None, :]
+        tops = tl.load(partial + BLOCK_M * DV + row[None, :], mask=here, other=NEG_INF)
+        totals = tl.load(partial + BLOCK_M * DV + BLOCK_M + row[None, :], mask=here, other=0.0)
+        values = tl.load(partial + element[None, :], mask=here, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        reference = tl.where(new_top == NEG_INF, 0.0, new_top)
+        weights = tl.exp2(tops - reference[None, :])
+        shrink = tl.exp2(top - reference)
+        total = total * shrink + tl.sum(weights * totals, 0)
+        acc = acc * shrink + tl.sum(weights * values, 0)
+        top = new_top
+
+    m = first_row + row
+    token = (first_query + m // GROUP).to(tl.int64)
+    head = head_kv * GROUP + m % GROUP
+    factor, lse = normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr)
+    pointers = out_ptr + token * out_token_stride + head * out_head_stride + column
+    tl.store(pointers, (acc * factor).to(out_ptr.dtype.element_ty), mask=keep & (column < HEAD_DIM_V))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse, mask=keep & (column == 0))
 
 
 class SplitKV:
@@ -326,7 +423,7 @@ class SplitKV:
         self.spec, self.target, self.workspace = spec, target, workspace
         self._config = config
         self.constants = layer_constants(spec)
-        self._reserved: set[int] = set()
+        self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
 
     def longest_query(self) -> int | None:
         """Rows that a tile of 64 holds, but at most 16 queries: longer ones belong to the prefill kernel."""
@@ -340,17 +437,41 @@ class SplitKV:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         config = self.config(min(longest, batch.max_query_len))
-        partial = config.block_m * (sum(split_dim(self.spec.head_dim_v)) + 2)
+        dv = self.constants["DV1"] + self.constants["DV2"]
+        partials = self.workspace.partials(2 * config.num_programs * config.block_m * (dv + 2))
+        merges = self.workspace.integers(config.num_programs * MERGE_FIELDS.value)
         split_kv_kernel[(config.num_programs,)](
             *layer_arguments(self.spec, self.target, batch, operands, shortest, longest),
-            self.workspace.partials(2 * config.num_programs * partial),
-            self.workspace.counters(config.num_programs),
+            partials,
+            merges,
             **self.constants,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SCAN=config.scan,
             MIN_SHARE=config.min_share,
-            MERGE=16,
+            OVERLAP=self.overlap,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+        )
+        rows = min(config.block_m, min(longest, batch.max_query_len) * self.spec.group)
+        merge_kernel[(config.num_programs, -(-rows * dv // MERGE_ELEMENTS))](
+            operands.out,
+            operands.lse,
+            operands.sinks,
+            operands.v_scale if self.spec.is_fp8_kv else None,
+            operands.out.stride(0),
+            operands.out.stride(1),
+            *((0, 0) if operands.lse is None else operands.lse.stride()),
+            partials,
+            merges,
+            GROUP=self.constants["GROUP"],
+            DV1=self.constants["DV1"],
+            DV2=self.constants["DV2"],
+            HEAD_DIM_V=self.constants["HEAD_DIM_V"],
+            BLOCK_M=config.block_m,
+            OVERLAP=self.overlap,
+            ELEMENTS=MERGE_ELEMENTS,
+            PARTS=MERGE_PARTS,
+            num_warps=4,
+            **({"launch_pdl": True} if self.overlap else {}),
         )
