@@ -112,7 +112,12 @@ def gemma2(config: Config) -> dict[str, Normal]:
     }
     for layer in layers(config):
         weights |= qkvo(layer, config) | gated_mlp(layer, config)
-        for name, mean in (("input", 0.0), ("post_attention", 2.0), ("pre_feedforward", 0.0), ("post_feedforward", 1.0)):
+        for name, mean in (
+            ("input", 0.0),
+            ("post_attention", 2.0),
+            ("pre_feedforward", 0.0),
+            ("post_feedforward", 1.0),
+        ):
             weights[f"{layer}.{name}_layernorm.weight"] = norm(hidden, mean)
     return weights
 
@@ -139,19 +144,17 @@ def gpt_oss(config: Config) -> dict[str, Normal]:
 
 def bloom(config: Config) -> dict[str, Normal]:
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    weights = {
-        "transformer.word_embeddings.weight": Normal((vocabulary, hidden), 1.0),
-        "lm_head.weight": linear(vocabulary, hidden, LOGIT_GAIN),
-    }
+    # vLLM loads no head of its own for Bloom: again the layers outweigh the embedding (see gemma2).
+    weights = {"transformer.word_embeddings.weight": linear(vocabulary, hidden, LOGIT_GAIN)}
     norms = ["transformer.word_embeddings_layernorm", "transformer.ln_f"]
     for index in range(config["n_layer"]):
         layer = f"transformer.h.{index}"
         norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
         for name, weight in (
             (f"{layer}.self_attention.query_key_value", linear(3 * hidden, hidden, QK_GAIN)),
-            (f"{layer}.self_attention.dense", linear(hidden, hidden, 2.0)),
+            (f"{layer}.self_attention.dense", linear(hidden, hidden, 4.0)),
             (f"{layer}.mlp.dense_h_to_4h", linear(4 * hidden, hidden)),
-            (f"{layer}.mlp.dense_4h_to_h", linear(hidden, 4 * hidden, 1.5)),
+            (f"{layer}.mlp.dense_4h_to_h", linear(hidden, 4 * hidden, 3.0)),
         ):
             weights |= {f"{name}.weight": weight, f"{name}.bias": bias(weight.shape[0])}
     for name in norms:
@@ -263,6 +266,7 @@ MODELS: dict[str, Model] = {
         | {
             "architectures": ["BloomForCausalLM"],
             "model_type": "bloom",
+            "tie_word_embeddings": True,
             "hidden_size": 256,
             "n_layer": 3,
             "n_head": 4,
@@ -284,6 +288,18 @@ MODELS: dict[str, Model] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "head_dim": 64,
+            # As in the published models. vLLM's CPU kernel for the plain kind misplaces the strided rope part of MLA's
+            # queries, so that a request's tokens depend on the batch that it is in.
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
             "first_k_dense_replace": 3,
             "moe_layer_freq": 1,
             "n_routed_experts": 2,

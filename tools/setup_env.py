@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional  # noqa: UP035  (runs on the system's Python, which may be older than ours)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints-cpu.txt"
@@ -60,7 +59,7 @@ def has_gpu() -> bool:
     return listing.returncode == 0 and b"GPU" in listing.stdout
 
 
-def version_of(python: str) -> Optional[tuple]:
+def version_of(python: str) -> tuple | None:
     """(major, minor) of an interpreter, None where it does not run."""
     probe = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
     try:
@@ -72,7 +71,7 @@ def version_of(python: str) -> Optional[tuple]:
 
 def find_python() -> str:
     """An interpreter that vLLM supports and that can make virtual environments."""
-    names: List[str] = [os.environ["PYTHON"]] if os.environ.get("PYTHON") else []
+    names: list[str] = [os.environ["PYTHON"]] if os.environ.get("PYTHON") else []
     names = names or [sys.executable, "python3", "python3.13", "python3.12", "python3.11", "python3.14"]
     seen = []
     for name in names:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run checkpoints through vLLM's offline engine, importing vLLM once: that costs more than a small model.
+
+    results = offline.run([Job(model=..., backend="dsl"), Job(model=..., backend="CPU_ATTN")])
+
+Every engine gets a forked process of its own: vLLM keeps the choice of a backend for as long as its process lives.
+"""
+
+import gc
+import importlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.environment import ROOT, child_environment, device
+
+JOB_S = 300
+IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gemma2",
+    "vllm.model_executor.models.gpt_oss",
+    "vllm.model_executor.models.deepseek_v2",
+)
+TOP = 5  # log-probabilities kept for each generated token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model, one configuration, one batch of prompts.
+
+    Attributes:
+        model: the checkpoint's folder.
+        prompts: token ids.
+        max_tokens: tokens to generate greedily for each prompt; the end of sequence does not stop it.
+        engine: further arguments of vllm.LLM.
+    """
+
+    model: str
+    backend: str
+    dtype: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int = 12
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one prompt.
+
+    Attributes:
+        prompt_logprobs: of each prompt token but the first.
+        tokens: generated ids.
+        logprobs: for each generated token, id -> log-probability of the likeliest few.
+    """
+
+    prompt_logprobs: list[float]
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        given: its answers, one for each prompt; None where the engine failed.
+        log: all that the engine wrote.
+    """
+
+    given: list[Answer] | None
+    log: str
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Raises AssertionError, with the end of the log, where the engine failed."""
+        assert self.given is not None, f"the engine failed:\n{self.log[-6000:]}"
+        return self.given
+
+
+def run(jobs: Sequence[Job]) -> list[Outcome]:
+    """The outcome of every job, in order.
+
+    Raises:
+        RuntimeError: the process that runs them failed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+        # Progress goes to our own output; what the engines write is kept with each job.
+        status = subprocess.run(
+            [sys.executable, "-m", "integration.offline", name],
+            env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        ).returncode
+        if status:
+            raise RuntimeError(f"the engines' process ended with status {status}")
+        return [outcome(folder / str(index)) for index in range(len(jobs))]
+
+
+def outcome(stem: Path) -> Outcome:
+    """What a job's process left behind."""
+    log = stem.with_suffix(".log").read_text(errors="replace")
+    if not stem.with_suffix(".json").exists():
+        return Outcome(None, log)
+    answers = [
+        Answer(
+            prompt_logprobs=one["prompt_logprobs"],
+            tokens=one["tokens"],
+            logprobs=[{int(token): value for token, value in step.items()} for step in one["logprobs"]],
+        )
+        for one in json.loads(stem.with_suffix(".json").read_text())
+    ]
+    return Outcome(answers, log)
+
+
+def answer(job: Job) -> list[Answer]:
+    """Run one job in this process."""
+    from vllm import LLM, SamplingParams
+
+    defaults: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": True,
+        "distributed_executor_backend": "uni",
+    }
+    llm = LLM(job.model, attention_backend=job.backend, dtype=job.dtype, **defaults | job.engine)
+    greedy = SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=TOP, prompt_logprobs=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.prompts], greedy, use_tqdm=False)
+    answers = []
+    for prompt, output in zip(job.prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        answers.append(
+            Answer(
+                prompt_logprobs=[
+                    step[token].logprob
+                    for token, step in zip(prompt, output.prompt_logprobs or [], strict=True)
+                    if step
+                ],
+                tokens=list(completion.token_ids),
+                logprobs=[{t: entry.logprob for t, entry in step.items()} for step in completion.logprobs or []],
+            )
+        )
+    return answers
+
+
+def in_fork(stem: Path, job: Job) -> None:
+    """The forked process of one job: its output goes to a log, its answers to a file."""
+    log = os.open(stem.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    if not device().cuda:
+        # vLLM compiles helpers of its sampler, which takes longer than all that these engines compute.
+        torch._dynamo.config.disable = True
+        # Engines run side by side.
+        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        torch.set_num_threads(1)
+    stem.with_suffix(".json").write_text(json.dumps([asdict(one) for one in answer(job)]))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    jobs = [Job(**job) for job in json.loads((folder / "jobs.json").read_text())]
+    # The costly imports happen here, once; a fork of its own then gives every engine a fresh process.
+    for module in IMPORTS:
+        importlib.import_module(module)
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
+    began = time.monotonic()
+    side_by_side = 1 if device().cuda else min(4, os.cpu_count() or 1)
+    waiting, running, ended = list(range(len(jobs))), {}, 0
+    while waiting or running:
+        while waiting and len(running) < side_by_side:
+            index = waiting.pop(0)
+            process = context.Process(target=in_fork, args=(folder / str(index), jobs[index]))
+            process.start()
+            running[process.sentinel] = (index, process, time.monotonic())
+        done = multiprocessing.connection.wait(list(running), timeout=5)
+        for sentinel, (index, process, started) in list(running.items()):
+            if sentinel not in done:
+                if time.monotonic() - started > JOB_S:
+                    process.kill()
+                continue
+            process.join()
+            del running[sentinel]
+            ended += 1
+            job = jobs[index]
+            state = "ok" if process.exitcode == 0 else f"status {process.exitcode}"
+            setting = f" {json.dumps(job.engine)}" if job.engine else ""
+            count = f"engine {ended}/{len(jobs)}, {time.monotonic() - began:.0f} s"
+            print(f"{count}: {Path(job.model).name} with {job.backend} in {job.dtype}{setting}: {state}", flush=True)
+    # Without the interpreter's shutdown, at which Triton's bindings complain of what the imports left behind.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

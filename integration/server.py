@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` as a child process: start it, wait until it answers, keep its log, stop it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.environment import ROOT, child_environment, device
+
+START_S = 420
+STOP_S = 30
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or did not answer in time; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: Any
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: without a trailing slash.
+        log_path: where its output goes.
+    """
+
+    url: str
+    log_path: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def ask(self, path: str, body: object | None = None, timeout_s: float = 120) -> Reply:
+        """GET, or POST where there is a body. A status of 4xx or 5xx is a reply like any other."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return Reply(response.status, parse(response.read()))
+        except urllib.error.HTTPError as error:
+            return Reply(error.code, parse(error.read()))
+
+    def complete(self, prompt: object, **options: object) -> Any:
+        """Greedy completion of token ids or text by the model `demo`; the first choice.
+
+        Raises:
+            AssertionError: the server did not answer 200.
+        """
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        reply = self.ask("/v1/completions", body | {"logprobs": 5, "return_token_ids": True} | options)
+        assert reply.status == 200, reply
+        return reply.body["choices"][0]
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter over its labels."""
+        text = self.ask("/metrics").body
+        lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        assert lines, f"no metric {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def parse(payload: bytes) -> Any:
+    text = payload.decode()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(model: Path, log_path: Path, *flags: str, **environment: str) -> Server:
+    """Start a server without waiting for it."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), *device().flags, *flags]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=child_environment(**environment),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A group of its own, so that stopping reaches the workers too.
+            start_new_session=True,
+        )
+    return Server(f"http://127.0.0.1:{port}", log_path, process)
+
+
+def await_health(server: Server, limit_s: float = START_S) -> None:
+    """Return once the server answers; every ten seconds say what it was last seen doing.
+
+    Raises:
+        ServerFailed: it ended or took longer than the limit.
+    """
+    began = said = time.monotonic()
+    while time.monotonic() - began < limit_s:
+        if server.process.poll() is not None:
+            raise ServerFailed(f"ended with status {server.process.returncode}:\n{server.log[-8000:]}")
+        with contextlib.suppress(OSError):
+            if server.ask("/health", timeout_s=5).status == 200:
+                print(f"server: up after {time.monotonic() - began:.0f} s", flush=True)
+                return
+        if time.monotonic() - said >= 10:
+            said = time.monotonic()
+            last = (server.log.splitlines() or [""])[-1]
+            print(f"server: {said - began:.0f} s, {last[:150]}", flush=True)
+        time.sleep(0.3)
+    raise ServerFailed(f"did not answer within {limit_s:.0f} s:\n{server.log[-8000:]}")
+
+
+def stop(server: Server) -> None:
+    """End the server and what it started; returns when they are gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(STOP_S)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Iterator[Server]:
+    """A server that answers; it is stopped at the end.
+
+    Raises:
+        ServerFailed: it did not start.
+    """
+    server = start(model, log_path, *flags, **environment)
+    try:
+        await_health(server)
+        yield server
+    finally:
+        stop(server)

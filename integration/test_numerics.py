@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens and log-probabilities of `dsl` against vLLM's own backends, for every kind of attention.
+
+Errors are measured from a float32 run of vLLM's own backend. In float32 `dsl` must agree with it to rounding and give
+the same tokens; in a shorter dtype its error may be at most twice that of vLLM's own backend in that dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from integration import offline
+from integration.compare import ROUNDING, VISIBLE, generated_errors, prompt_errors, prompts, rms
+from integration.conftest import Checkpoint
+from integration.environment import device
+from integration.models import MODELS, Model
+from integration.offline import Job, Outcome
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and the model without the feature that it is there for.
+
+    Attributes:
+        without: the same weights with that feature switched off.
+    """
+
+    id: str
+    without: Callable[[Model], Model]
+    mla: bool = False
+    why: str
+
+    @property
+    def model(self) -> Model:
+        return MODELS[self.id.partition("-")[0]]
+
+
+CASES = (
+    Case(id="llama", without=lambda model: model.changed({"o_proj": 0.0}), why="grouped queries; without: attention"),
+    Case(id="gemma2", without=lambda model: model.changed(sliding_window=4096), why="window"),
+    Case(id="gemma2-softcap", without=lambda model: model.changed(attn_logit_softcapping=1000.0), why="softcap"),
+    Case(id="gpt_oss", without=lambda model: model.changed({"sinks": -1e4}), why="sinks"),
+    Case(id="bloom", without=lambda model: model.changed({"dense.weight": 0.0}), why="ALiBi; without: attention"),
+    Case(id="deepseek_v2", without=lambda model: model.changed({"o_proj": 0.0}), mla=True, why="absorbed MLA"),
+)
+COMPARED = tuple(case for case in CASES if "-" not in case.id)  # the others share a model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A way to run `dsl` that must not change what comes out.
+
+    Attributes:
+        also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
+    """
+
+    id: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    cases: tuple[str, ...] = tuple(case.id for case in COMPARED)
+    dtypes: tuple[str, ...] = device().dtypes
+    also_theirs: bool = False
+    cuda_only: bool = False
+    why: str
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SETTINGS = (
+    Setting(id="plain", also_theirs=True, why="whole prompts, then one token a step"),
+    Setting(
+        id="chunked",
+        engine={"max_num_batched_tokens": 48, "enable_chunked_prefill": True, "block_size": 16},
+        cases=("llama", "gpt_oss", "deepseek_v2"),
+        dtypes=device().dtypes[:1],
+        why="prompts in pieces that end inside pages, beside requests that decode",
+    ),
+    Setting(
+        id="ngram",
+        engine={"speculative_config": NGRAM},
+        cases=("llama", "deepseek_v2"),
+        dtypes=device().dtypes[:1],
+        why="several query tokens a request in a step that decodes",
+    ),
+    Setting(
+        id="fp8",
+        engine={"kv_cache_dtype": "fp8"},
+        cases=("llama",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        why="keys and values of 8 bits",
+    ),
+    Setting(
+        id="graphs",
+        engine={"enforce_eager": False},
+        cases=("llama", "gpt_oss", "deepseek_v2"),
+        cuda_only=True,
+        why="CUDA graphs",
+    ),
+)
+
+
+def comparisons() -> list[tuple[Case, Setting, str]]:
+    return [
+        (case, setting, dtype)
+        for case in COMPARED
+        for setting in SETTINGS
+        if case.id in setting.cases and (device().cuda or not setting.cuda_only)
+        for dtype in setting.dtypes
+        if dtype in device().dtypes
+    ]
+
+
+Results = dict[tuple[str, ...], Outcome]
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Checkpoint) -> Results:
+    """Every engine's outcome: (case, "truth" | "without"), (case, setting, dtype, "theirs" | "dsl")."""
+    here = device()
+    jobs: dict[tuple[str, ...], Job] = {}
+
+    def add(key: tuple[str, ...], folder: str, backend: str, dtype: str, engine: dict[str, Any]) -> None:
+        jobs[key] = Job(model=folder, backend=backend, dtype=dtype, prompts=prompts(), engine=engine)
+
+    for case in CASES:
+        truth, truth_dtype = here.mla_truth if case.mla else here.dense_truth
+        without = str(checkpoint(f"{case.id}-without", case.without(case.model)))
+        add((case.id, "without"), without, truth, truth_dtype, {})
+        add((case.id, "truth"), str(checkpoint(case.id, case.model)), truth, truth_dtype, {})
+    for case, setting, dtype in comparisons():
+        folder = str(checkpoint(case.id, case.model))
+        add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting.engine)
+        if setting.also_theirs and dtype != "float32":
+            theirs = here.mla if case.mla else here.dense
+            add((case.id, setting.id, dtype, "theirs"), folder, theirs, dtype, setting.engine)
+    return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_feature_matters(results: Results, case: Case) -> None:
+    """The comparisons below would see a backend that leaves the feature out: both in prompts and in tokens."""
+    truth, without = results[case.id, "truth"].answers, results[case.id, "without"].answers
+    assert max(prompt_errors(without, truth)) > VISIBLE
+    assert [answer.tokens for answer in without] != [answer.tokens for answer in truth]
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "dtype"), comparisons(), ids=lambda value: value if isinstance(value, str) else value.id
+)
+def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> None:
+    outcome = results[case.id, setting.id, dtype, "dsl"]
+    truth, ours = results[case.id, "truth"].answers, outcome.answers
+    served = [line for line in outcome.log.splitlines() if "dsl serves attention" in line]
+    assert served, "the log does not say that dsl serves"
+    assert all(("by triton" if device().cuda else "by reference") in line for line in served)
+    if dtype == "float32":
+        assert max(prompt_errors(ours, truth)) <= ROUNDING
+        assert max(generated_errors(ours, truth, ROUNDING)) <= ROUNDING
+        assert [answer.tokens for answer in ours] == [answer.tokens for answer in truth]
+        return
+    theirs = results[case.id, setting.id if setting.also_theirs else "plain", dtype, "theirs"].answers
+    their_errors, our_errors = prompt_errors(theirs, truth), prompt_errors(ours, truth)
+    assert rms(our_errors) <= 2 * rms(their_errors)
+    slack = 2 * max(their_errors)
+    assert max(our_errors) <= slack
+    assert max(generated_errors(ours, truth, slack)) <= slack
