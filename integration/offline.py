@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     began = time.monotonic()
     side_by_side = 1 if device().cuda else min(4, os.cpu_count() or 1)
-    waiting, running, ended = list(range(len(jobs))), {}, 0
+    waiting, ended = list(range(len(jobs))), 0
+    running: dict[int, tuple[int, ForkProcess, float]] = {}
     while waiting or running:
         while waiting and len(running) < side_by_side:
             index = waiting.pop(0)

@@ -22,7 +22,7 @@ START_S = 420
 STOP_S = 30
 
 
-class ServerFailed(RuntimeError):
+class ServerError(RuntimeError):
     """The server ended, or did not answer in time; the message has the end of its log."""
 
 
@@ -116,12 +116,12 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
     """Return once the server answers; every ten seconds say what it was last seen doing.
 
     Raises:
-        ServerFailed: it ended or took longer than the limit.
+        ServerError: it ended or took longer than the limit.
     """
     began = said = time.monotonic()
     while time.monotonic() - began < limit_s:
         if server.process.poll() is not None:
-            raise ServerFailed(f"ended with status {server.process.returncode}:\n{server.log[-8000:]}")
+            raise ServerError(f"ended with status {server.process.returncode}:\n{server.log[-8000:]}")
         with contextlib.suppress(OSError):
             if server.ask("/health", timeout_s=5).status == 200:
                 print(f"server: up after {time.monotonic() - began:.0f} s", flush=True)
@@ -131,7 +131,7 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
             last = (server.log.splitlines() or [""])[-1]
             print(f"server: {said - began:.0f} s, {last[:150]}", flush=True)
         time.sleep(0.3)
-    raise ServerFailed(f"did not answer within {limit_s:.0f} s:\n{server.log[-8000:]}")
+    raise ServerError(f"did not answer within {limit_s:.0f} s:\n{server.log[-8000:]}")
 
 
 def stop(server: Server) -> None:
@@ -151,7 +151,7 @@ def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Itera
     """A server that answers; it is stopped at the end.
 
     Raises:
-        ServerFailed: it did not start.
+        ServerError: it did not start.
     """
     server = start(model, log_path, *flags, **environment)
     try:

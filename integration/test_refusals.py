@@ -12,7 +12,7 @@ from integration.conftest import Checkpoint
 from integration.environment import device
 from integration.models import MODELS
 from integration.offline import Job, Outcome
-from integration.server import ServerFailed, serve
+from integration.server import ServerError, serve
 
 pytestmark = pytest.mark.e2e
 
@@ -72,5 +72,7 @@ def test_server_does_not_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """The command ends with an error that names the reason."""
     model = checkpoint("llama", MODELS["llama"])
     flags = ("--attention-backend", "dsl", "--kv-cache-dtype", "fp8_e5m2", "--enforce-eager", "--max-model-len", "512")
-    with pytest.raises(ServerFailed, match="fp8_e5m2"), serve(model, tmp_path / "log", *flags):
+    with pytest.raises(ServerError, match="ended with status 1"), serve(model, tmp_path / "log", *flags):
         pass
+    log = (tmp_path / "log").read_text()
+    assert [line for line in log.splitlines() if "ValueError" in line and "fp8_e5m2" in line]

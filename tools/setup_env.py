@@ -7,7 +7,7 @@
 Works with the standard library of Python 3.8 or newer: it runs before anything is installed. Environment variables:
 
     VENV              the environment's folder (default .venv)
-    PYTHON            the interpreter to build it with (default: the first of python3, python3.13 ... that is new enough)
+    PYTHON            the interpreter to build it with (default: the first that is new enough)
     TORCH_CPU_INDEX   where PyTorch's CPU build comes from if pip's own configuration has none
     ACCELERATOR       cpu or cuda: decide for the machine (default: cuda where nvidia-smi finds a GPU)
 """
