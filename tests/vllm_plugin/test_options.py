@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--additional-config '{"dsl": {...}}'`: what is accepted, and how the rest is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from dsl_backend.vllm_plugin import options
+
+
+def config(dsl: Any) -> Any:
+    return VllmConfig(additional_config={"dsl": dsl})
+
+
+def test_defaults_where_nothing_is_set() -> None:
+    for nothing in (None, VllmConfig(), config({}), SimpleNamespace(additional_config=object())):
+        assert options.of(nothing) == options.Options()
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_kernel_by_name(name: str) -> None:
+    assert options.of(config({"attention_kernel": name})).attention_kernel == name
+
+
+@pytest.mark.parametrize(
+    ("dsl", "parts"),
+    [
+        ({"atention_kernel": "triton"}, ["atention_kernel: unknown key", "accepted keys: attention_kernel"]),
+        ({"attention_kernel": "cuda"}, ["'cuda' is not one of", "triton", "reference"]),
+        ({"attention_kernel": 3}, ["attention_kernel", "string"]),
+        (["triton"], ["an object with the keys attention_kernel"]),
+    ],
+)
+def test_refusals_name_what_is_accepted(dsl: Any, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        options.of(config(dsl))
+    for part in parts:
+        assert part in str(error.value)
