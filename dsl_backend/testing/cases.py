@@ -38,6 +38,7 @@ class Case:
         nan_request: index of a request with a NaN in its first query's first head.
         split_q: absorbed MLA's q comes in two parts.
         programs: split the keys over that many programs, in shares as small as one tile; None: as the kernel likes.
+        tile: query rows and keys of the kernels' tiles; None: as the kernel likes.
         seed: of the numbers.
     """
 
@@ -64,6 +65,7 @@ class Case:
     nan_request: int | None = None
     split_q: bool = False
     programs: int | None = None
+    tile: tuple[int, int] | None = None
     around: Surroundings = field(default_factory=Surroundings)
     seed: int = 0
 
@@ -155,6 +157,8 @@ HEAD_DIMS = [
         heads=(2, 1),
         dim=dim,
         dtype=FP16 if dim % 32 else BF16,
+        # What lies behind a key's last element is then another token's, and may be NaN.
+        around=Surroundings(layout=Layout.SEPARATE),
         tier="smoke" if dim in (64, 72, 80, 96, 128, 256) else "full",
         why="head sizes that models have: columns past a power of two must count for nothing",
     )
@@ -173,6 +177,22 @@ PAGES = [
         (32, (65, 31, 32), "a tile of keys within a page, lengths at its edges"),
         (48, (97, 48, 49), "pages that tiles of keys do not divide"),
         (528, (530, 40, 19), "hybrid models' pages: longer than most requests, and not a power of two"),
+    )
+]
+PAGES += [
+    Case(
+        id=f"page-{page}-tile-{tile[0]}-{tile[1]}",
+        q_lens=(1, 4, 35),
+        kv_lens=lens,
+        page=page,
+        tile=tile,
+        why=why,
+    )
+    for page, tile, lens, why in (
+        (16, (16, 64), (65, 31, 64), "a tile of keys gathers several pages"),
+        (48, (32, 32), (97, 48, 49), "every other tile of keys straddles two pages"),
+        (528, (16, 64), (530, 40, 35), "a tile of keys straddles two pages that are no powers of two"),
+        (32, (32, 32), (65, 33, 35), "a tile of keys is a page; rows of several queries in a tile"),
     )
 ]
 
@@ -588,6 +608,15 @@ LATENT = [
     mla(12, id="mla-12", q_lens=(1, 3), kv_lens=(20, 33), tier="full", why="a head count that tiles do not divide"),
     mla(16, (320, 256), id="mla-320", q_lens=(1, 2), kv_lens=(33, 20), why="the smaller latent of 256 + 64"),
     mla(16, (288, 256), id="mla-288", q_lens=(1, 2), kv_lens=(33, 20), tier="full", why="MiniCPM 3: 256 + 32"),
+    mla(
+        20,
+        id="mla-tile-32-32",
+        q_lens=(1, 3),
+        kv_lens=(33, 70),
+        tile=(32, 32),
+        tier="full",
+        why="several row tiles of several pages",
+    ),
     mla(16, id="mla-split-q", q_lens=(1, 2), kv_lens=(33, 20), split_q=True, why="latent and rope of q lie apart"),
     mla(16, id="mla-fp8", q_lens=(1, 2), kv_lens=(33, 20), fp8=True, why="a latent cache in e4m3"),
     mla(
@@ -824,7 +853,7 @@ GPU = [
 ]
 GPU += [
     real(
-        f"dim-{dim}",
+        f"dim-{dim}-{str(dtype).removeprefix('torch.')}",
         "every head size in real tiles",
         q_lens=(1, 3, 300, 129),
         kv_lens=(777, 65, 1000, 129),

@@ -85,27 +85,40 @@ def check(
     return result
 
 
-def split_over(programs: int) -> Callable[[Planner], None]:
-    """An adjustment: the planner's split-KV kernel uses that many programs, in shares as small as one tile."""
+def forced(case: Case) -> Callable[[Planner], None] | None:
+    """An adjustment that gives the planner's kernels the tiles and the number of programs that a case asks for."""
+    if case.programs is None and case.tile is None:
+        return None
 
     def adjust(planner: Planner) -> None:
         # Imported here: the rest of this module serves machines without Triton.
-        from dsl_backend.attention.configs import SplitKVConfig
+        from dsl_backend.attention.configs import PrefillConfig, SplitKVConfig, TileConfig
+        from dsl_backend.attention.triton.prefill import Prefill
         from dsl_backend.attention.triton.split_kv import SplitKV
+
+        def changed(usual: TileConfig) -> dict[str, int]:
+            if case.tile is None:
+                return {}
+            # One stage: a tile that is larger than the usual one must still fit.
+            return {"block_m": case.tile[0], "block_n": case.tile[1], "num_stages": 1}
 
         operation, name, kernel = planner.short
         assert isinstance(kernel, SplitKV), f"{name} does not split keys"
-        usual = SplitKVConfig.default(planner.spec, planner.target, kernel.longest_query() or 8)
-        config = replace(usual, num_programs=programs, min_share=1)
-        split = SplitKV(planner.spec, planner.target, kernel.workspace, config)
-        planner.short = (operation, name, split)
+        spec, target, scratch = planner.spec, planner.target, kernel.workspace
+        split = SplitKVConfig.default(spec, target, kernel.longest_query() or 8)
+        split = replace(split, **changed(split))
+        if case.programs is not None:
+            split = replace(split, num_programs=case.programs, min_share=1)
+        planner.short = (operation, name, SplitKV(spec, target, scratch, split))
         if planner.long[2] is kernel:
             planner.long = planner.short
+        elif isinstance(planner.long[2], Prefill):
+            prefill = PrefillConfig.default(spec, target)
+            planner.long = (*planner.long[:2], Prefill(spec, target, scratch, replace(prefill, **changed(prefill))))
 
     return adjust
 
 
 def check_case(case: Case, kernel: str, device: torch.device | str, *, workspace: Workspace | None = None) -> Result:
     """Build a case's problem, run it on a kernel and judge the result."""
-    adjust = None if case.programs is None else split_over(case.programs)
-    return check(case.problem(device), kernel, workspace=workspace, split_q=case.split_q, adjust=adjust)
+    return check(case.problem(device), kernel, workspace=workspace, split_q=case.split_q, adjust=forced(case))

@@ -99,6 +99,7 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
         softcap=draw.choice((2.0, 15.0, 50.0)) if draw.random() < 0.25 else 0.0,
         sinks=draw.random() < 0.25,
         alibi=draw.random() < 0.2,
+        tile=draw.choice(((16, 32), (32, 16), (32, 64))) if draw.random() < 0.2 else None,
         # Drawn anew for every problem of the layer; here it says that it is to be drawn.
         causal=() if draw.random() < 0.15 else None,
     )

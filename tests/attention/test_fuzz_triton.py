@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fixed handful of the fuzzer's problems; `python -m dsl_backend.testing.fuzz` runs as many as one likes."""
+
+import pytest
+import torch
+
+from dsl_backend.attention import dispatch
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing import fuzz
+from dsl_backend.testing.cases import FULL, Case
+from dsl_backend.testing.inputs import Layout, Surroundings
+from dsl_backend.testing.kv_writes import WriteCase
+
+ON_GPU = torch.cuda.is_available()
+SIZES = fuzz.REAL if ON_GPU else fuzz.TINY
+PROBLEMS = 40 if ON_GPU else 10
+SPECS = 10
+
+
+@pytest.mark.skipif(not (ON_GPU or targets.triton_interpreted()), reason="no CUDA device, and TRITON_INTERPRET is off")
+@pytest.mark.parametrize("index", range(PROBLEMS))
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_problem(family: str, index: int, device: torch.device) -> None:
+    case = fuzz.problem(family, seed=1, index=index, sizes=SIZES, specs=SPECS)
+    try:
+        fuzz.check(case, "triton", device.type)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n  {fuzz.source(case)}") from None
+
+
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_problems_are_served(family: str) -> None:
+    """Every problem is one that the kernels claim to serve, on the oldest chip that has bfloat16 too."""
+    for sizes in (fuzz.TINY, fuzz.REAL):
+        for case in fuzz.problems(family, 200, 3, sizes, 48):
+            operations = dispatch.operations_of(case.spec)
+            if isinstance(case, WriteCase):
+                operations = (dispatch.Operation.WRITE_KV,)
+            for operation in operations:
+                dispatch.choose(operation, case.spec, targets.from_arch("sm_80"), "triton")
+            if isinstance(case, Case):
+                scores = [case.heads[0] * q * kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True)]
+                assert max(scores, default=0) <= sizes.scores, fuzz.source(case)
+
+
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_problems_follow_from_the_seed(family: str) -> None:
+    def some(seed: int, specs: int) -> list[str]:
+        return [fuzz.source(case) for case in fuzz.problems(family, 12, seed, fuzz.TINY, specs)]
+
+    assert some(5, 4) == some(5, 4)
+    assert some(5, 4) != some(6, 4)
+    assert len(set(some(5, 4))) == 12, "problems of a layer differ"
+
+
+@pytest.mark.parametrize("family", ["decode", "prefill", "mla"])
+def test_specs_bound_the_compilations(family: str) -> None:
+    cases = [case for case in fuzz.problems(family, 60, 2, fuzz.REAL, 6) if isinstance(case, Case)]
+    assert len({case.spec for case in cases}) <= 6
+
+
+def test_source_rebuilds_a_case() -> None:
+    names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
+    names["Causality"] = type(FULL)
+    for family in fuzz.FAMILIES:
+        for case in fuzz.problems(family, 30, 4, fuzz.TINY, 30):
+            assert eval(fuzz.source(case), names) == case
+
+
+def test_the_command_reports_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(case: object, kernel: str, device: str) -> None:
+        raise AssertionError("out: wrong everywhere")
+
+    monkeypatch.setattr(fuzz, "check", wrong)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert fuzz.main(["decode", "--problems", "3", "--seed", "9", "--device", "cpu"]) == 3
+    printed = capsys.readouterr().out
+    assert "FAILED decode --seed 9 --only 1: Case(q_lens=" in printed
+    assert "out: wrong everywhere" in printed
+    assert "decode: 3 problems, seed 9, 3 failed" in printed
