@@ -93,14 +93,12 @@ def free_port() -> int:
         return port
 
 
-def start(model: Path, log_path: Path, *flags: str, **environment: str) -> Server:
-    """Start a server without waiting for it."""
+def start(command: list[str], log_path: Path, **environment: str) -> Server:
+    """Run a command that serves on the port appended to it, without waiting until it does."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), *device().flags, *flags]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command,
+            [*command, "--port", str(port)],
             env=child_environment(**environment),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -153,7 +151,20 @@ def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Itera
     Raises:
         ServerError: it did not start.
     """
-    server = start(model, log_path, *flags, **environment)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", "demo", "--host", "127.0.0.1", *device().flags, *flags]
+    with running(command, log_path, **environment) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(command: list[str], log_path: Path, **environment: str) -> Iterator[Server]:
+    """Like serve, for any command that takes --port.
+
+    Raises:
+        ServerError: it did not start.
+    """
+    server = start(command, log_path, **environment)
     try:
         await_health(server)
         yield server

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# What each target does is in tools/; this file only gives it a name.
+
+PORT ?= 8000
+MODEL ?=
+SERVE_FLAGS ?=
+PYTEST_WORKERS ?= 2
+VENV ?= .venv
+export VENV
+
+SYSTEM_PYTHON ?= python3
+PYTHON = $(VENV)/bin/python
+
+.PHONY: help serve test lint format unit e2e setup setup-serve clean
+.DEFAULT_GOAL := help
+
+help: ## This list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@echo
+	@echo "Variables: PORT=$(PORT), MODEL (default: a small random model), SERVE_FLAGS, PYTEST_WORKERS=$(PYTEST_WORKERS),"
+	@echo "           PYTHON, VENV=$(VENV), ACCELERATOR=cpu|cuda, TORCH_CPU_INDEX (see tools/setup_env.py)"
+
+serve: setup-serve ## Serve MODEL on PORT through dsl; sets up what it needs
+	$(PYTHON) tools/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) -- $(SERVE_FLAGS)
+
+test: lint unit e2e ## Lint, types, unit tests and end-to-end checks; sets up what it needs
+
+setup: ## The environment of the checks, in VENV
+	@$(SYSTEM_PYTHON) tools/setup_env.py test
+
+setup-serve:
+	@$(SYSTEM_PYTHON) tools/setup_env.py serve
+
+lint: setup ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+unit: setup ## Tests that start no server
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS)
+
+e2e: setup ## Checks against a real vLLM
+	$(PYTHON) -m pytest integration
+
+format: setup ## Let ruff fix and format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## Remove the environment and all that was built
+	rm -rf $(VENV) .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `dsl-backend`. Torch and the kernels are imported by the subcommand that needs them."""
+
+import importlib
+import importlib.util
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+import dsl_backend
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dsl_backend.doctor import Report
+
+WRONG_USE = 2
+
+app = typer.Typer(
+    name="dsl-backend",
+    help="Kernels for vLLM's attention: what serves here, and how fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(dsl_backend.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of every subcommand."""
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts and bug reports.")] = False,
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="Judge for an architecture such as sm_90a, sm_100a or cpu.")
+    ] = None,
+) -> None:
+    """Print versions, the target, the plugin's state, and which kernel serves what and why no better one does."""
+    from dsl_backend import doctor
+    from dsl_backend.errors import InvalidInput
+
+    try:
+        report = doctor.examine(arch)
+    except InvalidInput as error:
+        refuse(str(error))
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        from rich.console import Console
+
+        show(report, Console())
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(metavar="OP", help="An operation, such as decode; an unknown one lists all.")],
+    json: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, one JSON object a line.")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="Regular expression for the rows to run.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated peers, all, or none.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Comma-separated kernels of ours, each a column.")] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Timing of each cell, in seconds.")] = 0.3,
+    flush: Annotated[bool, typer.Option("--flush", help="Overwrite the last-level cache before each replay.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="Print the rows and peers, run nothing.")] = False,
+) -> None:
+    """Measure an operation side by side with the peers that are installed."""
+    raise typer.Exit(
+        benchmarks().main(
+            op,
+            json,
+            rows=rows,
+            peers=peers,
+            kernels=kernels,
+            page_size=page_size,
+            seconds=seconds,
+            flush=flush,
+            only_list=only_list,
+        )
+    )
+
+
+def benchmarks() -> Any:
+    """The package of the benchmarks: the wheel's, or the checkout's."""
+    found = [name for name in ("dsl_backend._benchmarks", "benchmarks") if importlib.util.find_spec(name) is not None]
+    if not found:
+        refuse("this installation has no benchmarks: install the wheel, or run from a checkout")
+    return importlib.import_module(found[0])
+
+
+def refuse(message: str) -> NoReturn:
+    """End with a message on standard error and the exit status of a wrong use."""
+    typer.echo(f"dsl-backend: {message}", err=True)
+    raise typer.Exit(WRONG_USE)
+
+
+def show(report: "Report", console: "Console") -> None:
+    """The report for people."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("python", report.python)
+    for name, version in report.versions.items():
+        facts.add_row(name, version or "[dim]not installed[/]")
+    target = report.target
+    features = [name for name in ("wgmma", "tcgen05", "tma", "native_fp8", "native_bf16") if getattr(target, name)]
+    size = "" if target.arch == "cpu" else f", {target.sm_count} SMs, {target.smem_bytes // 1024} KiB shared a block"
+    facts.add_row("target", f"{target.arch} ({target.device}{size})")
+    facts.add_row("has", ", ".join(features) or "[dim]no GPU feature that a kernel asks for[/]")
+    if target.interpreted:
+        facts.add_row("", "TRITON_INTERPRET=1: Triton kernels run in its interpreter")
+    facts.add_row("plugin", report.plugin.entry_point or "[red]not found[/]")
+    console.print(facts)
+
+    kernels = Table(title="\nWhich kernel serves a layer", title_justify="left", header_style="bold")
+    for column in ("layer", "operation", "served by", "not by"):
+        kernels.add_column(column, overflow="fold")
+    notes: dict[str, int] = {}
+    for layer in report.layers:
+        for index, operation in enumerate(layer.operations):
+            against = []
+            for one in operation.kernels:
+                numbers = [str(notes.setdefault(reason, len(notes) + 1)) for reason in one.objections]
+                against += [f"{one.kernel} [{', '.join(numbers)}]"] if numbers else []
+            kernels.add_row(
+                layer.name if index == 0 else "",
+                operation.operation,
+                operation.served_by or "[red]nothing[/]",
+                escape(", ".join(against)),
+                end_section=index == len(layer.operations) - 1,
+            )
+    console.print(kernels)
+    for reason, number in notes.items():
+        console.print(f"{escape(f'[{number}]')} {escape(reason)}", highlight=False)
+    console.print()
+    for problem in report.plugin.problems:
+        console.print(f"[red]problem[/]: {escape(problem)}")
+    if not report.plugin.problems:
+        console.print("No problem found: vllm serve MODEL --attention-backend dsl")
+
+
+def main() -> None:
+    """The entry point of the script `dsl-backend`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

