@@ -6,6 +6,7 @@ Tiers: `smoke` runs at every change, `full` adds cases that repeat a feature at 
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -105,9 +106,9 @@ class Case:
         return problem
 
 
-def mla(heads: int, dims: tuple[int, int] = (576, 512), **facts: object) -> Case:
+def mla(heads: int, dims: tuple[int, int] = (576, 512), **facts: Any) -> Case:
     """A case of absorbed MLA."""
-    return Case(heads=(heads, 1), dim=dims[0], dim_v=dims[1], latent=True, **facts)  # type: ignore[arg-type]
+    return Case(heads=(heads, 1), dim=dims[0], dim_v=dims[1], latent=True, **facts)
 
 
 DECODE = (1, 1, 1, 1)
@@ -678,6 +679,15 @@ SPLITS = [
         why="more parts of a range than the merge looks at in one go",
     ),
     Case(
+        id="splits-large-scores",
+        q_lens=(1, 2),
+        kv_lens=(330, 90),
+        heads=(2, 1),
+        scale=16.0,
+        programs=42,
+        why="parts whose largest scores lie hundreds apart: weighting by the wrong one overflows",
+    ),
+    Case(
         id="splits-uneven",
         q_lens=(1, 3, 1, 0, 1),
         kv_lens=(90, 64, 1, 0, 75),
@@ -741,9 +751,9 @@ SPLITS = [
 LONG_DECODE = (1,) * 64
 
 
-def real(id: str, why: str, **facts: object) -> Case:
+def real(id: str, why: str, **facts: Any) -> Case:
     """A case of real size."""
-    return Case(id=f"real-{id}", why=why, tier="gpu", **{"heads": (32, 8), "dim": 128, **facts})  # type: ignore[arg-type]
+    return Case(id=f"real-{id}", why=why, tier="gpu", **{"heads": (32, 8), "dim": 128, **facts})
 
 
 GPU = [

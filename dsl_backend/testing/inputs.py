@@ -295,7 +295,7 @@ def make_problem(
 
     width = spec.heads_q * spec.head_dim
     q_rows = not_a_number((num_tokens + around.spare_rows, width * (3 if around.fused_q else 1)), spec.dtype, device)
-    q = q_rows[:, :width].unflatten(1, (spec.heads_q, spec.head_dim))
+    q = q_rows[:, :width].view(-1, spec.heads_q, spec.head_dim)
 
     block_table = kv_start_loc = None
     if spec.page_size is None:

@@ -159,7 +159,7 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str) -> Non
     NaN may have any bits. Where e4m3 is stored, a neighbouring number is right too if the exact quotient lies within
     float32's rounding of the midpoint between the two: division on a GPU may be off by two units in the last place.
     """
-    scales = torch.tensor([K_SCALE, V_SCALE], device=device).split(1) if case.fp8 else (None, None)
+    k_scale, v_scale = (torch.tensor([scale], device=device) if case.fp8 else None for scale in (K_SCALE, V_SCALE))
     mine, theirs = build(case, device), build(case, device)
     api.write_kv(
         case.spec,
@@ -168,19 +168,17 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str) -> Non
         mine.key_cache,
         mine.value_cache,
         mine.slots,
-        k_scale=scales[0],
-        v_scale=scales[1],
+        k_scale=k_scale,
+        v_scale=v_scale,
         kernel=kernel,
     )
-    reference.write_kv(
-        theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, theirs.slots, scales[0], scales[1]
-    )
-    if case.fp8:
+    reference.write_kv(theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, theirs.slots, k_scale, v_scale)
+    if k_scale is not None and v_scale is not None:
         kept = mine.slots >= 0
         pages, tokens = mine.slots[kept] // case.page, mine.slots[kept] % case.page
         for ours, right, rows, scale in (
-            (mine.key_cache, theirs.key_cache, mine.key, scales[0]),
-            (mine.value_cache, theirs.value_cache, mine.value, scales[1]),
+            (mine.key_cache, theirs.key_cache, mine.key, k_scale),
+            (mine.value_cache, theirs.value_cache, mine.value, v_scale),
         ):
             forgive_midpoints(ours, right, rows[: case.tokens][kept].double() / scale.double(), pages, tokens)
     for name, ours, right in (

@@ -4,6 +4,7 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def by_scalars(problem: Problem, request: int, query: int, head: int) -> tuple[l
 
 
 # Small enough for loops over scalars, odd enough to go wrong: groups of three, several requests, all features.
-TINY = {"heads": (3, 1), "dim": 5, "dtype": torch.float32, "page": 4}
+TINY: dict[str, Any] = {"heads": (3, 1), "dim": 5, "dtype": torch.float32, "page": 4}
 SCALAR_CASES = [
     Case(id="causal", q_lens=(1, 3, 6), kv_lens=(7, 5, 6), **TINY),
     Case(id="groups", q_lens=(1, 3), kv_lens=(7, 5), **{**TINY, "heads": (6, 2)}),

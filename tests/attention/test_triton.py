@@ -205,7 +205,7 @@ def captured(problem: Problem) -> tuple[check.Result, torch.cuda.CUDAGraph | Non
     result = check.empty_result(problem)
     if problem.device.type == "cpu":
         return result, None, plan
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and allocate before the capture
         check.launch(plan, problem, result)
