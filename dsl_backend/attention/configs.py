@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the Triton kernels: frozen configurations with a pure default for a spec and a target."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import Target
@@ -42,22 +44,37 @@ class TileConfig:
     num_warps: int
     num_stages: int
 
-    def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory that the compiled kernel needs at most: staged key and value tiles, and the query tile."""
+    @property
+    def programs_per_sm(self) -> int:
+        """Programs that must be resident on an SM side by side."""
+        return 1
+
+    def smem_bytes(self, spec: AttentionSpec, target: Target) -> int:
+        """Shared memory of a program: key and value tiles in flight, and the query tile.
+
+        The tile being computed on needs a buffer where wgmma reads it from shared memory; otherwise it is in registers,
+        and the weights pass through shared memory. Compiled kernels agree to the byte for power-of-two head sizes
+        (Triton 3.6.0, SM80 and SM90); others may need the weights' part on top.
+        """
         row = sum(split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None))
         value_row = 0 if spec.latent else sum(split_dim(spec.head_dim_v))
-        # fp8 tiles are widened through shared memory: one more tile in the queries' dtype.
-        widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv else 0
-        staged = self.num_stages * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
+        tiles = self.num_stages if target.wgmma and self.block_m >= 64 else max(1, self.num_stages - 1)
+        staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
+        # The latent of an fp8 cache is both operands, widened once for both.
+        widened = 2 * self.block_n * row if spec.latent and spec.is_fp8_kv else 0
         return staged + widened + 2 * self.block_m * (row + self.block_n)
 
 
-def fitting(spec: AttentionSpec, target: Target, *configs: TileConfig) -> int:
-    """Index of the first configuration that fits the target's shared memory; the last one where none does."""
-    for index, config in enumerate(configs):
-        if target.is_cpu or config.smem_bytes(spec) <= target.smem_bytes:
-            return index
-    return len(configs) - 1
+Config = TypeVar("Config", bound=TileConfig)
+
+
+def first_fitting(spec: AttentionSpec, target: Target, configs: Sequence[Config]) -> Config:
+    """The first configuration that fits the target's shared memory; the last one where none does."""
+
+    def fits(config: Config) -> bool:
+        return config.smem_bytes(spec, target) * config.programs_per_sm <= target.smem_bytes
+
+    return next(filter(fits, configs), configs[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,42 +82,46 @@ class SplitKVConfig(TileConfig):
     """Tiles of the split-KV kernel.
 
     Attributes:
-        num_programs: programs that share the batch's key tiles, all resident at once.
+        num_programs: programs that share the batch's key tiles.
+        resident: of these on each SM: all of them run at once.
         min_share: key tiles that a program takes at least: below it, merging costs more than splitting gains.
         scan: requests whose lengths a program sums at a time.
     """
 
     num_programs: int
-    min_share: int = 2
+    resident: int = 1
+    min_share: int = 4
     scan: int = 128
+
+    @property
+    def programs_per_sm(self) -> int:
+        return self.resident
 
     @classmethod
     def default(cls, spec: AttentionSpec, target: Target, max_query_len: int) -> "SplitKVConfig":
         """A configuration for requests of up to max_query_len queries."""
         block_m = min(64, max(16, power_of_2(max_query_len * spec.group)))
-        per_sm = 1 if spec.latent else 2
-        wide = spec.latent and block_m == 64
-        block_n = 32 if spec.head_dim > 256 and not wide else 64 if spec.head_dim > 64 or spec.latent else 128
-        shapes = [
+        if not spec.latent:
+            block_n = 128 if spec.head_dim <= 64 else 64
+            choices = [(block_n, 4, 3, 2), (block_n, 4, 2, 2), (block_n // 2, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1)]
+        elif block_m == 16:
+            choices = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1), (16, 4, 1, 1)]
+        else:
+            choices = [(32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
+        if target.is_cpu:
+            return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_share=2, scan=4)
+        configs = [
             cls(
                 block_m=block_m,
                 block_n=n,
-                num_warps=8 if wide else 4,
+                num_warps=warps,
                 num_stages=stages,
-                num_programs=max(1, target.sm_count * programs),
+                num_programs=target.sm_count * resident,
+                resident=resident,
             )
-            for programs, n, stages in (
-                (per_sm, block_n, 3),
-                (per_sm, block_n, 2),
-                (1, block_n, 2),
-                (1, block_n // 2, 2),
-                (1, 16, 2),
-                (1, 16, 1),
-            )
+            for n, warps, stages, resident in choices
         ]
-        if target.is_cpu:
-            shapes = [cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, scan=4)]
-        return shapes[fitting(spec, target, *shapes)]
+        return first_fitting(spec, target, configs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +133,10 @@ class PrefillConfig(TileConfig):
         if target.is_cpu:
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=1)
         if spec.head_dim <= 128:
-            shapes = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)]
+            shapes = [(128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)]
         elif spec.head_dim <= 256:
             shapes = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)]
         else:
             shapes = [(64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 2), (16, 16, 4, 1)]
         configs = [cls(block_m=m, block_n=n, num_warps=warps, num_stages=stages) for m, n, warps, stages in shapes]
-        return configs[fitting(spec, target, *configs)]
+        return first_fitting(spec, target, configs)

@@ -84,7 +84,8 @@ class ReferenceKernel:
         return None
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
-        assert shortest <= 1 and longest >= batch.max_query_len, "the reference serves every request of a batch"
+        assert shortest <= 1, f"{shortest=}: the reference serves every request of a batch"
+        assert longest >= batch.max_query_len, f"{longest=}: the reference serves every request of a batch"
         q = operands.q if operands.q_rope is None else torch.cat([operands.q, operands.q_rope], dim=-1)
         compute = torch.float64 if self.spec.dtype == torch.float64 else torch.float32
         out, lse = reference.attention(

@@ -11,7 +11,7 @@ from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 
 
 def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: int, kv_len: int) -> torch.Tensor:
-    """Rows of one request: [kv_len, heads_kv, dim] out of a paged [pages, page_size, heads_kv, dim] or packed tensor."""
+    """One request's rows [kv_len, heads_kv, dim] of a paged [pages, page_size, heads_kv, dim] or packed tensor."""
     if spec.page_size is None:
         assert batch.kv_start_loc is not None
         first = int(batch.kv_start_loc[request])
@@ -28,7 +28,8 @@ def indexable(rows: torch.Tensor) -> torch.Tensor:
 
 def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: torch.device) -> torch.Tensor:
     """[q_len, kv_len] bool: which keys each query sees."""
-    distance = torch.arange(kv_len, device=device)[None, :] - torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    positions = torch.arange(kv_len - q_len, kv_len, device=device)
+    distance = torch.arange(kv_len, device=device)[None, :] - positions[:, None]
     keep = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
     if causal:
         keep &= distance <= 0

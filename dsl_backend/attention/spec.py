@@ -98,9 +98,7 @@ class AttentionSpec:
         kv = "" if self.kv_dtype == self.dtype else f", {short(self.kv_dtype)} keys"
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
-        return (
-            f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
-        )
+        return f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
 
 
 def short(dtype: torch.dtype) -> str:

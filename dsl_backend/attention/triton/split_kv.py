@@ -18,7 +18,6 @@ from dsl_backend.attention.triton.launch import layer_arguments, layer_constants
 from dsl_backend.attention.triton.parts import LOG2E, NEG_INF, attend, finish, normalizer, pages_of, window_right
 from dsl_backend.runtime.target import Target
 
-
 # int32s a program leaves for the merge kernel: parts (0: nothing to merge), first query row, key head, first row, rows.
 MERGE_FIELDS = tl.constexpr(5)
 MERGE_ELEMENTS, MERGE_PARTS = 256, 16  # of a merge program: 32 float32 a thread, so that all loads are in flight
