@@ -37,7 +37,7 @@ lint: setup ## ruff and mypy
 	$(PYTHON) -m mypy
 
 unit: setup ## Tests that start no server
-	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS)
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m 'not full'
 
 e2e: setup ## Checks against a real vLLM
 	$(PYTHON) -m pytest integration
