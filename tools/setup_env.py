@@ -12,6 +12,8 @@ Works with the standard library of Python 3.8 or newer: it runs before anything 
     ACCELERATOR       cpu or cuda: decide for the machine (default: cuda where nvidia-smi finds a GPU)
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import os
@@ -59,7 +61,7 @@ def has_gpu() -> bool:
     return listing.returncode == 0 and b"GPU" in listing.stdout
 
 
-def version_of(python: str) -> tuple | None:
+def version_of(python: str) -> tuple[int, ...] | None:
     """(major, minor) of an interpreter, None where it does not run."""
     probe = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
     try:
@@ -119,8 +121,9 @@ def name_vllm(site: Path) -> None:
 
 def fingerprint(profile: str, cuda: bool) -> str:
     """Changes when the environment has to be brought up to date."""
-    parts = [profile, str(cuda), os.environ.get("PYTHON", "")]
-    parts += [(ROOT / name).read_text() for name in ("pyproject.toml", "tools/constraints-cpu.txt")]
+    # What follows in pyproject.toml is the settings of tools, which change nothing that is installed.
+    project = (ROOT / "pyproject.toml").read_text().partition("\n[tool.ruff]")[0]
+    parts = [profile, str(cuda), os.environ.get("PYTHON", ""), project, CONSTRAINTS.read_text()]
     return hashlib.sha256("\0".join([*parts, Path(__file__).read_text()]).encode()).hexdigest()
 
 
