@@ -76,9 +76,9 @@ def attention(
             continue
         k = gather_keys(keys, spec, batch, request, kv_len).to(compute_dtype)
         v = gather_keys(values, spec, batch, request, kv_len).to(compute_dtype)
-        if k_scale is not None:
+        if k_scale is not None and spec.is_fp8_kv:
             k = k * k_scale.to(compute_dtype)
-        if v_scale is not None:
+        if v_scale is not None and spec.is_fp8_kv:
             v = v * v_scale.to(compute_dtype)
         # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
         rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)

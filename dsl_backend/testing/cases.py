@@ -654,12 +654,14 @@ SURROUNDINGS += [
     for name, q_lens, kv_lens in (("decode", DECODE, (20, 33, 40, 17)), ("prefill", (18, 17, 20), (18, 33, 20)))
 ]
 
+# Tiles of 16 keys on a GPU too: these short ranges shall have many parts there as well.
 SPLITS = [
     Case(
         id="splits-many",
         q_lens=(1, 2, 1),
         kv_lens=(200, 100, 5),
         programs=16,
+        tile=(16, 16),
         why="one long range over many programs, merged by whoever comes last",
     ),
     Case(
@@ -668,6 +670,7 @@ SPLITS = [
         kv_lens=(160, 40),
         heads=(2, 1),
         programs=64,
+        tile=(16, 16),
         why="more programs than tiles",
     ),
     Case(
@@ -676,6 +679,7 @@ SPLITS = [
         kv_lens=(330,),
         heads=(2, 1),
         programs=42,
+        tile=(16, 16),
         why="more parts of a range than the merge looks at in one go",
     ),
     Case(
@@ -684,7 +688,8 @@ SPLITS = [
         kv_lens=(330, 90),
         heads=(2, 1),
         scale=16.0,
-        programs=42,
+        programs=64,
+        tile=(16, 16),
         why="parts whose largest scores lie hundreds apart: weighting by the wrong one overflows",
     ),
     Case(
@@ -692,6 +697,7 @@ SPLITS = [
         q_lens=(1, 3, 1, 0, 1),
         kv_lens=(90, 64, 1, 0, 75),
         programs=7,
+        tile=(16, 16),
         why="shares end anywhere; a program finishes one range and begins another",
     ),
     Case(
@@ -699,6 +705,7 @@ SPLITS = [
         q_lens=(1, 3, 1),
         kv_lens=(40, 64, 1),
         programs=1,
+        tile=(16, 16),
         why="no range is split",
     ),
     Case(
@@ -708,6 +715,7 @@ SPLITS = [
         heads=(2, 1),
         window=(20, None),
         programs=16,
+        tile=(16, 16),
         why="parts in which some rows see nothing at all",
     ),
     Case(
@@ -717,6 +725,7 @@ SPLITS = [
         sinks=True,
         fp8=True,
         programs=8,
+        tile=(16, 16),
         why="sink and scales apply once, not once a part",
     ),
     Case(
@@ -725,6 +734,7 @@ SPLITS = [
         kv_lens=(0, 70),
         causality=FULL,
         programs=8,
+        tile=(16, 16),
         why="an empty range among split ones",
     ),
     Case(
@@ -733,16 +743,26 @@ SPLITS = [
         kv_lens=(40, 70, 64, 33),
         nan_request=1,
         programs=8,
+        tile=(16, 16),
         why="a NaN crosses the merge of its own request only",
     ),
-    Case(id="splits-80", q_lens=(1, 2), kv_lens=(100, 70), dim=80, programs=8, why="partial results in two blocks"),
-    mla(16, id="splits-mla", q_lens=(1, 2), kv_lens=(100, 40), programs=8, why="wide partial results"),
+    Case(
+        id="splits-80",
+        q_lens=(1, 2),
+        kv_lens=(100, 70),
+        dim=80,
+        programs=8,
+        tile=(16, 16),
+        why="partial results in two blocks",
+    ),
+    mla(16, id="splits-mla", q_lens=(1, 2), kv_lens=(100, 40), programs=8, tile=(16, 16), why="wide partial results"),
     mla(
         20,
         id="splits-mla-20",
         q_lens=(1, 3),
         kv_lens=(70, 40),
         programs=9,
+        tile=(16, 16),
         tier="full",
         why="row tiles of one request end in different programs",
     ),

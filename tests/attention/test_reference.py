@@ -265,6 +265,19 @@ def test_write_kv_divides_by_the_scale() -> None:
     assert cache.values[0, 0].float().flatten().tolist() == [3.0, 3.0], "values have a scale of their own"
 
 
+def test_scales_are_for_fp8_alone() -> None:
+    """A 16-bit cache holds real values, whatever scale a layer has: neither writing nor reading applies it."""
+    problem = Case(q_lens=(1, 2), kv_lens=(9, 5)).problem()
+    plain = reference.attention(problem.spec, problem.batch, problem.q, problem.keys, problem.values)
+    scale = torch.tensor([3.0])
+    scaled = reference.attention(
+        problem.spec, problem.batch, problem.q, problem.keys, problem.values, k_scale=scale, v_scale=scale
+    )
+    assert torch.equal(plain[0], scaled[0])
+    rows = torch.full((1, 1, 2), 3.0).to(BF16)
+    assert write(rows, [0], BF16, scale=0.5).keys[0, 0].flatten().tolist() == [3.0, 3.0]
+
+
 def test_fp8_round_trip() -> None:
     """What is written with a scale is read back with it: relative error at most half a step of 3 bits."""
     rows = torch.randn(8, 1, 16)
