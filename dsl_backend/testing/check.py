@@ -9,6 +9,7 @@ import torch
 from dsl_backend.attention import api
 from dsl_backend.attention.plan import AttentionPlan, Planner, Workspace
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import SENTINEL, Expected, Problem
 from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget
@@ -43,6 +44,7 @@ def run(
     workspace: Workspace | None = None,
     split_q: bool = False,
     adjust: Callable[[Planner], None] | None = None,
+    target: Target | None = None,
 ) -> Result:
     """Plan and run a problem on one kernel.
 
@@ -50,10 +52,11 @@ def run(
         workspace: scratch of earlier launches; a new one by default.
         split_q: give absorbed MLA's q in two parts.
         adjust: changes the planner's kernels before the first plan, such as their number of splits.
+        target: what to take the device for; what it is by default.
     """
     api.check_batch(problem.spec, problem.batch)
     scratch = workspace or Workspace(problem.device)
-    planner = Planner(problem.spec, targets.detect(problem.device), scratch, kernel)
+    planner = Planner(problem.spec, target or targets.detect(problem.device), scratch, kernel)
     if adjust is not None:
         adjust(planner)
     result = empty_result(problem)

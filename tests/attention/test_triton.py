@@ -151,6 +151,30 @@ def test_strided_output(device: torch.device) -> None:
     assert (wide[:, :heads] == SENTINEL).all(), "the neighbour's half was written"
 
 
+# An older chip's paths on a newer one
+
+
+OLDER = targets.from_arch("sm_80")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8-bf16", "fp8-fp16", "mla-fp8", "mixed", "splits-sinks-fp8", "real-decode-fp8"])
+def test_as_on_an_older_chip(name: str, device: torch.device) -> None:
+    """Without its own conversion from e4m3, and without launches that overlap."""
+    case = by_id(name)
+    problem = case.problem(device)
+    result = check.run(problem, "triton", split_q=case.split_q, adjust=check.forced(case), target=OLDER)
+    check.judge(result, problem.expected(), problem.score_magnitude())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in WRITES if case.fp8], ids=lambda case: case.id)
+def test_write_as_on_an_older_chip(case: WriteCase, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its own conversion to e4m3."""
+    monkeypatch.setattr("dsl_backend.attention.triton.write_kv.detect", lambda device: OLDER)
+    kv_writes.check_write(case, "triton", device)
+
+
 # Lengths that change under a plan
 
 
@@ -205,7 +229,7 @@ def captured(problem: Problem) -> tuple[check.Result, torch.cuda.CUDAGraph | Non
     result = check.empty_result(problem)
     if problem.device.type == "cpu":
         return result, None, plan
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and allocate before the capture
         check.launch(plan, problem, result)
