@@ -27,6 +27,7 @@ import torch
 from integration.environment import ROOT, child_environment, device
 
 JOB_S = 300
+SIDE_BY_SIDE = min(4, os.cpu_count() or 1)
 IMPORTS = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
@@ -140,6 +141,8 @@ def answer(job: Job) -> list[Answer]:
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 64 << 20,
+        # vLLM asks for that much free memory before it looks at the line above, and engines run side by side.
+        "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
         "distributed_executor_backend": "uni",
     }
@@ -180,17 +183,17 @@ def in_fork(stem: Path, job: Job) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     jobs = [Job(**job) for job in json.loads((folder / "jobs.json").read_text())]
-    # The costly imports happen here, once; a fork of its own then gives every engine a fresh process.
+    # The costly imports happen here, once; a fork of its own then gives every engine a fresh process. Nothing here may
+    # touch CUDA, not even to ask whether there is a device: it would be unusable in the forks.
     for module in IMPORTS:
         importlib.import_module(module)
     gc.freeze()
     context = multiprocessing.get_context("fork")
     began = time.monotonic()
-    side_by_side = 1 if device().cuda else min(4, os.cpu_count() or 1)
     waiting, ended = list(range(len(jobs))), 0
     running: dict[int, tuple[int, ForkProcess, float]] = {}
     while waiting or running:
-        while waiting and len(running) < side_by_side:
+        while waiting and len(running) < SIDE_BY_SIDE:
             index = waiting.pop(0)
             process = context.Process(target=in_fork, args=(folder / str(index), jobs[index]))
             process.start()
