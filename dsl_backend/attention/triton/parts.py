@@ -23,7 +23,10 @@ PER_REQUEST = tl.constexpr(2)
 
 @triton.jit
 def dot(a, b, acc):
-    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is widened first."""
+    """The sum acc + a @ b in float32.
+
+    Triton's interpreter multiplies bfloat16 as integers: there it is widened first.
+    """
     if INTERPRETED and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:

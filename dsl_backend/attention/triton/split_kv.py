@@ -20,7 +20,6 @@ from dsl_backend.runtime.target import Target
 
 # int32s a program leaves for the merge kernel: parts (0: nothing to merge), first query row, key head, first row, rows.
 MERGE_FIELDS = tl.constexpr(5)
-MERGE_ELEMENTS, MERGE_PARTS = 256, 16  # of a merge program: 32 float32 a thread, so that all loads are in flight
 
 
 @triton.jit
@@ -355,12 +354,12 @@ def merge_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ELEMENTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Merge the partial results of the key range that begins in share program_id(0) and ends in a later one.
 
-    Each program does ELEMENTS elements of the tile's rows, PARTS partial results at a time.
+    Each program does COLUMNS elements of the tile's row program_id(1), PARTS partial results at a time.
     """
     DV: tl.constexpr = DV1 + DV2
     PARTIAL: tl.constexpr = BLOCK_M * (DV + 2)
@@ -368,45 +367,43 @@ def merge_kernel(
         # Before any exit: a kernel that ends early would let the next one start beside the split kernel.
         gdc_wait()
     program = tl.program_id(0)
+    row = tl.program_id(1)
     merge_ptr = merges_ptr + program * MERGE_FIELDS
     parts = tl.load(merge_ptr)
     first_query = tl.load(merge_ptr + 1)
     head_kv = tl.load(merge_ptr + 2)
     first_row = tl.load(merge_ptr + 3)
-    rows = tl.load(merge_ptr + 4)
-    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
-    row = element // DV
-    column = element % DV
-    if (parts == 0) | (tl.program_id(1) * ELEMENTS >= rows * DV):
+    if (parts == 0) | (row >= tl.load(merge_ptr + 4)):
         return
-    keep = row < rows
-    top = tl.full([ELEMENTS], NEG_INF, tl.float32)
-    total = tl.zeros([ELEMENTS], tl.float32)
-    acc = tl.zeros([ELEMENTS], tl.float32)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    top = tl.full([1], NEG_INF, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
     for chunk in range(0, parts, PARTS):
         part = chunk + tl.arange(0, PARTS)
         slot = 2 * (program + part) + tl.where(part == 0, 1, 0)
-        partial = (partial_ptr + slot.to(tl.int64) * PARTIAL)[:, None]
-        here = (part < parts)[:, None] & keep[None, :]
-        tops = tl.load(partial + BLOCK_M * DV + row[None, :], mask=here, other=NEG_INF)
-        totals = tl.load(partial + BLOCK_M * DV + BLOCK_M + row[None, :], mask=here, other=0.0)
-        values = tl.load(partial + element[None, :], mask=here, other=0.0)
+        partial = partial_ptr + slot.to(tl.int64) * PARTIAL
+        here = part < parts
+        tops = tl.load(partial + BLOCK_M * DV + row, mask=here, other=NEG_INF)
+        totals = tl.load(partial + BLOCK_M * DV + BLOCK_M + row, mask=here, other=0.0)
+        values = tl.load(partial[:, None] + row * DV + column[None, :], mask=here[:, None], other=0.0)
         new_top = tl.maximum(top, tl.max(tops, 0))
         reference = tl.where(new_top == NEG_INF, 0.0, new_top)
-        weights = tl.exp2(tops - reference[None, :])
+        weights = tl.exp2(tops - reference)
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights * totals, 0)
-        acc = acc * shrink + tl.sum(weights * values, 0)
+        acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
         top = new_top
 
     m = first_row + row
     token = (first_query + m // GROUP).to(tl.int64)
     head = head_kv * GROUP + m % GROUP
-    factor, lse = normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr)
+    factor, lse = normalizer(top, total, True, head, sinks_ptr, v_scale_ptr)
     pointers = out_ptr + token * out_token_stride + head * out_head_stride + column
-    tl.store(pointers, (acc * factor).to(out_ptr.dtype.element_ty), mask=keep & (column < HEAD_DIM_V))
+    tl.store(pointers, (acc * factor).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM_V)
     if lse_ptr is not None:
-        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse, mask=keep & (column == 0))
+        if tl.program_id(2) == 0:
+            tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride + tl.arange(0, 1), lse)
 
 
 class SplitKV:
@@ -453,7 +450,8 @@ class SplitKV:
             num_stages=config.num_stages,
         )
         rows = min(config.block_m, min(longest, batch.max_query_len) * self.spec.group)
-        merge_kernel[(config.num_programs, -(-rows * dv // MERGE_ELEMENTS))](
+        columns = min(256, dv & -dv)  # the largest power of two that divides a row
+        merge_kernel[(config.num_programs, rows, dv // columns)](
             operands.out,
             operands.lse,
             operands.sinks,
@@ -469,8 +467,8 @@ class SplitKV:
             HEAD_DIM_V=self.constants["HEAD_DIM_V"],
             BLOCK_M=config.block_m,
             OVERLAP=self.overlap,
-            ELEMENTS=MERGE_ELEMENTS,
-            PARTS=MERGE_PARTS,
+            COLUMNS=columns,
+            PARTS=min(64, 4096 // columns),  # 32 float32 a thread, so that all loads are in flight
             num_warps=4,
             **({"launch_pdl": True} if self.overlap else {}),
         )
