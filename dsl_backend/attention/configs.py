@@ -14,19 +14,35 @@ def power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def split_dim(dim: int, first: int | None = None) -> tuple[int, int]:
-    """A head size as one or two power-of-two blocks of 16 or more, whichever pads less: 80 is (64, 16).
+def split_dim(dim: int, first: int | None = None, narrowest: int = 16) -> tuple[int, int]:
+    """A head size as one or two power-of-two blocks, whichever pads less: 80 is (64, 16).
 
     Args:
         first: the first block's size where something else decides it, as the latent part of absorbed MLA does.
+        narrowest: the least size of a block.
     """
-    whole = power_of_2(max(dim, 16))
+    whole = power_of_2(max(dim, narrowest))
     if first is None:
         first = whole if whole == dim else whole // 2
-        if dim < 32 or first + max(16, power_of_2(dim - first)) >= whole:
+        if dim < 2 * narrowest or first + max(narrowest, power_of_2(dim - first)) >= whole:
             return whole, 0
     rest = dim - first
-    return first, max(16, power_of_2(rest)) if rest else 0
+    return first, max(narrowest, power_of_2(rest)) if rest else 0
+
+
+def key_blocks(spec: AttentionSpec) -> tuple[int, int]:
+    """The blocks of a query and key row; the first is the latent where V is a part of K."""
+    return split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None, narrowest_block(spec))
+
+
+def value_blocks(spec: AttentionSpec) -> tuple[int, int]:
+    """The blocks of a value row."""
+    return split_dim(spec.head_dim_v, None, narrowest_block(spec))
+
+
+def narrowest_block(spec: AttentionSpec) -> int:
+    """64 for fp8: blocks 32 wide came out wrong or faulted (Triton 3.6.0, H200; head sizes 88 and 160)."""
+    return 64 if spec.is_fp8_kv else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +72,8 @@ class TileConfig:
         and the weights pass through shared memory. Compiled kernels agree to the byte for power-of-two head sizes
         (Triton 3.6.0, SM80 and SM90); others may need the weights' part on top.
         """
-        row = sum(split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None))
-        value_row = 0 if spec.latent else sum(split_dim(spec.head_dim_v))
+        row = sum(key_blocks(spec))
+        value_row = 0 if spec.latent else sum(value_blocks(spec))
         tiles = self.num_stages if target.wgmma and self.block_m >= 64 else max(1, self.num_stages - 1)
         staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
         # The latent of an fp8 cache is both operands, widened once for both.
@@ -90,7 +106,7 @@ class SplitKVConfig(TileConfig):
 
     num_programs: int
     resident: int = 1
-    min_share: int = 4
+    min_share: int = 2
     scan: int = 128
 
     @property
@@ -106,8 +122,10 @@ class SplitKVConfig(TileConfig):
             choices = [(block_n, 4, 3, 2), (block_n, 4, 2, 2), (block_n // 2, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1)]
         elif block_m == 16:
             choices = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1), (16, 4, 1, 1)]
+        elif block_m == 32:
+            choices = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
         else:
-            choices = [(32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
+            choices = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
         if target.is_cpu:
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_share=2, scan=4)
         configs = [

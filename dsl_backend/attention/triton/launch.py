@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsl_backend.attention.configs import split_dim
+from dsl_backend.attention.configs import key_blocks, value_blocks
 from dsl_backend.attention.plan import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
@@ -14,10 +14,15 @@ from dsl_backend.runtime.target import Target
 CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
 
 
+def window(width: int | None) -> int:
+    """A window as the kernels take it: -1 is unbounded, and so is what int32 positions could not be added to."""
+    return -1 if width is None or width >= 1 << 30 else width
+
+
 def layer_constants(spec: AttentionSpec) -> dict[str, Any]:
     """The compile-time arguments that a layer's spec decides."""
-    d1, d2 = split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None)
-    dv1, dv2 = split_dim(spec.head_dim_v)
+    d1, d2 = key_blocks(spec)
+    dv1, dv2 = value_blocks(spec)
     return {
         "HEADS_KV": spec.heads_kv,
         "GROUP": spec.group,
@@ -29,8 +34,8 @@ def layer_constants(spec: AttentionSpec) -> dict[str, Any]:
         "HEAD_DIM_V": spec.head_dim_v,
         "PAGE": spec.page_size or 0,
         "CAUSALITY": CAUSALITY_CODES[spec.causality],
-        "LEFT": -1 if spec.window_left is None else spec.window_left,
-        "RIGHT": -1 if spec.window_right is None else spec.window_right,
+        "LEFT": window(spec.window_left),
+        "RIGHT": window(spec.window_right),
         "SOFTCAP": float(spec.softcap),
         "LATENT": spec.latent,
     }
@@ -49,7 +54,7 @@ def layer_arguments(
     """The run-time arguments that the kernels have in common, in their order."""
     q, q2 = operands.q, operands.q_rope
     if q2 is None:
-        q2 = q[..., split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None)[0] :]
+        q2 = q[..., key_blocks(spec)[0] :]
     lse = operands.lse
     # Packed keys are [tokens, heads, dim]; the page stride is then unused.
     k_strides = operands.keys.stride() if spec.page_size is not None else (0, *operands.keys.stride())

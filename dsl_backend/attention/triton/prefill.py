@@ -80,7 +80,7 @@ def prefill_kernel(
     SCAN: tl.constexpr,
 ):
     HEADS: tl.constexpr = HEADS_KV * GROUP
-    head = tl.program_id(0) % HEADS
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     index = tl.program_id(0) // HEADS
 
     request = 0
@@ -152,8 +152,8 @@ def prefill_kernel(
         table_row = table_ptr + request.to(tl.int64) * table_stride
     else:
         packed_first = tl.load(kv_starts_ptr + request)
-    k_head = k_ptr + (head // GROUP) * k_head_stride
-    v_head = v_ptr + (head // GROUP) * v_head_stride
+    k_head = k_ptr + (head // GROUP).to(tl.int64) * k_head_stride
+    v_head = v_ptr + (head // GROUP).to(tl.int64) * v_head_stride
 
     acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
     acc2 = tl.zeros([BLOCK_M, DV2 if DV2 > 0 else 16], tl.float32)
@@ -215,7 +215,7 @@ def prefill_kernel(
         total,
         keep,
         token,
-        head + tl.zeros([BLOCK_M], tl.int32),
+        head + tl.zeros([BLOCK_M], tl.int64),
         out_ptr,
         lse_ptr,
         sinks_ptr,

@@ -216,7 +216,7 @@ def split_kv_kernel(
             m = (item % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
             keep = m < q_len * GROUP
             token = first_query + m // GROUP
-            head = head_kv * GROUP + m % GROUP
+            head = (head_kv * GROUP + m % GROUP).to(tl.int64)
             query_position = kv_len - q_len + m // GROUP
             right = window_right(causal_ptr, request, CAUSALITY, RIGHT)
             slopes = tl.zeros([BLOCK_M], tl.float32)
@@ -266,8 +266,8 @@ def split_kv_kernel(
                     packed_first,
                     slopes,
                     scale,
-                    k_ptr + head_kv * k_head_stride,
-                    v_ptr + head_kv * v_head_stride,
+                    k_ptr + head_kv.to(tl.int64) * k_head_stride,
+                    v_ptr + head_kv.to(tl.int64) * v_head_stride,
                     slopes_ptr,
                     k_page_stride,
                     k_token_stride,
@@ -397,7 +397,7 @@ def merge_kernel(
 
     m = first_row + row
     token = (first_query + m // GROUP).to(tl.int64)
-    head = head_kv * GROUP + m % GROUP
+    head = (head_kv * GROUP + m % GROUP).to(tl.int64)
     factor, lse = normalizer(top, total, True, head, sinks_ptr, v_scale_ptr)
     pointers = out_ptr + token * out_token_stride + head * out_head_stride + column
     tl.store(pointers, (acc * factor).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM_V)
