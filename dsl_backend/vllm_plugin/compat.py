@@ -56,6 +56,12 @@ def _cpu_fixes_the_mla_prefill_backend() -> bool:
     return "is_cpu()" in inspect.getsource(selector.get_mla_prefill_backend)
 
 
+def _cpu_has_no_mla() -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return "CPU_MLA" not in AttentionBackendEnum.__members__
+
+
 def _cache_shape_belongs_to_the_backend() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -135,6 +141,13 @@ LEDGER: tuple[Entry, ...] = (
         needed=_cpu_fixes_the_mla_prefill_backend,
     ),
     Entry(
+        name="cpu_mla",
+        what="router.path_on_cpu refuses MLA",
+        why="0.26's MLA layer has no prefill for a CPU: it chooses FlashAttention and fails to import it",
+        remove_when="the oldest supported vLLM has CPU_MLA",
+        needed=_cpu_has_no_mla,
+    ),
+    Entry(
         name="kv_cache_shape",
         what="dense and MLA backends define get_kv_cache_shape and get_kv_cache_stride_order",
         why="in 0.26 the backend owns the cache's shape; later the KV cache spec does, and the methods are not called",
@@ -193,16 +206,21 @@ LEDGER: tuple[Entry, ...] = (
 )
 
 
+def cpu_has_mla() -> bool:
+    """Whether vLLM's MLA layer works on a CPU."""
+    return not _cpu_has_no_mla()
+
+
 class ContextChunk(NamedTuple):
     """A chunk of cached context that a run of prefills attends to, up-projected and packed.
 
     Attributes:
-        index: names the chunk within its step.
+        key: names the chunk within its step.
         query_start_loc, kv_start_loc: [requests + 1] int32 on the device.
         max_query_len, max_kv_len: upper bounds, in tokens.
     """
 
-    index: int
+    key: int
     query_start_loc: torch.Tensor
     kv_start_loc: torch.Tensor
     max_query_len: int

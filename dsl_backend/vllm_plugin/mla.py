@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
@@ -138,6 +139,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
     supports_draft_decode_metadata_update: bool = True
+    _prefill_backend: MLAPrefillBackend
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         for name in layer_names:
             self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL))
         chosen = vllm_config.attention_config.mla_prefill_backend
-        theirs = self._prefill_backend
+        theirs: MLAPrefillBackend = self._prefill_backend
         if chosen is ensure_prefill_member() and not isinstance(theirs, DSLPrefillBackend):
             self._prefill_backend = DSLPrefillBackend(
                 num_heads=theirs.num_heads,

@@ -128,10 +128,10 @@ class DSLPrefillBackend(MLAPrefillBackend):
         assert k is not None
         assert v is not None
         bounds = compat.context_chunk(chunk if chunk_idx is None else chunk_idx, self._prefill_metadata)
-        step = self._steps.get(bounds.index)
+        step = self._steps.get(bounds.key)
         if step is None:
             step = self.step(
-                bounds.index,
+                bounds.key,
                 packed_batch(
                     bounds.query_start_loc, bounds.kv_start_loc, q.shape[0], bounds.max_query_len, bounds.max_kv_len
                 ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.attention.backend import AttentionBackend
 
-from dsl_backend.vllm_plugin import validation
+from dsl_backend.vllm_plugin import compat, validation
 from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
 
 # vLLM asks validate_configuration and then full_cls_name of the same class, in one thread, layer after layer.
@@ -47,5 +47,7 @@ class DSLRouter(DSLAttentionBackend):
         """
         selection = selector_config._asdict()
         reasons = cls.validate_configuration(device_capability=None, **selection)
+        if selection["use_mla"] and not compat.cpu_has_mla():
+            reasons.append("this vLLM has no MLA for a CPU: use one that has the backend CPU_MLA")
         validation.refuse("this configuration on a CPU", reasons)
         return ".".join(cls.full_cls_name())

@@ -3,7 +3,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSp
 from dsl_backend.attention import reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import dense
+from dsl_backend.vllm_plugin import validation
 from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadata, DSLMetadataBuilder
 from dsl_backend.vllm_plugin.registration import ensure_member
 from tests.vllm_plugin.conftest import Step, cache_pages, make_step
@@ -279,8 +278,8 @@ class TestBuilder:
         plan = metadata.plan(spec)
         table, slots = step.common.block_table_tensor.clone(), step.slots.clone()
         other = other_builder.update_block_table(metadata, table, slots)
-        assert other.plan(spec).batch.block_table is not None
-        assert other.plan(spec).batch.block_table.data_ptr() == table.data_ptr()
+        assert other.block_table.data_ptr() == table.data_ptr()
+        assert other.plan(spec).batch.block_table is other.block_table
         assert other.slot_mapping is slots
         assert other.planners is other_builder.planners
         assert metadata.plan(spec) is plan
@@ -352,7 +351,7 @@ class TestRefusals:
     def test_every_reason_of_the_table(self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         from dsl_backend.runtime.target import from_arch
 
-        monkeypatch.setattr(dense.validation, "current_target", lambda: from_arch("sm_90a"))
+        monkeypatch.setattr(validation, "current_target", lambda: from_arch("sm_90a"))
         with pytest.raises(ValueError) as error:
             DSLAttentionImpl(HEADS, 20, 1.0, HEADS_KV, kv_cache_dtype="bfloat16")
         for word in ("head size 20", "float32 is not one of", "keys of bfloat16"):
@@ -361,4 +360,4 @@ class TestRefusals:
     def test_fused_output(self, plain_config: VllmConfig) -> None:
         query = torch.zeros(1, HEADS, DIM)
         with pytest.raises(NotImplementedError, match="quantise"):
-            make_impl().forward(Layer(), query, query, query, torch.tensor([]), SimpleNamespace(), query, torch.ones(1))
+            make_impl().forward(Layer(), query, query, query, torch.tensor([]), None, query, torch.ones(1))

@@ -52,7 +52,7 @@ def make_layer(kv_cache_dtype: str = "auto", name: str = "model.layers.0.self_at
     from vllm.config import get_current_vllm_config
 
     cache = get_current_vllm_config().cache_config
-    cache.cache_dtype = kv_cache_dtype  # type: ignore[assignment]
+    cache.cache_dtype = kv_cache_dtype
     projection = torch.nn.Linear(LATENT, HEADS * (NOPE + VALUE), bias=False)
     layer = MLAAttention(
         num_heads=HEADS,
@@ -62,7 +62,7 @@ def make_layer(kv_cache_dtype: str = "auto", name: str = "model.layers.0.self_at
         v_head_dim=VALUE,
         q_lora_rank=None,
         kv_lora_rank=LATENT,
-        kv_b_proj=projection,  # type: ignore[arg-type]
+        kv_b_proj=projection,
         cache_config=cache,
         prefix=name,
     )
@@ -242,6 +242,7 @@ class TestPrefill:
         starts = starts_of((20, 9))
         exact, naive = oracle(self.spec(dtype, Causality.CAUSAL), q, k, v, starts, starts)
         alone = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False)
+        assert isinstance(alone, torch.Tensor)
         out, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
         assert torch.equal(alone, out)
         assert_within_budget(out, exact[0], naive[0])
@@ -280,6 +281,8 @@ class TestPrefill:
         starts = starts_of((3, 26))
         backend.prepare_metadata(SimpleNamespace(query_start_loc=starts, max_query_len=26))
         after = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False)
+        assert isinstance(before, torch.Tensor)
+        assert isinstance(after, torch.Tensor)
         assert not torch.equal(before, after)
         exact, naive = oracle(self.spec(dtype, Causality.CAUSAL), q, k, v, starts, starts)
         assert_within_budget(after, exact[0], naive[0])

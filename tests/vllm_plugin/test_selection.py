@@ -99,6 +99,7 @@ def test_refused_in_words_that_say_what_works(
     text = "\n".join(reasons(**changes))
     for word in words:
         assert word in text
+    assert len(set(text.splitlines())) == len(text.splitlines()), "a reason is given twice"
 
 
 def test_every_reason_is_given(plain_config: VllmConfig) -> None:
