@@ -132,9 +132,7 @@ def _of_cuda_device(index: int) -> Target:
     return Target(
         capability=capability,
         sm_count=properties.multi_processor_count,
-        smem_bytes=getattr(
-            properties, "shared_memory_per_block_optin", CHIPS.get(capability, UNKNOWN_CHIP).smem_bytes
-        ),
+        smem_bytes=getattr(properties, "shared_memory_per_block_optin", CHIPS.get(capability, UNKNOWN_CHIP).smem_bytes),
     )
 
 
