@@ -20,14 +20,15 @@ class Device:
 
     Attributes:
         cuda: whether there is a CUDA device.
-        dense, mla: vLLM's own backends that `dsl` is compared with.
+        dense, alibi, mla: vLLM's own backends that `dsl` is compared with.
         dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
-        dense_dtypes, mla_dtypes: what `dsl` is compared in; float32 is for CPUs.
+        dtypes: what `dsl` is compared in; float32 is for CPUs.
         flags: for every server on this device.
     """
 
     cuda: bool
     dense: str
+    alibi: str
     mla: str
     dense_truth: tuple[str, str]
     mla_truth: tuple[str, str]
@@ -41,7 +42,9 @@ def device() -> Device:
         hopper = torch.cuda.get_device_capability()[0] == 9
         return Device(
             cuda=True,
-            dense="FLASH_ATTN",
+            # FlashAttention reads fp8 caches on Hopper alone, and knows ALiBi in its second version alone.
+            dense="FLASH_ATTN" if hopper else "TRITON_ATTN",
+            alibi="TRITON_ATTN",
             mla="FLASH_ATTN_MLA" if hopper else "TRITON_MLA",
             dense_truth=("TRITON_ATTN", "float32"),
             # No MLA backend for GPUs computes in float32.
@@ -52,6 +55,7 @@ def device() -> Device:
     return Device(
         cuda=False,
         dense="CPU_ATTN",
+        alibi="CPU_ATTN",
         mla="CPU_MLA",
         dense_truth=("CPU_ATTN", "float32"),
         mla_truth=("CPU_MLA", "float32"),
