@@ -2,7 +2,6 @@
 """What the checks depend on: the device, its own backends, and a child process that finds the plugin."""
 
 import os
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -69,7 +68,7 @@ def plugin_folder() -> Path | None:
     if any(point.name == "dsl" for point in metadata.entry_points(group="vllm.general_plugins")):
         return None
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    folder = Path(tempfile.gettempdir()) / f"dsl-backend-plugin-{os.getuid()}"
+    folder = ROOT / ".cache" / "plugin"
     info = folder / "dsl_backend-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsl-backend\nVersion: 0\n")
