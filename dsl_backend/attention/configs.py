@@ -15,7 +15,10 @@ def power_of_2(value: int) -> int:
 
 
 def split_dim(dim: int, first: int | None = None, narrowest: int = 16) -> tuple[int, int]:
-    """A head size as one or two power-of-two blocks, whichever pads less: 80 is (64, 16).
+    """A head size as two power-of-two blocks where they fill up, as 80 is (64, 16); else as one that is padded.
+
+    A second block that was padded gave wrong results and faults under wgmma (Triton 3.6.0, H200; head sizes 72, 88 and
+    136), a first one never did.
 
     Args:
         first: the first block's size where something else decides it, as the latent part of absorbed MLA does.
@@ -23,9 +26,8 @@ def split_dim(dim: int, first: int | None = None, narrowest: int = 16) -> tuple[
     """
     whole = power_of_2(max(dim, narrowest))
     if first is None:
-        first = whole if whole == dim else whole // 2
-        if dim < 2 * narrowest or first + max(narrowest, power_of_2(dim - first)) >= whole:
-            return whole, 0
+        rest = dim - whole // 2
+        return (whole // 2, rest) if narrowest <= rest < whole // 2 and rest == power_of_2(rest) else (whole, 0)
     rest = dim - first
     return first, max(narrowest, power_of_2(rest)) if rest else 0
 
