@@ -11,6 +11,8 @@ from dsl_backend.attention.plan import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
 
+# Change from step to step: a kernel compiled for one value of these serves them all.
+STEP_ARGUMENTS = ["num_requests", "shortest", "longest", "table_stride"]
 CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
 
 

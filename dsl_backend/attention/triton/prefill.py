@@ -11,7 +11,7 @@ import triton.language as tl
 from dsl_backend.attention.configs import PrefillConfig
 from dsl_backend.attention.plan import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
-from dsl_backend.attention.triton.launch import layer_arguments, layer_constants
+from dsl_backend.attention.triton.launch import STEP_ARGUMENTS, layer_arguments, layer_constants
 from dsl_backend.attention.triton.parts import FULL, LOG2E, NEG_INF, attend, finish, pages_of, window_right
 from dsl_backend.runtime.target import Target
 
@@ -25,7 +25,7 @@ def query_tiles_of(request, inside, starts_ptr, shortest, longest, BLOCK_M: tl.c
     return tl.where(served, tl.cdiv(q_len, BLOCK_M), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_ARGUMENTS)
 def prefill_kernel(
     q_ptr,
     q2_ptr,

@@ -7,6 +7,7 @@ key/value head are packed into the rows of a tile. A key range that crosses prog
 second kernel merges; on SM90 and newer its launch overlaps the first (programmatic dependent launch).
 """
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -14,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dsl_backend.attention.configs import SplitKVConfig
 from dsl_backend.attention.plan import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
-from dsl_backend.attention.triton.launch import layer_arguments, layer_constants
+from dsl_backend.attention.triton.launch import STEP_ARGUMENTS, layer_arguments, layer_constants
 from dsl_backend.attention.triton.parts import LOG2E, NEG_INF, attend, finish, normalizer, pages_of, window_right
 from dsl_backend.runtime.target import Target
 
@@ -113,7 +114,7 @@ def locate(
     return request, base
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_ARGUMENTS)
 def split_kv_kernel(
     q_ptr,
     q2_ptr,
@@ -420,6 +421,8 @@ class SplitKV:
         self._config = config
         self.constants = layer_constants(spec)
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
+        self.dv = self.constants["DV1"] + self.constants["DV2"]
+        self.scratch(self.config(self.longest_query() or 64))  # now, and not while a graph is captured
 
     def longest_query(self) -> int | None:
         """Rows that a tile of 64 holds, but at most 16 queries: longer ones belong to the prefill kernel."""
@@ -429,13 +432,18 @@ class SplitKV:
         """The configuration for batches of up to max_query_len queries a request."""
         return self._config or SplitKVConfig.default(self.spec, self.target, max_query_len)
 
+    def scratch(self, config: SplitKVConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial results, and what the merge kernel must do with them."""
+        return (
+            self.workspace.partials(2 * config.num_programs * config.block_m * (self.dv + 2)),
+            self.workspace.integers(config.num_programs * MERGE_FIELDS.value),
+        )
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         config = self.config(min(longest, batch.max_query_len))
-        dv = self.constants["DV1"] + self.constants["DV2"]
-        partials = self.workspace.partials(2 * config.num_programs * config.block_m * (dv + 2))
-        merges = self.workspace.integers(config.num_programs * MERGE_FIELDS.value)
+        partials, merges = self.scratch(config)
         split_kv_kernel[(config.num_programs,)](
             *layer_arguments(self.spec, self.target, batch, operands, shortest, longest),
             partials,
@@ -450,8 +458,8 @@ class SplitKV:
             num_stages=config.num_stages,
         )
         rows = min(config.block_m, min(longest, batch.max_query_len) * self.spec.group)
-        columns = min(256, dv & -dv)  # the largest power of two that divides a row
-        merge_kernel[(config.num_programs, rows, dv // columns)](
+        columns = min(256, self.dv & -self.dv)  # the largest power of two that divides a row
+        merge_kernel[(config.num_programs, rows, self.dv // columns)](
             operands.out,
             operands.lse,
             operands.sinks,
