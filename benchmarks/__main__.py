@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 from .command import main, operators
+from .engine import command as engine
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -25,5 +26,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # Engines are no operator: their cases, options and report are others.
+    if sys.argv[1:2] == ["engine"]:
+        sys.exit(engine.main(sys.argv[2:]))
     chosen = vars(parse())
     sys.exit(main(chosen.pop("op"), chosen.pop("json_path"), **chosen))

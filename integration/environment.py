@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks depend on: the device, its own backends, and a child process that finds the plugin."""
+"""What the checks depend on: the device and its own backends."""
 
-import os
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
-import tomllib
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,34 +58,3 @@ def device() -> Device:
         dtypes=("float32", "bfloat16"),
         flags=(),
     )
-
-
-def plugin_folder() -> Path | None:
-    """A folder for PYTHONPATH that declares the entry point, where the package itself is not installed."""
-    if any(point.name == "dsl" for point in metadata.entry_points(group="vllm.general_plugins")):
-        return None
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    folder = ROOT / ".cache" / "plugin"
-    info = folder / "dsl_backend-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsl-backend\nVersion: 0\n")
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in points.items()]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return folder
-
-
-def child_environment(**changes: str) -> dict[str, str]:
-    """The environment of a process that runs vLLM: like ours, with the plugin in reach."""
-    paths = [str(ROOT), *([str(folder)] if (folder := plugin_folder()) else [])]
-    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        # The checkpoints are on disk: nothing is to be looked up on a network.
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # GiB; the smallest that the CPU build takes.
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    environment.pop("VLLM_PLUGINS", None)
-    return environment | changes

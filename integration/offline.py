@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from integration.environment import ROOT, child_environment, device
+from dsl_backend.testing.processes import child_environment
+from integration.environment import ROOT, device
 
 JOB_S = 300
-SIDE_BY_SIDE = min(4, os.cpu_count() or 1)
+SIDE_BY_SIDE = min(8, os.cpu_count() or 1)
 IMPORTS = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",

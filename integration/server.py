@@ -3,9 +3,6 @@
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration.environment import ROOT, child_environment, device
+from dsl_backend.testing.processes import child_environment, free_port, stop_group
+from integration.environment import ROOT, device
 
 START_S = 420
-STOP_S = 30
 
 
 class ServerError(RuntimeError):
@@ -86,13 +83,6 @@ def parse(payload: bytes) -> Any:
         return text
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def start(command: list[str], log_path: Path, **environment: str) -> Server:
     """Run a command that serves on the port appended to it, without waiting until it does."""
     port = free_port()
@@ -132,18 +122,6 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
     raise ServerError(f"did not answer within {limit_s:.0f} s:\n{server.log[-8000:]}")
 
 
-def stop(server: Server) -> None:
-    """End the server and what it started; returns when they are gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.process.wait(STOP_S)
-            break
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Iterator[Server]:
     """A server that answers; it is stopped at the end.
@@ -169,4 +147,4 @@ def running(command: list[str], log_path: Path, **environment: str) -> Iterator[
         await_health(server)
         yield server
     finally:
-        stop(server)
+        stop_group(server.process)

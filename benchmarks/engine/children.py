@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one backend in processes of its own: an offline engine or a server. Yields what happens as records."""
+
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsl_backend.testing.processes import ROOT, child_environment, free_port, stop_group
+
+from . import load, models
+from .extension import WorkerFacts, objection
+from .scenarios import TIMED_RUNS, Scenario
+from .worker import Job
+
+Record = dict[str, Any]
+POLL_S = 0.2
+SAY_S = 20
+LOG_TAIL = 4000  # characters of a failed engine's log that are kept
+ERROR_LINE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)\b: .+")
+# What vLLM says about the choice of a backend and about where a start's time goes.
+TOLD = re.compile(
+    r"(Using \S+(?: attention)? backend.*|dsl serves attention.*|Model loading took.*|torch\.compile took.*"
+    r"|Graph capturing finished.*|init engine .*|GPU KV cache size.*)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the backends of one run have in common.
+
+    Attributes:
+        engine: further arguments of vLLM's engine.
+        eager: without torch.compile and CUDA graphs.
+        start_s: seconds until an engine has to be ready.
+        scenario_s: seconds that one scenario may take.
+        cache: VLLM_CACHE_ROOT of all engines, and where their model lies: its path is a part of the cache's keys.
+        concurrent: requests at once, with a server.
+    """
+
+    shape: models.Shape
+    model: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    eager: bool = False
+    start_s: float = 400
+    scenario_s: float = 200
+    cache: Path
+    seed: int = 0
+    concurrent: int = 64
+
+    def write_model(self) -> Path:
+        return models.write(self.shape, self.cache / "models" / self.model)
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the engine, but for the model and the backend."""
+        given: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": self.shape.max_model_len,
+            "max_num_seqs": 8 if self.shape.small else 256,
+            "gpu_memory_utilization": 0.85,
+            "enable_prefix_caching": False,
+        }
+        return given | ({"enforce_eager": True} if self.eager else {}) | self.engine
+
+
+def environment(settings: Settings, **changes: str) -> dict[str, str]:
+    return child_environment(VLLM_CACHE_ROOT=str(settings.cache), **changes)
+
+
+def start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A group that can be ended as one, in our session: who ends that reaches the group as well.
+            preexec_fn=os.setpgrp,
+        )
+
+
+def cause(log: str, status: int | None) -> str:
+    """The first error in a log that is not about another one; else the last line."""
+    found = [line.group() for line in map(ERROR_LINE.search, log.splitlines()) if line]
+    causes = [line for line in found if "Engine core initialization failed" not in line] or found
+    ended = "was ended" if status is None else f"ended with status {status}"
+    return f"{ended}: {causes[0] if causes else (log.strip().splitlines() or ['empty log'])[-1]}"[:600]
+
+
+def told(log: str) -> list[str]:
+    return list(dict.fromkeys(line.group(1).strip()[:400] for line in TOLD.finditer(log)))
+
+
+def new_events(path: Path, seen: int) -> list[Record]:
+    """Events after the first `seen`; a line that is still being written is left for later."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines[seen:]]
+
+
+def failure(message: str, log: str, scenario: str | None = None) -> Record:
+    return {"event": "failed", "message": message, "log_tail": log[-LOG_TAIL:], "told": told(log), "scenario": scenario}
+
+
+def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder: Path) -> Iterator[Record]:
+    """The events of an engine's process (see worker.py), and `failed` where it does not get to its end."""
+    model = settings.write_model()
+    engine = {"model": str(model), "disable_log_stats": True, **settings.arguments()}
+    job = Job(
+        backend=backend,
+        engine=engine,
+        scenarios=scenarios,
+        vocabulary=settings.shape.vocabulary,
+        seed=settings.seed,
+    )
+    (folder / "job.json").write_text(job.to_json())
+    log = folder / "log"
+    process = start([sys.executable, "-m", Job.__module__, str(folder)], log, environment(settings))
+    began = said = heard = time.monotonic()
+    seen, ready, failed = 0, False, False
+    try:
+        while True:
+            running = process.poll() is None
+            for event in new_events(folder / "events", seen):
+                seen += 1
+                heard = said = time.monotonic()
+                text = log.read_text(errors="replace")
+                if event["event"] == "ready":
+                    ready = True
+                    yield event | {"told": told(text)}
+                elif event["event"] == "failed":
+                    failed = True
+                    root = cause(text, None).removeprefix("was ended: ") if "Engine core" in event["message"] else ""
+                    yield failure(f"{event['message']} {root}".strip(), text)
+                else:
+                    yield event
+            if not running:
+                break
+            limit = settings.scenario_s if ready else settings.start_s
+            if time.monotonic() - heard > limit:
+                yield failure(f"nothing happened for {limit:.0f} s", log.read_text(errors="replace"))
+                return
+            if time.monotonic() - said > SAY_S:
+                said = time.monotonic()
+                last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+                yield {"event": "waiting", "at_s": said - began, "message": last[:150]}
+            time.sleep(POLL_S)
+        if process.returncode and not failed:
+            text = log.read_text(errors="replace")
+            yield failure(cause(text, process.returncode), text)
+    finally:
+        stop_group(process)
+
+
+def flag(name: str, value: object) -> list[str]:
+    """An engine's argument as an option of `vllm serve`."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def ask(url: str, body: object | None = None, timeout_s: float = 30) -> Any:
+    """GET, or POST where there is a body; the JSON of the answer, None where it is empty."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.loads(response.read() or "null")
+
+
+def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
+    """The events of a server that answers many streaming completions at once."""
+    model = settings.write_model()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options: dict[str, object] = {
+        "served_model_name": load.MODEL,
+        "host": "127.0.0.1",
+        "port": port,
+        "attention_backend": backend,
+        "worker_extension_cls": f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}",
+        **settings.arguments(),
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += [word for name, value in options.items() for word in flag(name, value)]
+    log = folder / "log"
+    # Development mode has the route that asks the worker what serves.
+    process = start(command, log, environment(settings, VLLM_SERVER_DEV_MODE="1"))
+    began = said = time.monotonic()
+
+    def text() -> str:
+        return log.read_text(errors="replace")
+
+    scenario = f"serve-{settings.concurrent}"
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                ask(f"{url}/health", timeout_s=5)
+                break
+            now = time.monotonic()
+            if process.poll() is not None:
+                yield failure(cause(text(), process.returncode), text())
+                return
+            if now - began > settings.start_s:
+                yield failure(f"did not answer within {settings.start_s:.0f} s", text())
+                return
+            if now - said > SAY_S:
+                said = now
+                yield {"event": "waiting", "at_s": now - began, "message": (text().splitlines() or [""])[-1][:150]}
+            time.sleep(POLL_S)
+        ready_s = time.monotonic() - began
+        facts = ask(f"{url}/collective_rpc", {"method": "attention_facts"})["results"][0]
+        yield {"event": "ready", "at_s": ready_s, "facts": facts, "told": told(text())}
+        refused = objection(backend, facts["served_by"])
+        if refused:
+            yield failure(refused, text())
+            return
+        longest_prompt, longest_output = (64, 8) if settings.shape.small else (4096, 512)
+
+        def run(turn: int, longest: int) -> load.Outcome:
+            requests = load.mixed(
+                settings.concurrent, longest_prompt, longest, settings.shape.vocabulary, settings.seed * 1000 + turn
+            )
+            return load.send(url, requests)
+
+        outcomes = []
+        for turn in range(TIMED_RUNS + 1):
+            outcome = run(turn, longest_output if turn else max(1, longest_output // 8))
+            kind = "timed" if turn else "warm-up"
+            yield {"event": "run", "scenario": scenario, "kind": kind, "seconds": outcome.seconds}
+            if outcome.failed:
+                message = f"{outcome.failed} of {settings.concurrent} requests failed: {'; '.join(outcome.errors[:3])}"
+                yield failure(message, text(), scenario) | {"event": "error"}
+                return
+            outcomes += [outcome] if turn else []
+        yield {
+            "event": "result",
+            "scenario": scenario,
+            "unit": "output tokens/s",
+            "rates": [outcome.rate for outcome in outcomes],
+            "seconds": [outcome.seconds for outcome in outcomes],
+            "errors": 0,
+            "first_token_s": statistics.median(outcome.first_s for outcome in outcomes),
+            "between_tokens_s": statistics.median(outcome.token_s for outcome in outcomes),
+        }
+    except (OSError, KeyError) as error:
+        yield failure(f"{type(error).__name__}: {error}", text())
+    finally:
+        stop_group(process)

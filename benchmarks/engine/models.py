@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of published models. The weights are vLLM's dummy ones: they cost what real ones cost, and mean nothing."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model to measure.
+
+    Attributes:
+        config: of transformers, as config.json holds it.
+        max_model_len: tokens of the longest request.
+        backends: what is measured when nobody names backends: ours and its peers.
+        small: for checks of the benchmark itself, on a CPU.
+    """
+
+    config: Mapping[str, Any]
+    max_model_len: int
+    backends: tuple[str, ...]
+    small: bool = False
+
+    @property
+    def vocabulary(self) -> int:
+        size: int = self.config["vocab_size"]
+        return size
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+
+TINY_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 2048,
+}
+
+SHAPES = {
+    "llama-8b": Shape(config=LLAMA, max_model_len=40960, backends=("dsl", "FLASH_ATTN", "TRITON_ATTN")),
+    "deepseek-v2-lite": Shape(config=DEEPSEEK, max_model_len=40960, backends=("dsl", "FLASH_ATTN_MLA", "TRITON_MLA")),
+    "tiny": Shape(
+        config=LLAMA | TINY_SIZES | {"num_key_value_heads": 2, "head_dim": 64},
+        max_model_len=1024,
+        backends=("dsl", "CPU_ATTN"),
+        small=True,
+    ),
+    "tiny-mla": Shape(
+        config=DEEPSEEK | TINY_SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 2},
+        max_model_len=1024,
+        backends=("dsl", "CPU_MLA"),
+        small=True,
+    ),
+}
+
+
+def write(shape: Shape, folder: Path) -> Path:
+    """The folder, with what an engine needs to make up the rest: config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config, indent=2) + "\n")
+    return folder

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked to do, and the figure that is taken from it."""
+
+import enum
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+FIRST_ID = 16  # ids below are special tokens in many vocabularies
+
+
+class Figure(enum.Enum):
+    """What is counted in a second; the value is the unit in reports."""
+
+    OUTPUT = "output tokens/s"
+    INPUT = "input tokens/s"
+    DECODE = "output tokens/s after the first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Requests that are handed over at once, and what is counted.
+
+    Attributes:
+        requests: how many.
+        prompt, output: tokens of each request.
+        warm_requests, warm_output: the same of the run before, which is not timed.
+    """
+
+    id: str
+    figure: Figure
+    requests: int
+    prompt: int
+    output: int
+    warm_requests: int
+    warm_output: int
+
+    def small(self) -> "Scenario":
+        """The same at a size that a CPU runs in a second."""
+        return replace(
+            self,
+            requests=min(self.requests, 4),
+            prompt=min(self.prompt, 64),
+            output=min(self.output, 8),
+            warm_requests=1,
+            warm_output=min(self.warm_output, 2),
+        )
+
+
+SCENARIOS = (
+    Scenario(id="b1", figure=Figure.OUTPUT, requests=1, prompt=16, output=256, warm_requests=1, warm_output=32),
+    Scenario(id="b256", figure=Figure.OUTPUT, requests=256, prompt=128, output=256, warm_requests=256, warm_output=16),
+    Scenario(id="prefill", figure=Figure.INPUT, requests=64, prompt=4096, output=1, warm_requests=8, warm_output=1),
+    Scenario(id="long-b1", figure=Figure.DECODE, requests=1, prompt=32768, output=128, warm_requests=1, warm_output=16),
+)
+TIMED_RUNS = 2
+
+
+def choose(names: str | None, small: bool) -> list[Scenario]:
+    """The scenarios in a comma-separated list, in the table's order; all of them by default.
+
+    Raises:
+        ValueError: a name means nothing.
+    """
+    known = {scenario.id: scenario for scenario in SCENARIOS}
+    asked = list(known) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ValueError(f"no scenario {', '.join(unknown)}: choose from {', '.join(known)}")
+    chosen = [scenario for name, scenario in known.items() if name in asked]
+    return [scenario.small() for scenario in chosen] if small else chosen
+
+
+def prompts(requests: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Random token ids; no two prompts are alike, so that nothing is found in a cache."""
+    generator = random.Random(seed)
+    return [generator.choices(range(FIRST_ID, vocabulary), k=tokens) for _ in range(requests)]
+
+
+def rates(scenario: Scenario, seconds: Sequence[float], first_seconds: Sequence[float] = ()) -> list[float]:
+    """Tokens per second of every timed run.
+
+    Args:
+        seconds: of each run.
+        first_seconds: of runs of the same prompts that end with the first token; for Figure.DECODE.
+    """
+    if scenario.figure is Figure.INPUT:
+        return [scenario.requests * scenario.prompt / one for one in seconds]
+    if scenario.figure is Figure.OUTPUT:
+        return [scenario.requests * scenario.output / one for one in seconds]
+    prefill = statistics.median(first_seconds)
+    return [scenario.requests * (scenario.output - 1) / (one - prefill) for one in seconds]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one backend: `python -m PACKAGE.engine.worker FOLDER` runs FOLDER/job.json.
+
+What happens is appended to FOLDER/events, one JSON object a line, as it happens.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .extension import WorkerFacts, objection
+from .scenarios import TIMED_RUNS, Figure, Scenario, prompts, rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An engine and what it is asked to do.
+
+    Attributes:
+        engine: arguments of vllm.LLM.
+        vocabulary: ids that prompts are drawn from.
+        seed: of the prompts.
+    """
+
+    backend: str
+    engine: dict[str, Any]
+    scenarios: list[Scenario]
+    vocabulary: int
+    seed: int = 0
+
+    def to_json(self) -> str:
+        scenarios = [asdict(scenario) | {"figure": scenario.figure.name} for scenario in self.scenarios]
+        return json.dumps(asdict(self) | {"scenarios": scenarios})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        fields = json.loads(text)
+        scenarios = [Scenario(**one | {"figure": Figure[one["figure"]]}) for one in fields.pop("scenarios")]
+        return cls(scenarios=scenarios, **fields)
+
+
+class Events:
+    """Appends events to a file.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.began = path, time.monotonic()
+
+    def add(self, event: str, **fields: Any) -> None:
+        """An event, with the seconds since this process began."""
+        entry = {"event": event, "at_s": round(time.monotonic() - self.began, 2), **fields}
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def generate(llm: Any, prompts: list[list[int]], output: int) -> float:
+    """Seconds until every prompt has that many tokens.
+
+    Raises:
+        RuntimeError: a request got fewer.
+    """
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    given = [len(request.outputs[0].token_ids) for request in done]
+    if given != [output] * len(prompts):
+        raise RuntimeError(f"{len(prompts)} requests of {output} tokens got {sorted(set(given))}")
+    return seconds
+
+
+def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
+    def requests(count: int, turn: int) -> list[list[int]]:
+        return prompts(count, scenario.prompt, job.vocabulary, job.seed * 1000 + turn)
+
+    warm = generate(llm, requests(scenario.warm_requests, 0), scenario.warm_output)
+    events.add("run", scenario=scenario.id, kind="warm-up", seconds=warm)
+    seconds, first_seconds = [], []
+    for turn in range(1, TIMED_RUNS + 1):
+        if scenario.figure is Figure.DECODE:
+            first_seconds.append(generate(llm, requests(scenario.requests, turn), 1))
+            events.add("run", scenario=scenario.id, kind="first token", seconds=first_seconds[-1])
+        seconds.append(generate(llm, requests(scenario.requests, turn), scenario.output))
+        events.add("run", scenario=scenario.id, kind="timed", seconds=seconds[-1])
+    events.add(
+        "result",
+        scenario=scenario.id,
+        unit=scenario.figure.value,
+        rates=rates(scenario, seconds, first_seconds),
+        seconds=seconds,
+        first_token_seconds=first_seconds,
+        warm_seconds=warm,
+    )
+
+
+def attempt(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
+    """Measure, or note why not; an engine that is dead ends the process."""
+    try:
+        measure(llm, scenario, job, events)
+    except Exception as error:  # an engine may raise anything
+        events.add("error", scenario=scenario.id, message=message(error))
+        if "EngineDead" in type(error).__name__:
+            raise
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    events = Events(folder / "events")
+    job = Job.from_json((folder / "job.json").read_text())
+    try:
+        from vllm import LLM
+
+        events.add("imported")
+        extension = f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}"
+        llm = LLM(attention_backend=job.backend, worker_extension_cls=extension, **job.engine)
+        facts = llm.collective_rpc("attention_facts")[0]
+    except Exception as error:
+        events.add("failed", message=message(error))
+        raise
+    events.add("ready", facts=facts)
+    refused = objection(job.backend, facts["served_by"])
+    if refused:
+        events.add("failed", message=refused)
+        return
+    for scenario in job.scenarios:
+        attempt(llm, scenario, job, events)
+
+
+def message(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+
+
+if __name__ == "__main__":
+    main()

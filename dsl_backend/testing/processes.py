@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes that run vLLM: they find the plugin, and what they started ends with them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import dsl_backend
+
+ROOT = Path(dsl_backend.__file__).resolve().parent.parent
+STOP_S = 30
+
+
+def plugin_folder() -> Path | None:
+    """A folder for PYTHONPATH that declares the entry point, where the package itself is not installed."""
+    if any(point.name == "dsl" for point in metadata.entry_points(group="vllm.general_plugins")):
+        return None
+    import tomllib  # here, since an installed package does not need it and Python 3.10 has none
+
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    folder = ROOT / ".cache" / "plugin"
+    info = folder / "dsl_backend-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsl-backend\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment of a process that runs vLLM: like ours, with the plugin in reach."""
+    paths = [str(ROOT), *([str(folder)] if (folder := plugin_folder()) else [])]
+    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        # The checkpoints are on disk: nothing is to be looked up on a network.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # GiB; the smallest that the CPU build takes.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    environment.pop("VLLM_PLUGINS", None)
+    return environment | changes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def stop_group(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGINT) -> None:
+    """End a process that leads a group, and that group; returns when they are gone."""
+    for number in (first, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
