@@ -11,10 +11,10 @@ logger.addHandler(logging.NullHandler())
 @cache
 def info_once(message: str) -> None:
     """Log `message` at INFO the first time that this process says it."""
-    logger.info(message)
+    logger.info(message, stacklevel=2)
 
 
 @cache
 def warning_once(message: str) -> None:
     """Log `message` at WARNING the first time that this process says it."""
-    logger.warning(message)
+    logger.warning(message, stacklevel=2)

@@ -8,15 +8,21 @@ All lengths stay on the device: neither call reads one, so both may be captured 
 fit is refused here with InvalidInput, a problem that no kernel serves with Unsupported and every kernel's objection.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.plan import AttentionPlan, Operands, Planner, Workspace
+from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import target as targets
 
 __all__ = ["AttentionPlan", "AttentionSpec", "Batch", "Causality", "Planner", "Workspace", "plan", "run", "write_kv"]
+
+SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require(ok: bool, message: str) -> None:
@@ -26,42 +32,46 @@ def require(ok: bool, message: str) -> None:
 
 def check_batch(spec: AttentionSpec, batch: Batch) -> None:
     """Raises InvalidInput where the batch does not fit the spec."""
-    requests, device = batch.num_requests, batch.seq_lens.device
-    starts = batch.query_start_loc
-    require(
-        starts.shape == (requests + 1,),
-        f"query_start_loc has shape {tuple(starts.shape)}: [requests + 1] = {(requests + 1,)} is needed",
-    )
-    expected = [("query_start_loc", starts), ("seq_lens", batch.seq_lens)]
+    require(batch.seq_lens.dim() == 1, f"seq_lens has shape {tuple(batch.seq_lens.shape)}: [requests] is needed")
+    requests = batch.num_requests
+    per_request = [("query_start_loc", batch.query_start_loc, requests + 1), ("seq_lens", batch.seq_lens, requests)]
     if spec.page_size is None:
         require(batch.kv_start_loc is not None, "packed keys need kv_start_loc")
         assert batch.kv_start_loc is not None
-        require(
-            batch.kv_start_loc.shape == (requests + 1,),
-            f"kv_start_loc has shape {tuple(batch.kv_start_loc.shape)}: [requests + 1] = {(requests + 1,)} is needed",
-        )
-        expected.append(("kv_start_loc", batch.kv_start_loc))
+        per_request.append(("kv_start_loc", batch.kv_start_loc, requests + 1))
     else:
         require(batch.block_table is not None, "paged keys need a block_table")
         assert batch.block_table is not None
         table = batch.block_table
         require(
-            table.dim() == 2 and table.shape[0] >= requests and table.stride(-1) in (0, 1),
+            table.dim() == 2 and table.shape[0] >= requests and (table.stride(1) == 1 or table.shape[1] <= 1),
             f"block_table has shape {tuple(table.shape)} and strides {table.stride()}: [requests = {requests}, pages] "
             f"with neighbouring pages side by side is needed",
         )
-        expected.append(("block_table", table))
-    for name, tensor in expected:
-        require(tensor.dtype == torch.int32, f"{name} is {short(tensor.dtype)}: int32 is needed")
-        require(tensor.device == device, f"{name} is on {tensor.device}, seq_lens on {device}")
-        require(name == "block_table" or tensor.is_contiguous(), f"{name} is not contiguous")
-    if spec.causality is Causality.PER_REQUEST:
+        check_integers("block_table", table, batch)
+    for name, tensor, length in per_request:
         require(
-            batch.causal is not None and batch.causal.shape == (requests,) and batch.causal.dtype == torch.bool,
+            tensor.shape == (length,),
+            f"{name} has shape {tuple(tensor.shape)}: {(length,)} is needed for {requests} requests",
+        )
+        require(tensor.is_contiguous(), f"{name} is not contiguous")
+        check_integers(name, tensor, batch)
+    if spec.causality is Causality.PER_REQUEST:
+        causal = batch.causal
+        require(
+            causal is not None and causal.shape == (requests,) and causal.dtype == torch.bool,
             "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
         )
+        assert causal is not None
+        require(causal.is_contiguous(), "causal is not contiguous")
+        require(causal.device == batch.device, f"causal is on {causal.device}, seq_lens on {batch.device}")
     for name in ("num_tokens", "max_query_len", "max_seq_len"):
         require(getattr(batch, name) >= 0, f"{name}={getattr(batch, name)} is negative")
+
+
+def check_integers(name: str, tensor: torch.Tensor, batch: Batch) -> None:
+    require(tensor.dtype == torch.int32, f"{name} is {short(tensor.dtype)}: int32 is needed")
+    require(tensor.device == batch.device, f"{name} is on {tensor.device}, seq_lens on {batch.device}")
 
 
 def plan(
@@ -82,22 +92,53 @@ def plan(
         Unsupported: no kernel serves the spec on the batch's device.
     """
     check_batch(spec, batch)
-    device = batch.seq_lens.device
+    device = batch.device
     planner = Planner(spec, targets.detect(device), workspace or Workspace(device), kernel)
     return planner.plan(batch)
 
 
-def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_rows(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     """A tensor [rows >= shape[0], *shape[1:]] whose last dimension is contiguous."""
     require(
         tensor.dim() == len(shape) and tensor.shape[0] >= shape[0] and tuple(tensor.shape[1:]) == shape[1:],
         f"{name} has shape {tuple(tensor.shape)}: {shape} is needed, the first dimension or more",
     )
     require(tensor.dtype == dtype, f"{name} is {short(tensor.dtype)}: {short(dtype)} is needed")
+    require(tensor.device == device, f"{name} is on {tensor.device}: {device} is needed")
     require(
         tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
         f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed",
     )
+
+
+def check_scales(
+    spec: AttentionSpec, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
+) -> None:
+    """An fp8 layer has both scales; for other layers they mean nothing and may be there."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        require(not spec.is_fp8_kv or scale is not None, f"fp8 keys and values need {name}")
+        require(
+            scale is None or (scale.numel() == 1 and scale.dtype == torch.float32 and scale.device == device),
+            f"{name} must hold one float32 on {device}",
+        )
+
+
+def check_per_head(
+    name: str, tensor: torch.Tensor | None, wanted: bool, dtypes: tuple[torch.dtype, ...], plan: AttentionPlan
+) -> None:
+    spec = plan.spec
+    require((tensor is not None) == wanted, f"{name} {'are missing' if wanted else 'were given'}: {spec=!s}")
+    if tensor is not None:
+        names = ", ".join(short(dtype) for dtype in dtypes)
+        require(
+            tensor.shape == (spec.heads_q,) and tensor.is_contiguous() and tensor.dtype in dtypes,
+            f"{name} are {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [heads_q = {spec.heads_q}] of {names} "
+            f"is needed",
+        )
+        device = plan.batch.device
+        require(tensor.device == device, f"{name} are on {tensor.device}: {device} is needed")
 
 
 def run(
@@ -125,29 +166,34 @@ def run(
             to no request are left as they are; a row that sees no key becomes 0.
         lse: [tokens, heads_q] float32 of any strides, receives the natural logarithm of the softmax's denominator
             (sinks included).
-        sinks: [heads_q] float32, 16-bit or 32-bit, where the spec has sinks.
+        sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
-        k_scale, v_scale: one-element float32 tensors; real values are stored fp8 values times these.
+        k_scale, v_scale: one float32 each, with fp8 keys; real values are stored ones times these.
 
     Raises:
         InvalidInput: a tensor does not fit the plan; the message names it.
     """
     spec, batch = plan.spec, plan.batch
+    rows, device = batch.num_tokens, batch.device
     q_rope = None
-    rows = batch.num_tokens
     if isinstance(q, tuple):
         require(spec.latent, "only absorbed MLA takes q in two parts")
+        require(len(q) == 2, f"q has {len(q)} parts: two are needed, or one tensor")
         q, q_rope = q
-        check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.dtype)
-        check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.dtype)
+        check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
+        check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.dtype, device)
     else:
-        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.dtype)
+        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.dtype, device)
     if out is None:
         out = q.new_zeros((q.shape[0], spec.heads_q, spec.head_dim_v))
-    check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.dtype)
+    check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
-    check_rows("keys", keys, (*lead, spec.heads_kv, spec.head_dim), spec.kv_dtype)
-    check_rows("values", values, (*lead, spec.heads_kv, spec.head_dim_v), spec.kv_dtype)
+    check_rows("keys", keys, (*lead, spec.heads_kv, spec.head_dim), spec.kv_dtype, device)
+    check_rows("values", values, (*lead, spec.heads_kv, spec.head_dim_v), spec.kv_dtype, device)
+    require(
+        keys.shape[0] == values.shape[0],
+        f"keys hold {keys.shape[0]} {'tokens' if spec.page_size is None else 'pages'}, values {values.shape[0]}",
+    )
     require(
         not spec.latent or (values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()),
         "absorbed MLA's values are keys[..., :head_dim_v], not a tensor of their own",
@@ -157,17 +203,10 @@ def run(
             lse.dim() == 2 and lse.shape[0] >= rows and lse.shape[1] == spec.heads_q and lse.dtype == torch.float32,
             f"lse is {short(lse.dtype)} {tuple(lse.shape)}: float32 {(rows, spec.heads_q)} is needed",
         )
-    for name, tensor, wanted in (("sinks", sinks, spec.sinks), ("alibi_slopes", alibi_slopes, spec.alibi)):
-        require((tensor is not None) == wanted, f"{name} {'are missing' if wanted else 'were given'}: {spec=!s}")
-        require(
-            tensor is None or (tensor.shape == (spec.heads_q,) and tensor.is_contiguous()),
-            f"{name} must be contiguous, [heads_q = {spec.heads_q}]",
-        )
-    for name, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
-        require(
-            tensor is None or (tensor.numel() == 1 and tensor.dtype == torch.float32),
-            f"{name} must hold one float32",
-        )
+        require(lse.device == device, f"lse is on {lse.device}: {device} is needed")
+    check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
+    check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
+    check_scales(spec, k_scale, v_scale, device)
     plan.launch(Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale))
     return out
 
@@ -193,7 +232,7 @@ def write_kv(
         key, value: [tokens, heads_kv, dim].
         key_cache, value_cache: [pages, page_size, heads_kv, dim], any strides but the last.
         slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size, negative: skip.
-        k_scale, v_scale: one-element float32 tensors; an fp8 cache stores x / scale, saturated at ±448.
+        k_scale, v_scale: one float32 each, with an fp8 cache, which stores x / scale, saturated at ±448.
 
     Raises:
         InvalidInput: a tensor does not fit.
@@ -201,13 +240,24 @@ def write_kv(
     """
     require(spec.page_size is not None, "a cache without pages has no slots")
     assert spec.page_size is not None
-    tokens = slot_mapping.shape[0]
-    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        check_rows(name, rows, (tokens, spec.heads_kv, cache.shape[-1]), spec.dtype)
-        check_rows(f"{name}_cache", cache, (0, spec.page_size, spec.heads_kv, rows.shape[-1]), spec.kv_dtype)
     require(
         slot_mapping.dtype == torch.int64 and slot_mapping.dim() == 1 and slot_mapping.is_contiguous(),
         f"slot_mapping is {short(slot_mapping.dtype)} {tuple(slot_mapping.shape)}: contiguous int64 [tokens] is needed",
     )
-    entry = dispatch.choose(dispatch.Operation.WRITE_KV, spec, targets.detect(key.device), kernel)
-    entry.load()(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    tokens, device = slot_mapping.shape[0], slot_mapping.device
+    for name, rows, pages in (("key", key, key_cache), ("value", value, value_cache)):
+        check_rows(name, rows, (tokens, spec.heads_kv, pages.shape[-1]), spec.dtype, device)
+        check_rows(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, rows.shape[-1]), spec.kv_dtype, device)
+    require(
+        key_cache.shape[0] == value_cache.shape[0],
+        f"key_cache holds {key_cache.shape[0]} pages, value_cache {value_cache.shape[0]}",
+    )
+    check_scales(spec, k_scale, v_scale, device)
+    writer(spec, targets.detect(device), kernel)(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+@cache
+def writer(spec: AttentionSpec, target: targets.Target, kernel: str | None) -> Callable[..., None]:
+    """The function that stores keys for a layer; chosen once, since every layer asks in every step."""
+    function: Callable[..., None] = dispatch.choose(dispatch.Operation.WRITE_KV, spec, target, kernel).load()
+    return function

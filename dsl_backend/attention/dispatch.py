@@ -98,7 +98,7 @@ def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
-REFERENCE = Entry("reference", "dsl_backend.attention.plan:ReferenceKernel", cpu_only)
+REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry, ...]] = {
     Operation.PREFILL: (Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense), REFERENCE),

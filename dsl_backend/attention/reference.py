@@ -7,7 +7,9 @@ host, which the device kernels never do.
 
 import torch
 
+from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.runtime.target import Target
 
 
 def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: int, kv_len: int) -> torch.Tensor:
@@ -136,3 +138,42 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None)
     limit = torch.finfo(dtype).max
     scaled = rows.float() if scale is None else rows.float() / scale
     return scaled.clamp(-limit, limit).to(dtype)
+
+
+def owned_rows(batch: Batch, rows: int) -> torch.Tensor:
+    """[rows] bool: which rows of q belong to a request."""
+    owned = torch.zeros(rows, dtype=torch.bool, device=batch.seq_lens.device)
+    owned[int(batch.query_start_loc[0]) : int(batch.query_start_loc[-1])] = True
+    return owned
+
+
+class ReferenceKernel:
+    """The eager reference behind the kernels' interface."""
+
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace) -> None:
+        self.spec = spec
+
+    def longest_query(self) -> int | None:
+        return None
+
+    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+        assert shortest <= 1, f"{shortest=}: the reference serves every request of a batch"
+        assert longest >= batch.max_query_len, f"{longest=}: the reference serves every request of a batch"
+        q = operands.q if operands.q_rope is None else torch.cat([operands.q, operands.q_rope], dim=-1)
+        compute = torch.float64 if self.spec.dtype == torch.float64 else torch.float32
+        out, lse = attention(
+            self.spec,
+            batch,
+            q,
+            operands.keys,
+            operands.values,
+            sinks=operands.sinks,
+            alibi_slopes=operands.alibi_slopes,
+            k_scale=operands.k_scale,
+            v_scale=operands.v_scale,
+            compute_dtype=compute,
+        )
+        mine = owned_rows(batch, q.shape[0])
+        operands.out[mine] = out[mine].to(operands.out.dtype)
+        if operands.lse is not None:
+            operands.lse[mine] = lse[mine].to(torch.float32)

@@ -131,5 +131,9 @@ class Batch:
     causal: torch.Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    @property
     def num_requests(self) -> int:
         return self.seq_lens.shape[0]

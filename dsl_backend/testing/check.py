@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsl_backend.attention import api
-from dsl_backend.attention.plan import AttentionPlan, Planner, Workspace
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case

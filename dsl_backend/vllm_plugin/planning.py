@@ -7,7 +7,8 @@ import torch
 
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation, choose, judge
-from dsl_backend.attention.plan import AttentionPlan, Planner, Workspace
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets

@@ -12,7 +12,9 @@ import torch
 
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.plan import Planner, ReferenceKernel, Workspace
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.reference import ReferenceKernel
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime.target import Target, cpu_target, from_arch
@@ -73,7 +75,7 @@ def ints(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("case", "broken", "message"),
     [
-        (CASE, change(query_start_loc=ints(2)), r"query_start_loc has shape (2,): [requests + 1] = (3,)"),
+        (CASE, change(query_start_loc=ints(2)), r"query_start_loc has shape (2,): (3,) is needed for 2 requests"),
         (CASE, change(query_start_loc=ints(3).long()), "query_start_loc is int64: int32 is needed"),
         (CASE, change(query_start_loc=ints(6)[::2]), "query_start_loc is not contiguous"),
         (CASE, change(query_start_loc=ints(3).to("meta")), "query_start_loc is on meta, seq_lens on cpu"),
@@ -82,13 +84,16 @@ def ints(*shape: int) -> torch.Tensor:
         (CASE, change(block_table=None), "paged keys need a block_table"),
         (CASE, change(block_table=ints(1, 4)), "block_table has shape (1, 4)"),
         (CASE, change(block_table=ints(8)), "block_table has shape (8,)"),
+        (CASE, change(block_table=ints(2, 1).expand(2, 4)), "strides (1, 0)"),
+        (CASE, change(seq_lens=ints(2, 1)), "seq_lens has shape (2, 1): [requests] is needed"),
+        (CASE, change(block_table=ints(2, 4).to("meta")), "block_table is on meta, seq_lens on cpu"),
         (CASE, change(block_table=ints(4, 2).t()), "with neighbouring pages side by side is needed"),
         (CASE, change(block_table=ints(2, 4).long()), "block_table is int64: int32 is needed"),
         (CASE, change(num_tokens=-1), "num_tokens=-1 is negative"),
         (CASE, change(max_query_len=-1), "max_query_len=-1 is negative"),
         (CASE, change(max_seq_len=-5), "max_seq_len=-5 is negative"),
         (PACKED, change(kv_start_loc=None), "packed keys need kv_start_loc"),
-        (PACKED, change(kv_start_loc=ints(2)), "kv_start_loc has shape (2,): [requests + 1] = (3,)"),
+        (PACKED, change(kv_start_loc=ints(2)), "kv_start_loc has shape (2,): (3,) is needed for 2 requests"),
         (PACKED, change(kv_start_loc=ints(3).short()), "kv_start_loc is int16: int32 is needed"),
         (
             dataclasses.replace(CASE, causal=(True, False)),
@@ -104,6 +109,16 @@ def ints(*shape: int) -> torch.Tensor:
             dataclasses.replace(CASE, causal=(True, False)),
             change(causal=torch.ones(2)),
             "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
+        ),
+        (
+            dataclasses.replace(CASE, causal=(True, False)),
+            change(causal=torch.ones(4, dtype=torch.bool)[::2]),
+            "causal is not contiguous",
+        ),
+        (
+            dataclasses.replace(CASE, causal=(True, False)),
+            change(causal=torch.ones(2, dtype=torch.bool, device="meta")),
+            "causal is on meta, seq_lens on cpu",
         ),
     ],
 )
@@ -155,13 +170,23 @@ WRONG_ARGUMENTS: list[tuple[Case, str, Wrong, str]] = [
     (CASE, "sinks", lambda t: torch.zeros(4), "sinks were given"),
     (CASE, "alibi_slopes", lambda t: torch.zeros(4), "alibi_slopes were given"),
     (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: None, "sinks are missing"),
-    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: t[:2], "sinks must be contiguous, [heads_q = 4]"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: t[:2], "contiguous [heads_q = 4]"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: t.double(), "sinks are float64 (4,)"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: t.to("meta"), "sinks are on meta: cpu is needed"),
+    (dataclasses.replace(CASE, alibi=True), "alibi_slopes", lambda t: t.half(), "contiguous [heads_q = 4] of float32"),
+    (dataclasses.replace(CASE, fp8=True), "k_scale", lambda t: None, "fp8 keys and values need k_scale"),
+    (dataclasses.replace(CASE, fp8=True), "v_scale", lambda t: None, "fp8 keys and values need v_scale"),
+    (CASE, "q", lambda t: t.to("meta"), "q is on meta: cpu is needed"),
+    (CASE, "out", lambda t: torch.zeros(9, 4, 64, dtype=BF16, device="meta"), "out is on meta: cpu is needed"),
+    (CASE, "lse", lambda t: torch.zeros(9, 4, device="meta"), "lse is on meta: cpu is needed"),
+    (CASE, "values", lambda t: t[1:], "pages, values"),
+    (LATENT, "q", lambda t: (t, t, t), "q has 3 parts: two are needed, or one tensor"),
     (dataclasses.replace(CASE, alibi=True), "alibi_slopes", lambda t: None, "alibi_slopes are missing"),
     (
         dataclasses.replace(CASE, alibi=True),
         "alibi_slopes",
         lambda t: torch.zeros(8)[::2],
-        "alibi_slopes must be contiguous, [heads_q = 4]",
+        "contiguous [heads_q = 4] of float32 is needed",
     ),
     (dataclasses.replace(CASE, fp8=True), "keys", lambda t: t.view(torch.uint8), "keys is uint8: float8_e4m3fn"),
     (dataclasses.replace(CASE, fp8=True), "k_scale", lambda t: t.double(), "k_scale must hold one float32"),
@@ -239,6 +264,9 @@ def write(**changed: Any) -> None:
         ({"key_cache": torch.zeros(4, 8, 2, 64, dtype=BF16)}, "key_cache has shape (4, 8, 2, 64): (0, 16, 2, 64)"),
         ({"slot_mapping": torch.arange(4).int()}, "slot_mapping is int32 (4,): contiguous int64 [tokens] is needed"),
         ({"slot_mapping": torch.arange(8)[::2]}, "slot_mapping is int64 (4,): contiguous int64 [tokens] is needed"),
+        ({"slot_mapping": torch.arange(4, device="meta")}, "key is on cpu: meta is needed"),
+        ({"value_cache": torch.zeros(5, 16, 2, 64, dtype=BF16)}, "key_cache holds 6 pages, value_cache 5"),
+        ({"k_scale": torch.ones(2)}, "k_scale must hold one float32 on cpu"),
         ({"kernel": "fastest"}, "attention.write_kv has no kernel 'fastest': choose one of triton, reference"),
     ],
 )

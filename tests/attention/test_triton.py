@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dsl_backend.attention import api, dispatch
-from dsl_backend.attention.plan import Planner, Workspace
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing import check, kv_writes
 from dsl_backend.testing.cases import CASES, FULL, Case, by_id, mla

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.configs import key_blocks, value_blocks
-from dsl_backend.attention.plan import Operands
+from dsl_backend.attention.kernel import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
 

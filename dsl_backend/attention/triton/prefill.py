@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.configs import PrefillConfig
-from dsl_backend.attention.plan import Operands, Workspace
+from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.launch import STEP_ARGUMENTS, layer_arguments, layer_constants
 from dsl_backend.attention.triton.parts import FULL, LOG2E, NEG_INF, attend, finish, pages_of, window_right

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.attention.configs import SplitKVConfig
-from dsl_backend.attention.plan import Operands, Workspace
+from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.launch import STEP_ARGUMENTS, layer_arguments, layer_constants
 from dsl_backend.attention.triton.parts import LOG2E, NEG_INF, attend, finish, normalizer, pages_of, window_right

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan and its kernels agree on: a launch's operands, the scratch they share, the kernel's two calls."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one layer's attention; `api.run` has their shapes. Absorbed MLA may hold q in two parts."""
+
+    q: torch.Tensor
+    q_rope: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+class Workspace:
+    """Scratch that outlives steps: partial results of split key ranges, and what to merge of them.
+
+    Buffers only ever grow, and a buffer that was outgrown stays allocated: a captured graph may point to it. Launches
+    that share a workspace must be ordered on one stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[torch.Tensor] = []
+        self._partials = torch.empty(0, dtype=torch.float32, device=device)
+        self._integers = torch.empty(0, dtype=torch.int32, device=device)
+
+    def partials(self, count: int) -> torch.Tensor:
+        """[at least count] float32, contents undefined."""
+        if self._partials.numel() < count:
+            self._buffers.append(self._partials)
+            self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
+        return self._partials
+
+    def integers(self, count: int) -> torch.Tensor:
+        """[at least count] int32, contents undefined."""
+        if self._integers.numel() < count:
+            self._buffers.append(self._integers)
+            self._integers = torch.empty(count, dtype=torch.int32, device=self.device)
+        return self._integers
+
+
+class Kernel(Protocol):
+    """A kernel bound to a layer's spec: it serves the requests whose query length lies in a range."""
+
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace) -> None: ...
+
+    def longest_query(self) -> int | None:
+        """The longest query that the kernel is meant for; None where it has no limit."""
+        ...
+
+    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+        """Attend for the requests of `shortest` to `longest` queries; leaves other requests' rows alone."""
+        ...
