@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder:
             text = log.read_text(errors="replace")
             yield failure(cause(text, process.returncode), text)
     finally:
-        stop_group(process)
+        # Not SIGINT, which what a shell starts in the background ignores.
+        stop_group(process, signal.SIGTERM)
 
 
 def flag(name: str, value: object) -> list[str]:
@@ -259,4 +261,5 @@ def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
     except (OSError, KeyError) as error:
         yield failure(f"{type(error).__name__}: {error}", text())
     finally:
-        stop_group(process)
+        # Not SIGINT, which what a shell starts in the background ignores.
+        stop_group(process, signal.SIGTERM)

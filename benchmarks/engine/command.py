@@ -194,6 +194,8 @@ def run(options: argparse.Namespace) -> int:
 
 def end(number: int, frame: object) -> None:
     """Leave through the `finally` of what runs, so that engines end with us."""
+    # `timeout` sends its signal twice; the second must not interrupt the clean-up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of whole engines, at a size that says nothing about speed: it runs, and says what served."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.environment import ROOT, device
+
+pytestmark = pytest.mark.e2e
+
+
+def measure(path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The lines of JSON that a run leaves behind."""
+    command = [sys.executable, "-m", "benchmarks", "engine", "--model", "tiny", "--eager", *arguments]
+    subprocess.run([*command, "--json", str(path)], cwd=ROOT, check=True)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_engine(tmp_path: Path) -> None:
+    environment, engine, *results = measure(tmp_path / "out", "--backends", "dsl", "--scenarios", "prefill,long-b1")
+    assert environment["kind"] == "environment"
+    assert engine["served_by"] == {"DSL": 2}
+    assert any("dsl serves attention" in line for line in engine["told"])
+    assert [result["scenario"] for result in results] == ["prefill", "long-b1"]
+    assert all(len(result["rates"]) == 2 and min(result["rates"]) > 0 for result in results)
+
+
+def test_server_of_a_peer(tmp_path: Path) -> None:
+    """The other half: a server, with one of vLLM's own backends."""
+    backend = device().dense
+    _, engine, result = measure(tmp_path / "out", "--backends", backend, "--serve", "--concurrent", "8")
+    assert engine["served_by"] == {backend: 2}
+    assert (result["scenario"], result["errors"]) == ("serve-8", 0)
+    assert result["value"] > 0

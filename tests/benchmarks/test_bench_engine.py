@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of whole engines without an engine: stand-ins play the process and the server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import children, command, load, models
+from benchmarks.engine.extension import WorkerFacts, objection
+from benchmarks.engine.scenarios import SCENARIOS, Figure, Scenario, choose, prompts, rates
+from benchmarks.engine.worker import Job
+
+SETTINGS = {"shape": models.SHAPES["tiny"], "model": "tiny", "start_s": 20, "scenario_s": 20}
+READY = {"event": "ready", "at_s": 3.0, "facts": {"served_by": {"DSL": 2}, "graphs": "NONE", "page_size": 16}}
+RESULT = {"event": "result", "scenario": "b1", "unit": "output tokens/s", "rates": [90.0, 110.0], "seconds": [2.0, 1.0]}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[children.Record]]:
+    """Runs `offline` with a script in the place of the engine's process; $ is the script's folder."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+
+    def run(script: str, **changes: object) -> list[children.Record]:
+        start = children.start
+
+        def stand_in(_: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+            head = f"import json, pathlib, sys, time\nevents = pathlib.Path({str(folder / 'events')!r})\n"
+            head += "def add(**e): events.open('a').write(json.dumps(e) + chr(10))\n"
+            return start([sys.executable, "-c", head + script], log, environment)
+
+        monkeypatch.setattr(children, "start", stand_in)
+        settings = children.Settings(cache=tmp_path, **{**SETTINGS, **changes})
+        return list(children.offline("dsl", choose("b1", small=True), settings, folder))
+
+    return run
+
+
+def test_events_of_an_engine(engine: Callable[..., list[children.Record]]) -> None:
+    events = engine(f"print('Using DSL backend.', flush=True); add(**{READY}); add(**{RESULT})")
+    assert [event["event"] for event in events] == ["ready", "result"]
+    assert events[0]["told"] == ["Using DSL backend."]
+
+
+def test_an_engine_that_dies_names_the_first_cause(engine: Callable[..., list[children.Record]]) -> None:
+    script = (
+        "print('RuntimeError: Engine core initialization failed. See'); print('(EngineCore) ValueError: no memory')\n"
+        "sys.exit(3)"
+    )
+    (event,) = engine(script)
+    assert event["event"] == "failed"
+    assert event["message"] == "ended with status 3: ValueError: no memory"
+    assert "Engine core" in event["log_tail"]
+
+
+def test_an_engine_that_says_why_is_not_asked_twice(engine: Callable[..., list[children.Record]]) -> None:
+    (event,) = engine("add(event='failed', message='ValueError: no such backend'); sys.exit(1)")
+    assert event["message"] == "ValueError: no such backend"
+
+
+@pytest.mark.parametrize("script", ["time.sleep(60)", f"add(**{READY}); time.sleep(60)"], ids=["start", "scenario"])
+def test_a_silent_engine_is_given_up(engine: Callable[..., list[children.Record]], script: str) -> None:
+    events = engine(script, start_s=2, scenario_s=1)
+    assert "nothing happened for" in events[-1]["message"]
+
+
+def test_a_half_written_event_waits(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    assert children.new_events(path, 0) == []
+    path.write_text('{"event": "a"}\n{"event": "b"}\n{"ev')
+    assert [event["event"] for event in children.new_events(path, 1)] == ["b"]
+
+
+def test_a_job_survives_its_file() -> None:
+    job = Job(backend="dsl", engine={"max_model_len": 8}, scenarios=list(SCENARIOS), vocabulary=100, seed=3)
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_scenarios_by_name() -> None:
+    assert [scenario.id for scenario in choose("prefill, b1", small=False)] == ["b1", "prefill"]
+    assert [scenario.id for scenario in choose(None, small=False)] == ["b1", "b256", "prefill", "long-b1"]
+    assert max(scenario.requests * scenario.prompt for scenario in choose(None, small=True)) <= 256
+    with pytest.raises(ValueError, match="no scenario b2: choose from b1"):
+        choose("b2", small=False)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
+@pytest.mark.parametrize("model", ["llama-8b", "deepseek-v2-lite"])
+def test_requests_fit_the_model(scenario: Scenario, model: str) -> None:
+    assert scenario.prompt + scenario.output <= models.SHAPES[model].max_model_len
+
+
+def test_prompts_differ_and_are_ids() -> None:
+    made = prompts(20, 16, 100, seed=5)
+    assert made == prompts(20, 16, 100, seed=5)
+    assert len({tuple(prompt) for prompt in made}) == 20
+    assert all(0 <= token < 100 for prompt in made for token in prompt)
+
+
+def test_rates_by_hand() -> None:
+    def scenario(figure: Figure) -> Scenario:
+        return Scenario(id="x", figure=figure, requests=4, prompt=100, output=11, warm_requests=1, warm_output=1)
+
+    assert rates(scenario(Figure.OUTPUT), [2.0, 4.0]) == [22.0, 11.0]
+    assert rates(scenario(Figure.INPUT), [2.0]) == [200.0]
+    # The first token of each request belongs to the prefill that is taken off.
+    assert rates(scenario(Figure.DECODE), [3.0], [0.9, 1.1]) == [20.0]
+
+
+def test_who_serves() -> None:
+    assert objection("dsl", {"DSL": 32}) is None
+    assert "served by {'DSL': 31, 'FLASH_ATTN': 1}" in str(objection("dsl", {"DSL": 31, "FLASH_ATTN": 1}))
+    assert "served by nothing" in str(objection("dsl", {}))
+
+
+def test_the_worker_says_what_vllm_chose() -> None:
+    class Thing:
+        def __init__(self, **fields: object) -> None:
+            self.__dict__.update(fields)
+
+    backend = Thing(get_name=lambda: "DSL")
+    layers = {"0": Thing(get_attn_backend=lambda: backend), "1": Thing(), "2": Thing(get_attn_backend=lambda: backend)}
+    worker = WorkerFacts()
+    worker.vllm_config = Thing(
+        compilation_config=Thing(static_forward_context=layers, cudagraph_mode=Thing(name="FULL")),
+        scheduler_config=Thing(max_num_seqs=8, max_num_batched_tokens=64),
+        cache_config=Thing(block_size=16, cache_dtype="auto"),
+    )
+    facts = json.loads(json.dumps(worker.attention_facts()))
+    assert facts["served_by"] == {"DSL": 2}
+    assert facts["graphs"] == "FULL"
+
+
+def test_options_of_the_server() -> None:
+    assert children.flag("enable_prefix_caching", False) == ["--no-enable-prefix-caching"]
+    assert children.flag("enforce_eager", True) == ["--enforce-eager"]
+    assert children.flag("max_model_len", 64) == ["--max-model-len", "64"]
+    assert children.flag("compilation_config", {"mode": 0}) == ["--compilation-config", '{"mode": 0}']
+
+
+def test_what_vllm_tells() -> None:
+    log = (
+        "(EngineCore pid=1) INFO 01-01 [cuda.py:1] Using AttentionBackendEnum.FLASH_ATTN backend.\n"
+        "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\n"
+        "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\nINFO other\n"
+    )
+    assert children.told(log) == [
+        "Using AttentionBackendEnum.FLASH_ATTN backend.",
+        "dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton",
+    ]
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: dict[str, list[children.Record]], scenarios: str = "b1"
+) -> int:
+    """The command with each backend's events given."""
+    monkeypatch.setattr(command, "events_of", lambda backend, *_: iter(events[backend]))
+    arguments = ["--model", "tiny", "--backends", ",".join(events), "--scenarios", scenarios, "--commit", "abc"]
+    return command.run(command.parse([*arguments, "--json", str(tmp_path / "out.jsonl")]))
+
+
+def test_a_failed_backend_is_a_column_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = children.failure("asked for PEER, served by OTHER", "the log")
+    peer = RESULT | {"rates": [50.0]}
+    events = {"PEER": [failed], "dsl": [READY | {"told": []}, RESULT], "SLOW": [READY | {"told": []}, peer]}
+    assert run_with(monkeypatch, tmp_path, events) == 1
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["environment", "error", "engine", "result", "engine", "result"]
+    assert lines[0]["commit"] == "abc"
+    assert {line["model"] for line in lines} == {"tiny"}
+    assert (lines[3]["backend"], lines[3]["value"]) == ("dsl", 100.0)
+    text = capsys.readouterr().out
+    assert "PEER: engine: asked for PEER, served by OTHER" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
+    assert rows[0] == ["scenario", "unit", "PEER", "dsl", "SLOW"]
+    assert rows[2] == ["b1", "output tokens/s", "error", "100.0", "50.0 (2.00x)"]
+    assert rows[3] == ["start", "s", "error", "3", "3"]
+
+
+def test_all_figures_are_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, RESULT]}) == 0
+
+
+def test_a_failed_scenario_is_not_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = {"event": "error", "scenario": "b1", "message": "RuntimeError: broke"}
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, error]}) == 1
+    error = error | {"scenario": "prefill"}
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, RESULT, error]}, "b1,prefill") == 1
+
+
+def test_the_module_is_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "engine", "--model", "tiny", "--scenarios", "nothing"],
+        capture_output=True,
+        text=True,
+        cwd=children.ROOT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no scenario nothing" in done.stderr
+
+
+@contextmanager
+def stand_in_server(lines: list[str], status: int = 200) -> Iterator[str]:
+    """An HTTP server that answers every completion with these lines; yields its URL."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert body["stream_options"] == {"include_usage": True}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write("".join(f"{line}\n\n" for line in lines).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+PIECE = 'data: {"choices": [{"text": ""}]}'
+USAGE = 'data: {"choices": [], "usage": {"completion_tokens": 2}}'
+DONE = "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "error"),
+    [
+        pytest.param([PIECE, PIECE, USAGE, DONE], 200, "", id="all is well"),
+        pytest.param([PIECE, PIECE, USAGE], 200, "the stream ended early", id="cut off"),
+        pytest.param([PIECE, PIECE, DONE], 200, "-1 tokens instead of 2", id="no usage"),
+        pytest.param([PIECE, USAGE.replace("2", "1"), DONE], 200, "1 tokens instead of 2", id="too few"),
+        pytest.param(['data: {"error": "engine died"}', DONE], 200, "in the stream: engine died", id="error inside"),
+        pytest.param(["busy"], 503, "status 503: busy", id="refused"),
+        pytest.param(["data: {"], 200, "JSONDecodeError", id="garbage"),
+    ],
+)
+def test_what_counts_as_an_answer(lines: list[str], status: int, error: str) -> None:
+    pytest.importorskip("aiohttp")
+    with stand_in_server(lines, status) as url:
+        outcome = load.send(url, [load.Request([1, 2], 2)] * 3)
+    if error:
+        assert outcome.failed == 3
+        assert len(outcome.errors) == 1
+        assert outcome.errors[0].startswith(error)
+    else:
+        assert (outcome.failed, outcome.errors) == (0, ())
+        assert outcome.rate * outcome.seconds == pytest.approx(6)
+        assert 0 < outcome.first_s <= outcome.seconds
+
+
+def test_nobody_answers() -> None:
+    pytest.importorskip("aiohttp")
+    outcome = asyncio.run(load.send_all("http://127.0.0.1:1", [load.Request([1], 1)]))
+    assert outcome.failed == 1
+    assert "Cannot connect" in outcome.errors[0]
+
+
+def test_mixed_lengths() -> None:
+    requests = load.mixed(64, 4096, 512, 1000, seed=1)
+    assert requests == load.mixed(64, 4096, 512, 1000, seed=1)
+    lengths = [len(request.prompt) for request in requests]
+    assert min(lengths) >= 4
+    assert max(lengths) <= 4096
+    assert len(set(lengths)) > 40
+    assert all(1 <= request.output <= 512 for request in requests)
