@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel runs on: warps, memories, barriers, copy and matrix engines, and the checks on all of them."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers: mbarriers in shared memory (PTX ISA, section Parallel Synchronization: mbarrier) and named ones."""
+
+from dataclasses import dataclass, field
+
+from emulator.machine.clocks import Clock, Components, Knowledge, Source
+
+MAX_COUNT = (1 << 20) - 1  # of arrivals and, in absolute value, of outstanding bytes
+
+
+class BarrierMisuse(Exception):
+    """An operation that a barrier's state does not allow; the message says which state."""
+
+
+@dataclass
+class MBarrier:
+    """An mbarrier object.
+
+    Attributes:
+        expected: arrivals that complete a phase.
+        pending: arrivals still missing in the current phase.
+        bytes: of asynchronous work announced by expect_tx and not yet completed; negative while work completes first.
+        phase: number of the current phase, from 1; phase p - 1 and all before it are complete.
+        component: whose clock is the phase that completes an asynchronous access.
+    """
+
+    name: str
+    components: Components
+    expected: int
+    pending: int = 0
+    bytes: int = 0
+    phase: int = 1
+    component: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.expected <= MAX_COUNT:
+            raise BarrierMisuse(f"{self.name} initialised for {self.expected} arrivals: 1 to {MAX_COUNT} are possible")
+        self.pending = self.expected
+        self.component = self.components.new(Source.MBARRIER, self.name)
+        self._gathering = Knowledge.none(self.components)
+        self.released = Knowledge.none(self.components)
+
+    def __str__(self) -> str:
+        missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes"
+        return f"{self.name}: phase {self.phase}, {missing} missing"
+
+    def expect(self, count: int) -> None:
+        """expect_tx: announce bytes of asynchronous work."""
+        self.bytes += count
+        if abs(self.bytes) > MAX_COUNT:
+            raise BarrierMisuse(f"{self}: a transaction count is at most {MAX_COUNT}")
+
+    def arrive(self, clock: Clock | None, count: int = 1) -> int:
+        """Arrive `count` times, releasing what `clock` knows; returns the phase that was arrived at."""
+        if not 1 <= count <= self.pending:
+            raise BarrierMisuse(f"{self}: {count} more arrivals")
+        if clock is not None:
+            clock.release(self._gathering)
+        phase = self.phase
+        self.pending -= count
+        self._complete()
+        return phase
+
+    def complete_bytes(self, count: int) -> int:
+        """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to."""
+        phase = self.phase
+        self.bytes -= count
+        if abs(self.bytes) > MAX_COUNT:
+            raise BarrierMisuse(f"{self}: a transaction count is at most {MAX_COUNT}")
+        self._complete()
+        return phase
+
+    def _complete(self) -> None:
+        if self.pending or self.bytes:
+            return
+        self.released.join(self._gathering)
+        self.released.learn(self.component, self.phase)
+        self.phase += 1
+        self.pending = self.expected
+
+    def is_complete(self, parity: int) -> bool:
+        """Whether the phase of that parity, the current or the one before it, is complete."""
+        return (self.phase - 1) & 1 != parity & 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody has arrived in the current phase and no bytes are outstanding."""
+        return self.pending == self.expected and self.bytes == 0
+
+
+@dataclass
+class NamedBarrier:
+    """A barrier of a CTA's numbered set, or a cluster's barrier.
+
+    Attributes:
+        threads: that take part in the current round; 0 until the first arrives.
+        arrived: threads that have.
+        round: completed so far.
+    """
+
+    name: str
+    components: Components
+    threads: int = 0
+    arrived: int = 0
+    round: int = 0
+
+    def __post_init__(self) -> None:
+        self._gathering = Knowledge.none(self.components)
+        self.released = Knowledge.none(self.components)
+
+    def __str__(self) -> str:
+        return f"{self.name}: round {self.round}, {self.arrived} of {self.threads or '?'} threads arrived"
+
+    def arrive(self, clock: Clock, threads: int, of: int) -> int:
+        """`threads` threads of `of` arrive; returns the round that completes when all have."""
+        if self.threads == 0:
+            self.threads = of
+        if of != self.threads:
+            raise BarrierMisuse(f"{self}: a warp arrives for {of} threads")
+        if self.arrived + threads > self.threads:
+            raise BarrierMisuse(f"{self}: {threads} more threads arrive")
+        clock.release(self._gathering)
+        self.arrived += threads
+        target = self.round + 1
+        if self.arrived == self.threads:
+            self.released = self._gathering
+            self._gathering = Knowledge.none(self.components)
+            self.round, self.threads, self.arrived = target, 0, 0
+        return target
