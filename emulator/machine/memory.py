@@ -14,7 +14,7 @@ from emulator.machine.shadow import Shadow
 Addresses = NDArray[np.int64]
 Values = NDArray[Any]  # of unsigned integers
 
-UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # What memory holds before anyone writes it: a NaN in every floating type, so that a stale read shows.
 POISON = 0xFF
 
