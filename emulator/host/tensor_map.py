@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the 128-byte tensor maps that CuTe DSL's host code builds.
+
+NVIDIA documents how to make a tensor map (`cuTensorMapEncodeTiled`) and not what is in it. The layout below was read
+off the stores in the printed host IR of the tested releases, and tests compile kernels over boxes, strides, swizzles,
+types and ranks to see that each field comes back. A bit that was never seen set is refused: interleaving, a fill that
+is not zero and im2col must be behind some of them.
+
+    byte  0  address, u64
+          8  u32: [3:0] 2, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion, [21] large
+         12  bits 4 to 35 of the strides 1 to 4, u32 each
+         28  bits 36 to 39 of the strides 1 to 4, a nibble each
+         32  dimensions - 1, u32 each
+         52  strides of elements - 1, 3 bits each
+         55  box - 1, u8 each
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emulator.errors import Unsupported
+
+BYTES = 128
+# The upper half is never written: it holds what was on the stack.
+WRITTEN_BYTES = 64
+MAX_RANK = 5
+TILED = 2
+LARGE_BYTES = 1 << 17
+
+
+class Element(enum.Enum):
+    """Type of an element: number in a tensor map, bits."""
+
+    U8 = (0, 8)
+    U16 = (1, 16)
+    U32 = (2, 32)
+    U64 = (4, 64)
+    F16 = (6, 16)
+    F32 = (7, 32)
+    F64 = (9, 64)
+    BF16 = (10, 16)
+
+    @property
+    def bits(self) -> int:
+        return self.value[1]
+
+    @property
+    def bytes(self) -> int:
+        return self.bits // 8
+
+
+ELEMENTS = {element.value[0]: element for element in Element}
+
+
+class Promotion(enum.IntEnum):
+    """How many bytes are fetched into L2 at a time; numbers as in `CUtensorMapL2promotion`."""
+
+    NONE = 0
+    B64 = 1
+    B128 = 2
+    B256 = 3
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tiled tensor map. Dimension 0 is the one that is contiguous.
+
+    Attributes:
+        address: of the tensor in global memory.
+        dims: elements of each dimension.
+        strides: bytes between elements of the dimensions 1 and up: one fewer than dims.
+        box: elements of a copy, in each dimension.
+        element_strides: 1 where every element is copied.
+        tf32: 32-bit floats are rounded to tf32 on their way.
+        swizzle: span of the pattern in bytes: 0, 32, 64 or 128.
+        interleave: always 0, others are refused.
+        fill: of elements out of bounds: always zero, others are refused.
+    """
+
+    address: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    element: Element
+    tf32: bool
+    swizzle: int
+    promotion: Promotion
+    interleave: int = 0
+    fill: str = "zero"
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes that a copy of a box puts into shared memory."""
+        count = 1
+        for size, step in zip(self.box, self.element_strides, strict=True):
+            count *= -(-size // step)
+        return count * self.element.bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the address to the end of the last element."""
+        steps = (self.element.bytes, *self.strides)
+        return self.element.bytes + sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
+
+
+def field(word: int, low: int, bits: int) -> int:
+    return word >> low & (1 << bits) - 1
+
+
+def decode(data: bytes) -> TensorMap:
+    """The tensor map in 128 bytes of a kernel's parameters."""
+    if len(data) != BYTES:
+        raise Unsupported(f"a tensor map has {BYTES} bytes, not {len(data)}")
+    address, flags, *rest = struct.unpack_from("<QI4II5I", data)
+    low_strides, high_strides, sizes = rest[:4], rest[4], rest[5:]
+    rank = field(flags, 4, 3) + 1
+    known = 0b11 << 17 | 1 << 16 | 0b111 << 13 | 0xF << 7 | 0b111 << 4 | 0xF | 1 << 21
+    number = field(flags, 7, 4)
+    element_strides = int.from_bytes(data[52:54], "little")
+    boxes = data[55 : 55 + MAX_RANK]
+    refuse(
+        (field(flags, 0, 4) != TILED, f"kind {field(flags, 0, 4)}"),
+        (rank > MAX_RANK, f"rank {rank}"),
+        (number not in ELEMENTS, f"element type {number}"),
+        (field(flags, 13, 3) > 3, f"swizzle {field(flags, 13, 3)}"),
+        (flags & ~known != 0, f"flags {flags & ~known:#x}, which may be an interleaved layout, a fill or im2col"),
+        (high_strides >> 16 != 0, f"bits {high_strides >> 16:#x} beside the strides"),
+        (element_strides >> 15 != 0 or data[54] != 0, "bits beside the strides of elements"),
+        (any(data[60:WRITTEN_BYTES]), "bits behind the box"),
+        (any(beyond(rank - 1, low_strides)), f"a stride beyond rank {rank}"),
+        (any(beyond(rank, sizes)) or any(beyond(rank, boxes)), f"a size beyond rank {rank}"),
+    )
+    element = ELEMENTS[number]
+    strides = tuple((low | field(high_strides, 4 * i, 4) << 32) << 4 for i, low in enumerate(low_strides))
+    found = TensorMap(
+        address=address,
+        dims=tuple(size + 1 for size in sizes[:rank]),
+        strides=strides[: rank - 1],
+        box=tuple(size + 1 for size in boxes[:rank]),
+        element_strides=tuple(field(element_strides, 3 * i, 3) + 1 for i in range(rank)),
+        element=element,
+        tf32=bool(field(flags, 16, 1)),
+        swizzle=(0, 32, 64, 128)[field(flags, 13, 3)],
+        promotion=Promotion(field(flags, 17, 2)),
+    )
+    refuse((found.tf32 and element is not Element.F32, f"tf32 of {element.name}"))
+    return found
+
+
+def beyond(count: int, values: Sequence[int]) -> Sequence[int]:
+    return values[count:]
+
+
+def refuse(*objections: tuple[bool, str]) -> None:
+    """Raise with all objections that hold."""
+    if said := [words for holds, words in objections if holds]:
+        raise Unsupported(f"a tensor map that the emulator cannot read: {'; '.join(said)}")
