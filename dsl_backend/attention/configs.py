@@ -70,17 +70,27 @@ class TileConfig:
     def smem_bytes(self, spec: AttentionSpec, target: Target) -> int:
         """Shared memory of a program: key and value tiles in flight, and the query tile.
 
-        The tile being computed on needs a buffer where wgmma reads it from shared memory; otherwise it is in registers,
-        and the weights pass through shared memory. Compiled kernels agree to the byte for power-of-two head sizes
-        (Triton 3.6.0, SM80 and SM90); others may need the weights' part on top.
+        The tile being computed on needs a buffer where wgmma or tcgen05 reads it from shared memory; otherwise it is in
+        registers, and the weights pass through shared memory. Compiled kernels agree to the byte for power-of-two head
+        sizes (Triton 3.6.0, SM80 and SM90); others may need the weights' part on top, and Triton 3.9.0 less of it.
         """
         row = sum(key_blocks(spec))
         value_row = 0 if spec.latent else sum(value_blocks(spec))
-        tiles = self.num_stages if target.wgmma and self.block_m >= 64 else max(1, self.num_stages - 1)
+        if not target.native_bf16:
+            # Triton multiplies without tensor cores there: float32 operands pass through shared memory, none in flight.
+            return 4 * (self.block_m * (row + self.block_n) + self.block_n * max(row, value_row))
+        tensor_memory = target.tcgen05 and self.block_m >= 64
+        # fp8 tiles are widened on their way to tcgen05: one stage less waits for it.
+        from_shared = (target.wgmma and self.block_m >= 64) or (tensor_memory and not spec.is_fp8_kv)
+        tiles = self.num_stages if from_shared else max(1, self.num_stages - 1)
         staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
         # The latent of an fp8 cache is both operands, widened once for both.
-        widened = 2 * self.block_n * row if spec.latent and spec.is_fp8_kv else 0
+        widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv and (spec.latent or tensor_memory) else 0
         return staged + widened + 2 * self.block_m * (row + self.block_n)
+
+    def fits(self, spec: AttentionSpec, target: Target) -> bool:
+        """Whether the programs of an SM fit its shared memory."""
+        return self.smem_bytes(spec, target) * self.programs_per_sm <= target.smem_bytes
 
 
 Config = TypeVar("Config", bound=TileConfig)
@@ -88,11 +98,7 @@ Config = TypeVar("Config", bound=TileConfig)
 
 def first_fitting(spec: AttentionSpec, target: Target, configs: Sequence[Config]) -> Config:
     """The first configuration that fits the target's shared memory; the last one where none does."""
-
-    def fits(config: Config) -> bool:
-        return config.smem_bytes(spec, target) * config.programs_per_sm <= target.smem_bytes
-
-    return next(filter(fits, configs), configs[-1])
+    return next((config for config in configs if config.fits(spec, target)), configs[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +124,32 @@ class SplitKVConfig(TileConfig):
     @classmethod
     def default(cls, spec: AttentionSpec, target: Target, max_query_len: int) -> "SplitKVConfig":
         """A configuration for requests of up to max_query_len queries."""
-        block_m = min(64, max(16, power_of_2(max_query_len * spec.group)))
-        if not spec.latent:
-            block_n = 128 if spec.head_dim <= 64 else 64
-            choices = [(block_n, 4, 3, 2), (block_n, 4, 2, 2), (block_n // 2, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1)]
-        elif block_m == 16:
-            choices = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1), (16, 4, 1, 1)]
-        elif block_m == 32:
-            choices = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
-        else:
-            choices = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
         if target.is_cpu:
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_share=2, scan=4)
-        configs = [
+        block_m = min(64, max(16, power_of_2(max_query_len * spec.group)))
+        config = first_fitting(spec, target, cls.choices(spec, target, block_m))
+        # Elsewhere what the estimate is above the limit by was seen to fit.
+        while block_m > 8 and not target.native_bf16 and not config.fits(spec, target):
+            block_m //= 2
+            config = first_fitting(spec, target, cls.choices(spec, target, block_m))
+        return config
+
+    @classmethod
+    def choices(cls, spec: AttentionSpec, target: Target, block_m: int) -> list["SplitKVConfig"]:
+        """Configurations for tiles of that many rows, best first."""
+        if not spec.latent and target.tcgen05 and block_m == 64 and spec.head_dim > 128:
+            # The accumulators of one program fill tensor memory.
+            shapes = [(64, 4, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1)]
+        elif not spec.latent:
+            block_n = 128 if spec.head_dim <= 64 else 64
+            shapes = [(block_n, 4, 3, 2), (block_n, 4, 2, 2), (block_n // 2, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1)]
+        elif block_m <= 16:
+            shapes = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1), (16, 4, 1, 1)]
+        elif block_m == 32:
+            shapes = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
+        else:
+            shapes = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 4, 1, 1)]
+        return [
             cls(
                 block_m=block_m,
                 block_n=n,
@@ -139,9 +158,8 @@ class SplitKVConfig(TileConfig):
                 num_programs=target.sm_count * resident,
                 resident=resident,
             )
-            for n, warps, stages, resident in choices
+            for n, warps, stages, resident in shapes
         ]
-        return first_fitting(spec, target, configs)
 
 
 @dataclass(frozen=True, kw_only=True)

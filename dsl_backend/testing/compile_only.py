@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the Triton kernels for a GPU that is not there: `python -m dsl_backend.testing.compile_only sm_90 [ID ...]`.
+
+Tensors lie on the CPU, launches end after compilation, and a driver that only knows the architecture stands in for
+CUDA's. One line of JSON comes out for each compiled kernel, or for a case that does not compile.
+
+It takes a process of its own, in which Triton does not interpret: both are decided when kernels are defined.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import Planner, Share
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import FP16, Case, mla
+from dsl_backend.testing.kv_writes import WriteCase
+
+ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+# Launches both kernels of a plan: the second request is short enough for the decode kernel, whose tile is then as large
+# as it gets. Decode steps get the smallest tile.
+MIXED: dict[str, Any] = {"q_lens": (64, 1), "kv_lens": (64, 70), "heads": (8, 2)}
+STEP: dict[str, Any] = {"q_lens": (1, 1), "kv_lens": (64, 70), "heads": (32, 8)}
+DRAFTS: dict[str, Any] = {"q_lens": (4, 4), "kv_lens": (64, 70)}
+
+ATTENTION: tuple[Case, ...] = (
+    Case(id="dense-64", dim=64, **MIXED, why="the smallest head"),
+    Case(id="dense-64-step", dim=64, **STEP, why="twice as many keys a tile as other heads"),
+    Case(id="dense-80", dim=80, **MIXED, why="two blocks of a head: the sizes beside powers of two"),
+    Case(id="dense-96-step", dim=96, **STEP, why="one padded block"),
+    Case(id="dense-128", dim=128, **MIXED, why="the size that most models have"),
+    Case(id="dense-128-step", dim=128, **STEP, why="the same at a decode step"),
+    Case(id="dense-256", dim=256, **MIXED, why="the largest that two tiles in flight are meant for"),
+    Case(id="dense-256-step", dim=256, **STEP, why="the same at a decode step"),
+    Case(id="dense-512", dim=512, **MIXED, why="the largest head: least room"),
+    Case(id="dense-512-step", dim=512, **STEP, why="the same at a decode step"),
+    Case(id="mla-prefill", q_lens=(64,), kv_lens=(64,), heads=(4, 4), dim=192, dim_v=128, page=None, why="packed keys"),
+    Case(id="window", dim=128, window=(100, None), **MIXED, why="two bounds of a mask"),
+    Case(id="softcap-sinks", dim=64, softcap=5.0, sinks=True, **MIXED, why="scores bent, and a sink in both kernels"),
+    Case(id="alibi", dim=128, alibi=True, **MIXED, why="slopes in registers beside the largest tile"),
+    Case(id="per-request", dim=64, causal=(True, False), **MIXED, why="a mask that is known at run time"),
+    Case(id="fp8", dim=128, fp8=True, **MIXED, why="widened keys; bytes where e4m3 has no instruction"),
+    Case(id="fp8-step", dim=128, fp8=True, **STEP, why="the same at a decode step"),
+    Case(id="fp8-256", dim=256, fp8=True, **MIXED, why="the largest fp8 tiles"),
+    Case(id="fp8-80", dim=80, fp8=True, **MIXED, why="a padded fp8 block"),
+    mla(16, id="mla-16", q_lens=(1, 1), kv_lens=(64, 70), why="DeepSeek-V2-Lite's heads"),
+    mla(128, id="mla-128", q_lens=(1, 1), kv_lens=(64, 70), why="DeepSeek-V3's heads: the largest tile"),
+    mla(16, id="mla-16-fp8", fp8=True, q_lens=(1, 1), kv_lens=(64, 70), why="a widened latent beside the stored one"),
+    mla(128, id="mla-128-fp8", fp8=True, q_lens=(1, 1), kv_lens=(64, 70), why="the same, largest tile"),
+    mla(8, id="mla-drafts", **DRAFTS, why="the tile between the two"),
+    mla(8, id="mla-drafts-fp8", fp8=True, **DRAFTS, why="the tile between the two, widened"),
+    mla(16, (320, 256), id="mla-320", q_lens=(1, 1), kv_lens=(64, 70), why="a smaller latent"),
+)
+WRITES: tuple[WriteCase, ...] = (
+    WriteCase(id="write", why="a copy"),
+    WriteCase(id="write-fp8", fp8=True, why="rounding to e4m3, in bits where there is no instruction"),
+    WriteCase(id="write-mla", heads=1, dim=512, dim_v=64, latent=True, why="the widest row"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What became of one kernel of a case.
+
+    Attributes:
+        kernel: its name, with the tile where it has one.
+        shared, predicted: bytes of shared memory of a program, as compiled and as its configuration says.
+        programs: that must be resident on an SM side by side.
+        tensor_columns: of tensor memory.
+        seconds: of compilation; nearly none where Triton's cache had it.
+        error: why the case does not compile; empty where it does.
+    """
+
+    case: str
+    kernel: str = ""
+    shared: int = 0
+    predicted: int | None = None
+    programs: int = 1
+    tensor_columns: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@contextmanager
+def compiling_for(target: Target) -> Iterator[list[tuple[str, Any, float]]]:
+    """Within, a launch compiles for the target and does no more; yields name, Triton's kernel and its seconds."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    assert target.capability is not None, "a CPU has nothing to compile for"
+    major, minor = target.capability
+
+    class Driver:
+        """What compilation asks of a driver."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+    launch = JITFunction.run
+    done: list[tuple[str, Any, float]] = []
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        began = time.monotonic()
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        done.append((self.__name__, kernel, time.monotonic() - began))
+        return kernel
+
+    driver.set_active(Driver())
+    with mock.patch.object(JITFunction, "run", compile_only):
+        yield done
+
+
+def tile_of(share: Share, batch: Batch, spec: AttentionSpec, target: Target) -> dict[str, Any]:
+    """What the configuration of a share's kernel says."""
+    kernel: Any = share.kernel
+    config = kernel.config
+    if callable(config):
+        config = config(min(share.longest, batch.max_query_len))
+    return {
+        "name": f"{config.block_m}x{config.block_n} {config.num_warps}w {config.num_stages}s",
+        "predicted": config.smem_bytes(spec, target),
+        "programs": config.programs_per_sm,
+    }
+
+
+def attention(case: Case, target: Target) -> Iterator[Compiled]:
+    """Compile all that a case's plan launches."""
+    problem = case.problem()
+    planner = Planner(problem.spec, target, Workspace(problem.device), "triton")
+    plan = planner.plan(problem.batch)
+    for share in plan.shares:
+        tile = tile_of(share, problem.batch, problem.spec, target)
+        with compiling_for(target) as done:
+            check.launch(replace(plan, shares=(share,)), problem, check.empty_result(problem), split_q=case.split_q)
+        for name, kernel, seconds in done:
+            attends = not name.startswith("merge")  # the merge kernel has no tiles
+            yield Compiled(
+                case=case.id,
+                kernel=f"{name} {tile['name']}" if attends else name,
+                shared=kernel.metadata.shared,
+                predicted=tile["predicted"] if attends else None,
+                programs=tile["programs"] if attends else 1,
+                tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
+                seconds=seconds,
+            )
+
+
+def write(case: WriteCase, target: Target) -> Iterator[Compiled]:
+    """Compile a write; it looks at its tensors' device for the target."""
+    from dsl_backend.attention.triton import write_kv as module
+
+    rows = torch.zeros(case.tokens, case.heads, case.dim, dtype=case.dtype)
+    rows_v = torch.zeros(case.tokens, case.heads, case.dim_v, dtype=case.dtype)
+    cache = torch.zeros(case.pages, case.page, case.heads, case.dim + case.dim_v, dtype=case.spec.kv_dtype)
+    slots = torch.zeros(case.tokens, dtype=torch.int64)
+    scales = (torch.ones(1), torch.ones(1)) if case.fp8 else (None, None)
+    with compiling_for(target) as done, mock.patch.object(module, "detect", return_value=target):
+        module.write_kv(rows, rows_v, cache[..., : case.dim], cache[..., case.dim :], slots, *scales)
+    for name, kernel, seconds in done:
+        yield Compiled(case=case.id, kernel=name, shared=kernel.metadata.shared, seconds=seconds)
+
+
+def served(case: Case | WriteCase, target: Target) -> Case | WriteCase:
+    """The case in a dtype that the target has."""
+    return case if target.native_bf16 else replace(case, dtype=FP16)
+
+
+def compile_case(case: Case | WriteCase, target: Target) -> list[Compiled]:
+    """All kernels of a case; one record with an error where one does not compile."""
+    adapted = served(case, target)
+    try:
+        return list(attention(adapted, target) if isinstance(adapted, Case) else write(adapted, target))
+    except Exception as error:  # Triton and ptxas raise what they like
+        return [Compiled(case=case.id, error=f"{type(error).__name__}: {error}"[:2000])]
+
+
+def main(arguments: Sequence[str]) -> None:
+    arch, *ids = arguments
+    target = from_arch(arch)
+    cases: list[Case | WriteCase] = [*ATTENTION, *WRITES]
+    unknown = set(ids) - {case.id for case in cases}
+    if unknown:
+        sys.exit(f"no case {', '.join(sorted(unknown))}: choose from {', '.join(case.id for case in cases)}")
+    for case in (case for case in cases if not ids or case.id in ids):
+        for compiled in compile_case(case, target):
+            print(json.dumps(asdict(compiled)), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
