@@ -136,12 +136,17 @@ class BodyParser:
         tokens = self.tokens
         tokens.at += 1
         kind = tokens.take()[1:]
+        if kind in ("v2", "v4"):
+            self._vector_registers(int(kind[1:]))
+            return
         if kind not in BITS:
             raise PtxError(f"registers of type .{kind}", tokens.line(tokens.at - 1))
         while True:
             name, scope = tokens.take(), self.scope
             unique = self.unique(name, scope.number)
             if tokens.accept("<"):
+                # A digit behind the scope's number would make it another scope's.
+                unique = unique if unique == name else f"{unique}_"
                 count = tokens.integer()
                 tokens.expect(">")
                 scope.ranges[name] = (unique, kind, count)
@@ -149,6 +154,21 @@ class BodyParser:
             else:
                 scope.names[name] = Reg(unique, kind)
                 self.body.registers.append(Registers(unique, kind))
+            if not tokens.accept(","):
+                break
+        tokens.expect(";")
+
+    def _vector_registers(self, length: int) -> None:
+        """`.v4 .s32 name;` (ISA 5.4.2): as many registers, and a name for all of them."""
+        tokens, scope = self.tokens, self.scope
+        kind = tokens.take()[1:]
+        while True:
+            name = tokens.take()
+            registers = tuple(Reg(self.unique(f"{name}_{axis}", scope.number), kind) for axis in "xyzw"[:length])
+            for register, axis, colour in zip(registers, "xyzw", "rgba", strict=False):
+                scope.names[f"{name}.{axis}"] = scope.names[f"{name}.{colour}"] = register
+                self.body.registers.append(Registers(register.name, kind))
+            scope.names[name] = Vec(registers)
             if not tokens.accept(","):
                 break
         tokens.expect(";")
@@ -234,6 +254,8 @@ class BodyParser:
             return Not(self._predicate())
         if token == "(":
             return self._names()
+        if isinstance(whole_vector := self.scope.find(token), Vec):
+            return whole_vector
         first = self._scalar(token)
         if tokens.accept("|"):
             second = self._scalar(tokens.take())
@@ -251,8 +273,8 @@ class BodyParser:
         found = self.scope.find(token)
         if isinstance(found, Reg):
             return found
-        if found is not None or token in self.globals:
-            name = found.name if found is not None else token
+        if isinstance(found, Symbol) or token in self.globals:
+            name = found.name if isinstance(found, Symbol) else token
             return Symbol(name, self._offset())
         if token[0] == "%" and is_special(token):
             name, _, component = token.partition(".")

@@ -4,7 +4,7 @@
 import re
 
 from emulator.ptx.errors import PtxError
-from emulator.ptx.ir import Reg, Symbol
+from emulator.ptx.ir import Reg, Symbol, Vec
 from emulator.ptx.lexer import Tokens
 
 NUMBERED = re.compile(r"(.*?[^\d])(0|[1-9]\d*)")
@@ -17,11 +17,11 @@ class Scope:
 
     def __init__(self, number: int, outer: "Scope | None", labels: dict[str, str]) -> None:
         self.number, self.outer, self.labels = number, outer, labels
-        self.names: dict[str, Reg | Symbol] = {}
+        self.names: dict[str, Reg | Symbol | Vec] = {}
         self.ranges: dict[str, tuple[str, str, int]] = {}
 
-    def find(self, name: str) -> Reg | Symbol | None:
-        """The register or variable of this name."""
+    def find(self, name: str) -> Reg | Symbol | Vec | None:
+        """The register, variable or vector of registers of this name."""
         scope: Scope | None = self
         while scope is not None:
             if (found := scope.names.get(name)) is not None:
