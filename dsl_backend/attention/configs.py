@@ -86,7 +86,9 @@ class TileConfig:
         staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
         # The latent of an fp8 cache is both operands, widened once for both.
         widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv and (spec.latent or tensor_memory) else 0
-        return staged + widened + 2 * self.block_m * (row + self.block_n)
+        # Triton 3.6.0 needs as much more as copies of two latent tiles take; 3.9.0 does not.
+        copied = 4 * self.block_n * spec.head_dim_v if spec.latent and tensor_memory and not spec.is_fp8_kv else 0
+        return staged + widened + copied + 2 * self.block_m * (row + self.block_n)
 
     def fits(self, spec: AttentionSpec, target: Target) -> bool:
         """Whether the programs of an SM fit its shared memory."""
@@ -128,7 +130,7 @@ class SplitKVConfig(TileConfig):
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_share=2, scan=4)
         block_m = min(64, max(16, power_of_2(max_query_len * spec.group)))
         config = first_fitting(spec, target, cls.choices(spec, target, block_m))
-        # Elsewhere what the estimate is above the limit by was seen to fit.
+        # On other chips, what the estimate puts above the limit was seen to fit.
         while block_m > 8 and not target.native_bf16 and not config.fits(spec, target):
             block_m //= 2
             config = first_fitting(spec, target, cls.choices(spec, target, block_m))
