@@ -2,7 +2,7 @@
 """What the attention kernels of this folder are made of: where keys lie, which of them a row sees, the online softmax.
 
 Scores are kept in base 2: score · log2(e), so that exp2 serves the softmax. Names: n key positions, m rows of the tile,
-d elements of a head.
+d elements of a head. Bundles are those of `arguments`.
 """
 
 import triton
@@ -34,39 +34,59 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def window_right(causal_ptr, request, CAUSALITY: tl.constexpr, RIGHT: tl.constexpr):
+def query_range(requests, request, inside):
+    """First row of q and query length of requests, a scalar or a vector; 0 where not inside."""
+    first = tl.load(requests.starts + request, mask=inside, other=0)
+    return first, tl.load(requests.starts + request + 1, mask=inside, other=0) - first
+
+
+@triton.jit
+def window_right(requests, request, LAYER):
     """How many keys after its own position a query of the request sees."""
-    right = RIGHT if RIGHT >= 0 else FAR
-    if CAUSALITY == CAUSAL:
+    right = FAR
+    if LAYER.right >= 0:
+        right = LAYER.right
+    if LAYER.causality == CAUSAL:
         right = 0
-    if CAUSALITY == PER_REQUEST:
-        right = tl.where(tl.load(causal_ptr + request) != 0, 0, right)
+    if LAYER.causality == PER_REQUEST:
+        right = tl.where(tl.load(requests.causal + request) != 0, 0, right)
     return right
 
 
 @triton.jit
-def pages_of(table_ptr, n0, kv_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_source(requests, request, LAYER):
+    """Where a request's keys are: its row of the page table, or the first of its packed tokens."""
+    if LAYER.page > 0:
+        return requests.table + request.to(tl.int64) * requests.table_stride, 0
+    else:
+        # No table: nobody reads what stands in for its row, which cannot be None.
+        return requests.starts, tl.load(requests.packed_starts + request)
+
+
+@triton.jit
+def pages_of(table_row, n0, kv_len, LAYER, BLOCK_N: tl.constexpr):
     """The pages of the keys n0 ... n0 + BLOCK_N - 1: a scalar where one page holds them all, else [BLOCK_N].
 
     The kernels ask for a tile's pages one tile ahead, so that nobody waits for the table before the keys.
     """
-    if PAGE == 0:
+    if LAYER.page == 0:
         return 0
-    elif PAGE % BLOCK_N == 0:
-        return tl.load(table_ptr + n0 // PAGE, mask=n0 < kv_len, other=0)
+    elif LAYER.page % BLOCK_N == 0:
+        return tl.load(table_row + n0 // LAYER.page, mask=n0 < kv_len, other=0)
     else:
         n = n0 + tl.arange(0, BLOCK_N)
-        return tl.load(table_ptr + n // PAGE, mask=n < kv_len, other=0)
+        return tl.load(table_row + n // LAYER.page, mask=n < kv_len, other=0)
 
 
 @triton.jit
-def key_rows(pages, n0, packed_first, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets [BLOCK_N] int64 of the keys n0 ... n0 + BLOCK_N - 1."""
+def key_rows(cache, head, pages, n0, packed_first, LAYER, BLOCK_N: tl.constexpr):
+    """Element offsets [BLOCK_N] int64 of the keys n0 ... n0 + BLOCK_N - 1 of a key head."""
     n = n0 + tl.arange(0, BLOCK_N)
-    if PAGE == 0:
-        return (packed_first + n).to(tl.int64) * token_stride
+    in_head = head.to(tl.int64) * cache.head_stride
+    if LAYER.page == 0:
+        return in_head + (packed_first + n).to(tl.int64) * cache.token_stride
     else:
-        return pages.to(tl.int64) * page_stride + (n % PAGE) * token_stride
+        return in_head + pages.to(tl.int64) * cache.page_stride + (n % LAYER.page) * cache.token_stride
 
 
 @triton.jit
@@ -86,6 +106,18 @@ def load_rows(ptr, rows, inside, FIRST: tl.constexpr, BLOCK_D: tl.constexpr, DIM
 
 
 @triton.jit
+def load_queries(q, q2, token, head, keep, LAYER):
+    """The two blocks of the rows' queries; the second is the first again where the layer has one. token, head [m]."""
+    token = token.to(tl.int64)
+    q1 = load_rows(q.ptr, token * q.token_stride + head * q.head_stride, keep, 0, LAYER.d1, LAYER.head_dim, MASKED=True)
+    if LAYER.d2 > 0:
+        rows = token * q2.token_stride + head * q2.head_stride
+        return q1, load_rows(q2.ptr, rows, keep, 0, LAYER.d2, LAYER.head_dim - LAYER.d1, MASKED=True)
+    else:
+        return q1, q1
+
+
+@triton.jit
 def widen(x, dtype: tl.constexpr):
     """Stored keys in the queries' dtype; uint8 holds e4m3 bits where the target cannot convert them itself."""
     if x.dtype == tl.uint8:
@@ -99,65 +131,51 @@ def widen(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def bend_scores(scores, scale_log2, distance, slopes_ptr, slopes, SOFTCAP: tl.constexpr):
+def bend_scores(scores, scale_log2, distance, scoring, slopes, LAYER):
     """Raw q·k [m, n] to base-2 scores: scale, softcap, ALiBi over distance = n - position."""
     scores = scores * scale_log2
-    if SOFTCAP > 0:
+    if LAYER.softcap > 0:
         # c·tanh(s / c) = c·(1 - 2 / (e^(2s/c) + 1)); overflow to inf still gives ±c.
-        scores = SOFTCAP * LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0))
-    if slopes_ptr is not None:
+        scores = LAYER.softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / LAYER.softcap)) + 1.0))
+    if scoring.slopes is not None:
         scores -= slopes[:, None] * tl.abs(distance).to(tl.float32)
     return scores
 
 
 @triton.jit
-def visible(n, kv_len, distance, right, CAUSALITY: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def visible(n, kv_len, distance, right, LAYER):
     """[m, n]: which keys a row sees."""
     keep = (n < kv_len)[None, :]
-    if CAUSALITY != FULL or RIGHT >= 0:
+    if LAYER.causality != FULL or LAYER.right >= 0:
         keep = keep & (distance <= right)
-    if LEFT >= 0:
-        keep = keep & (distance >= -LEFT)
+    if LAYER.left >= 0:
+        keep = keep & (distance >= -LAYER.left)
     return keep
 
 
 @triton.jit
 def attend(
-    q1,
-    q2,
     acc1,
     acc2,
     top,
     total,
+    q1,
+    q2,
     n0,
     pages,
+    head,
     position,
-    kv_len,
     right,
+    kv_len,
     packed_first,
     slopes,
-    scale_log2,
-    k_ptr,
-    v_ptr,
-    slopes_ptr,
-    k_page_stride,
-    k_token_stride,
-    v_page_stride,
-    v_token_stride,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV1: tl.constexpr,
-    DV2: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSALITY: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    LATENT: tl.constexpr,
-    MASKED: tl.constexpr,
+    scale,
+    keys,
+    values,
+    scoring,
+    LAYER,
     BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One key tile into the running softmax (Milakov and Gimelshein, 2018): acc1, acc2, top, total updated.
 
@@ -166,16 +184,16 @@ def attend(
     """
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < kv_len
-    k_rows = key_rows(pages, n0, packed_first, k_page_stride, k_token_stride, PAGE, BLOCK_N)
-    k1 = widen(load_rows(k_ptr, k_rows, inside, 0, D1, HEAD_DIM, MASKED), q1.dtype)
+    k_rows = key_rows(keys, head, pages, n0, packed_first, LAYER, BLOCK_N)
+    k1 = widen(load_rows(keys.ptr, k_rows, inside, 0, LAYER.d1, LAYER.head_dim, MASKED), q1.dtype)
     scores = dot(q1, tl.trans(k1), tl.zeros([q1.shape[0], BLOCK_N], tl.float32))
-    if D2 > 0:
-        k2 = widen(load_rows(k_ptr, k_rows, inside, D1, D2, HEAD_DIM, MASKED), q1.dtype)
+    if LAYER.d2 > 0:
+        k2 = widen(load_rows(keys.ptr, k_rows, inside, LAYER.d1, LAYER.d2, LAYER.head_dim, MASKED), q1.dtype)
         scores = dot(q2, tl.trans(k2), scores)
     distance = n[None, :] - position[:, None]
-    scores = bend_scores(scores, scale_log2, distance, slopes_ptr, slopes, SOFTCAP)
+    scores = bend_scores(scores, scale, distance, scoring, slopes, LAYER)
     if MASKED:
-        scores = tl.where(visible(n, kv_len, distance, right, CAUSALITY, LEFT, RIGHT), scores, NEG_INF)
+        scores = tl.where(visible(n, kv_len, distance, right, LAYER), scores, NEG_INF)
     new_top = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen nothing keeps -inf; exp2 then needs a finite reference.
     reference = tl.where(new_top == NEG_INF, 0.0, new_top) if MASKED else new_top
@@ -184,16 +202,33 @@ def attend(
     total = total * shrink + tl.sum(weights, 1)
     weights = weights.to(q1.dtype)
     acc1 = acc1 * shrink[:, None]
-    if LATENT:
+    if LAYER.latent:
         acc1 = dot(weights, k1, acc1)
     else:
-        v_rows = key_rows(pages, n0, packed_first, v_page_stride, v_token_stride, PAGE, BLOCK_N)
-        v1 = widen(load_rows(v_ptr, v_rows, inside, 0, DV1, HEAD_DIM_V, MASKED), q1.dtype)
+        v_rows = key_rows(values, head, pages, n0, packed_first, LAYER, BLOCK_N)
+        v1 = widen(load_rows(values.ptr, v_rows, inside, 0, LAYER.dv1, LAYER.head_dim_v, MASKED), q1.dtype)
         acc1 = dot(weights, v1, acc1)
-        if DV2 > 0:
-            v2 = widen(load_rows(v_ptr, v_rows, inside, DV1, DV2, HEAD_DIM_V, MASKED), q1.dtype)
+        if LAYER.dv2 > 0:
+            v2 = widen(load_rows(values.ptr, v_rows, inside, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v, MASKED), q1.dtype)
             acc2 = dot(weights, v2, acc2 * shrink[:, None])
     return acc1, acc2, new_top, total
+
+
+@triton.jit
+def normalizer(top, total, keep, head, scoring):
+    """What turns a row's accumulator into its output, sinks and fp8 scale included; and the row's LSE."""
+    shrink = 1.0
+    if scoring.sinks is not None:
+        sink = tl.load(scoring.sinks + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        top = new_top
+    # total is 0 where a row saw no key; a NaN stays one.
+    factor = tl.where(total == 0.0, 0.0, shrink / total)
+    if scoring.v_scale is not None:
+        factor *= tl.load(scoring.v_scale)
+    return factor, (top + tl.log2(total)) * LN2
 
 
 @triton.jit
@@ -204,48 +239,13 @@ def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr):
-    """What turns a row's accumulator into its output, sinks and fp8 scale included; and the row's LSE."""
-    shrink = 1.0
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.exp2(sink - new_top)
-        top = new_top
-    # total is 0 where a row saw no key; a NaN stays one.
-    factor = tl.where(total == 0.0, 0.0, shrink / total)
-    if v_scale_ptr is not None:
-        factor *= tl.load(v_scale_ptr)
-    return factor, (top + tl.log2(total)) * LN2
-
-
-@triton.jit
-def finish(
-    acc1,
-    acc2,
-    top,
-    total,
-    keep,
-    token,
-    head,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    v_scale_ptr,
-    out_token_stride,
-    out_head_stride,
-    lse_token_stride,
-    lse_head_stride,
-    DV1: tl.constexpr,
-    DV2: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-):
+def finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, LAYER):
     """Divide by the softmax's denominator and store the rows that are kept; token, head [m]."""
-    factor, lse = normalizer(top, total, keep, head, sinks_ptr, v_scale_ptr)
-    rows = token.to(tl.int64) * out_token_stride + head * out_head_stride
-    store_rows(out_ptr, rows, acc1 * factor[:, None], keep, 0, DV1, HEAD_DIM_V)
-    if DV2 > 0:
-        store_rows(out_ptr, rows, acc2 * factor[:, None], keep, DV1, DV2, HEAD_DIM_V)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + token.to(tl.int64) * lse_token_stride + head * lse_head_stride, lse, mask=keep)
+    factor, row_lse = normalizer(top, total, keep, head, scoring)
+    token = token.to(tl.int64)
+    rows = token * out.token_stride + head * out.head_stride
+    store_rows(out.ptr, rows, acc1 * factor[:, None], keep, 0, LAYER.dv1, LAYER.head_dim_v)
+    if LAYER.dv2 > 0:
+        store_rows(out.ptr, rows, acc2 * factor[:, None], keep, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v)
+    if lse.ptr is not None:
+        tl.store(lse.ptr + token * lse.token_stride + head * lse.head_stride, row_lse, mask=keep)

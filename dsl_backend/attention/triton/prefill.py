@@ -11,223 +11,144 @@ import triton.language as tl
 from dsl_backend.attention.configs import PrefillConfig
 from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
-from dsl_backend.attention.triton.launch import STEP_ARGUMENTS, layer_arguments, layer_constants
-from dsl_backend.attention.triton.parts import FULL, LOG2E, NEG_INF, attend, finish, pages_of, window_right
+from dsl_backend.attention.triton.arguments import STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
+from dsl_backend.attention.triton.parts import (
+    FULL,
+    LOG2E,
+    NEG_INF,
+    attend,
+    finish,
+    key_source,
+    load_queries,
+    pages_of,
+    query_range,
+    window_right,
+)
 from dsl_backend.runtime.target import Target
 
 
 @triton.jit
-def query_tiles_of(request, inside, starts_ptr, shortest, longest, BLOCK_M: tl.constexpr):
-    """Query tiles of requests [SCAN]: 0 for those that another kernel serves."""
-    first_query = tl.load(starts_ptr + request, mask=inside, other=0)
-    q_len = tl.load(starts_ptr + request + 1, mask=inside, other=0) - first_query
-    served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
-    return tl.where(served, tl.cdiv(q_len, BLOCK_M), 0)
-
-
-@triton.jit(do_not_specialize=STEP_ARGUMENTS)
-def prefill_kernel(
-    q_ptr,
-    q2_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    starts_ptr,
-    kv_lens_ptr,
-    table_ptr,
-    kv_starts_ptr,
-    causal_ptr,
-    sinks_ptr,
-    slopes_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    scale_log2,
-    num_requests,
-    shortest,
-    longest,
-    q_token_stride,
-    q_head_stride,
-    q2_token_stride,
-    q2_head_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    out_token_stride,
-    out_head_stride,
-    lse_token_stride,
-    lse_head_stride,
-    table_stride,
-    HEADS_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV1: tl.constexpr,
-    DV2: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSALITY: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SCAN: tl.constexpr,
-):
-    HEADS: tl.constexpr = HEADS_KV * GROUP
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
-    index = tl.program_id(0) // HEADS
-
+def locate(index, requests, num_requests, shortest, longest, TILES):
+    """The request that query tile `index` of the batch belongs to, and the tiles of the requests before it."""
     request = 0
     base = 0
     seen = 0
-    for chunk in range(0, num_requests, SCAN):
-        r = chunk + tl.arange(0, SCAN)
-        tiles = query_tiles_of(r, r < num_requests, starts_ptr, shortest, longest, BLOCK_M)
+    for chunk in range(0, num_requests, TILES.scan):
+        r = chunk + tl.arange(0, TILES.scan)
+        _, q_len = query_range(requests, r, r < num_requests)
+        served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
+        tiles = tl.where(served, tl.cdiv(q_len, TILES.m), 0)
         through = seen + tl.cumsum(tiles, 0)
         before = (through <= index) & (r < num_requests)
         request += tl.sum(before.to(tl.int32))
         base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
         seen += tl.sum(tiles)
+    return request, base
+
+
+@triton.jit
+def key_tiles(first_position, last_position, right, kv_len, LAYER, BLOCK_N: tl.constexpr):
+    """Key tiles start ... stop that some row sees, and whole_start ... whole_stop that every row sees whole."""
+    stop = kv_len
+    whole_stop = kv_len
+    if LAYER.causality != FULL or LAYER.right >= 0:
+        stop = tl.minimum(kv_len, tl.maximum(last_position + right + 1, 0))
+        whole_stop = tl.minimum(kv_len, tl.maximum(first_position + right + 1, 0))
+    start = 0
+    whole_start = 0
+    if LAYER.left >= 0:
+        start = tl.maximum(first_position - LAYER.left, 0) // BLOCK_N
+        whole_start = tl.cdiv(tl.maximum(last_position - LAYER.left, 0), BLOCK_N)
+    whole_stop = tl.maximum(whole_stop // BLOCK_N, start)
+    return start, tl.minimum(whole_start, whole_stop), whole_stop, tl.cdiv(stop, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=STEP_ARGUMENTS)
+def prefill_kernel(
+    q,
+    q2,
+    keys,
+    values,
+    out,
+    lse,
+    requests,
+    scoring,
+    num_requests,
+    shortest,
+    longest,
+    LAYER,
+    TILES,
+):
+    HEADS: tl.constexpr = LAYER.heads_kv * LAYER.group
+    BLOCK_N: tl.constexpr = TILES.n
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    index = tl.program_id(0) // HEADS
+    request, base = locate(index, requests, num_requests, shortest, longest, TILES)
     if request >= num_requests:
         return
 
-    first_query = tl.load(starts_ptr + request)
-    q_len = tl.load(starts_ptr + request + 1) - first_query
-    kv_len = tl.load(kv_lens_ptr + request)
+    first_query, q_len = query_range(requests, request, True)
+    kv_len = tl.load(requests.kv_lens + request)
     # The last tiles of a request see the most keys: they start first.
-    first_row = (tl.cdiv(q_len, BLOCK_M) - 1 - (index - base)) * BLOCK_M
-    m = first_row + tl.arange(0, BLOCK_M)
+    first_row = (tl.cdiv(q_len, TILES.m) - 1 - (index - base)) * TILES.m
+    m = first_row + tl.arange(0, TILES.m)
     keep = m < q_len
-    token = first_query + m
     position = kv_len - q_len + m
-    right = window_right(causal_ptr, request, CAUSALITY, RIGHT)
-
-    # Key tiles that some row sees, and those among them that every row sees whole.
+    right = window_right(requests, request, LAYER)
     first_position = kv_len - q_len + first_row
-    last_position = kv_len - q_len + tl.minimum(first_row + BLOCK_M, q_len) - 1
-    stop = kv_len
-    whole_stop = kv_len
-    if CAUSALITY != FULL or RIGHT >= 0:
-        stop = tl.minimum(kv_len, tl.maximum(last_position + right + 1, 0))
-        whole_stop = tl.minimum(kv_len, tl.maximum(first_position + right + 1, 0))
-    start_tile = 0
-    whole_start_tile = 0
-    if LEFT >= 0:
-        start_tile = tl.maximum(first_position - LEFT, 0) // BLOCK_N
-        whole_start_tile = tl.cdiv(tl.maximum(last_position - LEFT, 0), BLOCK_N)
-    stop_tile = tl.cdiv(stop, BLOCK_N)
-    whole_stop_tile = tl.maximum(whole_stop // BLOCK_N, start_tile)
-    whole_start_tile = tl.minimum(whole_start_tile, whole_stop_tile)
+    last_position = kv_len - q_len + tl.minimum(first_row + TILES.m, q_len) - 1
+    start, whole_start, whole_stop, stop = key_tiles(first_position, last_position, right, kv_len, LAYER, BLOCK_N)
 
-    row = token.to(tl.int64)
-    d1 = tl.arange(0, D1)
-    q1 = tl.load(
-        q_ptr + row[:, None] * q_token_stride + head * q_head_stride + d1[None, :],
-        mask=keep[:, None] & (d1 < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    q2 = q1
-    if D2 > 0:
-        d2 = tl.arange(0, D2)
-        q2 = tl.load(
-            q2_ptr + row[:, None] * q2_token_stride + head * q2_head_stride + d2[None, :],
-            mask=keep[:, None] & (D1 + d2 < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if slopes_ptr is not None:
-        slopes += tl.load(slopes_ptr + head) * LOG2E
-    scale = scale_log2
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr)
-    packed_first = 0
-    table_row = table_ptr
-    if PAGE > 0:
-        table_row = table_ptr + request.to(tl.int64) * table_stride
-    else:
-        packed_first = tl.load(kv_starts_ptr + request)
-    k_head = k_ptr + (head // GROUP).to(tl.int64) * k_head_stride
-    v_head = v_ptr + (head // GROUP).to(tl.int64) * v_head_stride
+    heads = head + tl.zeros([TILES.m], tl.int64)
+    q1, q2_rows = load_queries(q, q2, first_query + m, heads, keep, LAYER)
+    slopes = tl.zeros([TILES.m], tl.float32)
+    if scoring.slopes is not None:
+        slopes += tl.load(scoring.slopes + head) * LOG2E
+    scale = scoring.scale_log2
+    if scoring.k_scale is not None:
+        scale *= tl.load(scoring.k_scale)
+    table_row, packed_first = key_source(requests, request, LAYER)
 
-    acc1 = tl.zeros([BLOCK_M, DV1], tl.float32)
-    acc2 = tl.zeros([BLOCK_M, DV2 if DV2 > 0 else 16], tl.float32)
-    top = tl.full([BLOCK_M], NEG_INF, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc1 = tl.zeros([TILES.m, LAYER.dv1], tl.float32)
+    acc2 = tl.zeros([TILES.m, LAYER.dv2 if LAYER.dv2 > 0 else 16], tl.float32)
+    top = tl.full([TILES.m], NEG_INF, tl.float32)
+    total = tl.zeros([TILES.m], tl.float32)
     # Left edge (windows only), whole tiles, right edge.
-    for phase in tl.static_range(0 if LEFT >= 0 else 1, 3):
+    for phase in tl.static_range(0 if LAYER.left >= 0 else 1, 3):
         if phase == 0:
-            begin, end = start_tile, whole_start_tile
+            begin, end = start, whole_start
         elif phase == 1:
-            begin, end = whole_start_tile, whole_stop_tile
+            begin, end = whole_start, whole_stop
         else:
-            begin, end = whole_stop_tile, stop_tile
-        pages = pages_of(table_row, begin * BLOCK_N, kv_len, PAGE, BLOCK_N)
+            begin, end = whole_stop, stop
+        pages = pages_of(table_row, begin * BLOCK_N, kv_len, LAYER, BLOCK_N)
         for t in range(begin, end):
-            next_pages = pages_of(table_row, (t + 1) * BLOCK_N, kv_len, PAGE, BLOCK_N)
+            next_pages = pages_of(table_row, (t + 1) * BLOCK_N, kv_len, LAYER, BLOCK_N)
             acc1, acc2, top, total = attend(
-                q1,
-                q2,
                 acc1,
                 acc2,
                 top,
                 total,
+                q1,
+                q2_rows,
                 t * BLOCK_N,
                 pages,
+                head // LAYER.group,
                 position,
-                kv_len,
                 right,
+                kv_len,
                 packed_first,
                 slopes,
                 scale,
-                k_head,
-                v_head,
-                slopes_ptr,
-                k_page_stride,
-                k_token_stride,
-                v_page_stride,
-                v_token_stride,
-                D1,
-                D2,
-                DV1,
-                DV2,
-                HEAD_DIM,
-                HEAD_DIM_V,
-                PAGE,
-                CAUSALITY,
-                LEFT,
-                RIGHT,
-                SOFTCAP,
-                LATENT,
-                phase != 1,
+                keys,
+                values,
+                scoring,
+                LAYER,
                 BLOCK_N,
+                phase != 1,
             )
             pages = next_pages
-    finish(
-        acc1,
-        acc2,
-        top,
-        total,
-        keep,
-        token,
-        head + tl.zeros([BLOCK_M], tl.int64),
-        out_ptr,
-        lse_ptr,
-        sinks_ptr,
-        v_scale_ptr,
-        out_token_stride,
-        out_head_stride,
-        lse_token_stride,
-        lse_head_stride,
-        DV1,
-        DV2,
-        HEAD_DIM_V,
-    )
+    finish(acc1, acc2, top, total, keep, first_query + m, heads, out, lse, scoring, LAYER)
 
 
 class Prefill:
@@ -242,7 +163,7 @@ class Prefill:
     ) -> None:
         self.spec, self.target = spec, target
         self.config = config or PrefillConfig.default(spec, target)
-        self.constants = layer_constants(spec)
+        self.constants = (layer_of(spec), tiles_of(self.config, scan=4 if target.is_cpu else 128))
 
     def longest_query(self) -> int | None:
         return None
@@ -256,11 +177,10 @@ class Prefill:
         if tiles == 0:
             return
         prefill_kernel[(tiles * self.spec.heads_q,)](
-            *layer_arguments(self.spec, self.target, batch, operands, shortest, longest),
-            **self.constants,
-            BLOCK_M=self.config.block_m,
-            BLOCK_N=self.config.block_n,
-            SCAN=4 if self.target.is_cpu else 128,
+            *launch_arguments(self.spec, self.target, batch, operands),
+            shortest,
+            longest,
+            *self.constants,
             num_warps=self.config.num_warps,
             num_stages=self.config.num_stages,
         )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.configs import power_of_2
-from dsl_backend.attention.triton.launch import key_storage
+from dsl_backend.attention.triton.arguments import key_storage
 from dsl_backend.runtime.target import detect
 
 
