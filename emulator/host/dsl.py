@@ -27,6 +27,8 @@ MODULE, VIEW = "_emulator_module", "_emulator_view"
 # Found elsewhere by host code: libc, and the run-time of TVM-FFI.
 ELSEWHERE = ("printf", "sprintf", "snprintf", "malloc", "free", "memcpy", "memset", "memmove", "abort", "puts")
 TVM_FFI = "TVMFFI"
+# Of the names of runtime.c.
+PREFIX = "emulator_host_"
 
 
 class Host(Protocol):
@@ -60,6 +62,7 @@ def targeting(device: Host, library: Runtime) -> Iterator[None]:
             stack.enter_context(replaced(language.envar, settings))
         for owner, values in hooks.replacements():
             stack.enter_context(replaced(owner, values))
+        stack.callback(hooks.put_options_back)
         # It says that its cache is off because PTX is kept, which nobody in the block has asked for.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Cache is disabled as user wants")
@@ -105,6 +108,7 @@ class Hooks:
         # A descriptor's address is what a call passes of a tensor.
         self.by_pointer: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.names: dict[int, str] = {}
+        self.options: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def replacements(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """(class, its new attributes)."""
@@ -127,6 +131,12 @@ class Hooks:
                 "_load_cuda_library": self.loads(function._load_cuda_library),
             },
         )
+        compiler = importlib.import_module("cutlass.base_dsl.compiler")
+        yield compiler.Compiler, {"jit": self.links(compiler.Compiler.jit)}
+        options = compiler.CompileOptions
+        yield options, {"apply_envar_settings": self.sets(options.apply_envar_settings)}
+        base = importlib.import_module("cutlass.base_dsl.dsl").BaseDSL
+        yield base, {"compile_and_jit": self.compiles(base.compile_and_jit)}
         yield executor.JitExecutor, {"run_compiled_program": self.runs(executor.JitExecutor.run_compiled_program)}
         arguments = executor.ExecutionArgs
         yield arguments, {"generate_execution_args": self.binds(arguments.generate_execution_args)}
@@ -172,26 +182,57 @@ class Hooks:
     # Compilation.
 
     def compiled(self, original: Callable[..., None]) -> Callable[..., None]:
-        """A function was compiled: keep its PTX, and see whether its host code asks for what is not there."""
+        """A function was compiled: keep its PTX."""
 
         def made(function: Any, *arguments: Any, **named: Any) -> None:
             original(function, *arguments, **named)
-            if function.ir_module is not None:
-                self.require_functions(function)
             text = function.artifacts.PTX if function.artifacts else None
             if text and ".version" in text:
                 setattr(function, MODULE, Module(function.function_name, text))
 
         return made
 
-    def require_functions(self, function: Any) -> None:
-        missing = [
-            name
-            for name in declarations(function.ir_module)
-            if not (self.library.exports(name) or name in ELSEWHERE or name.startswith(TVM_FFI))
-        ]
-        if missing:
-            raise Unsupported(f"the host code of {function.function_name} calls {', '.join(missing)}")
+    def sets(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Settings become options of a compilation, and stay in `cute.compile`, which has one set of options."""
+
+        def apply(options: Any, *arguments: Any) -> None:
+            for option in options.options.values():
+                self.options.setdefault(id(option), (option, dict(vars(option))))
+            original(options, *arguments)
+
+        return apply
+
+    def put_options_back(self) -> None:
+        for option, values in self.options.values():
+            vars(option).clear()
+            vars(option).update(values)
+        self.options.clear()
+
+    def compiles(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Around what takes every error for one of the compiler."""
+
+        def compile_and_link(*arguments: Any, **named: Any) -> Any:
+            with self.running(self.library.loading):
+                return original(*arguments, **named)
+
+        return compile_and_link
+
+    def links(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Host code is about to be linked: with the library here, whatever else of these names is in the process."""
+
+        def link(compiler: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+            missing = []
+            for name in declarations(module):
+                if self.library.exports(PREFIX + name):
+                    rename(module, name, PREFIX + name)
+                elif not (name in ELSEWHERE or name.startswith((TVM_FFI, PREFIX))):
+                    missing.append(name)
+            if missing:
+                self.library.pending = Unsupported(f"host code calls {', '.join(missing)}, which the emulator has not")
+                raise self.library.pending
+            return original(compiler, module, *arguments, **named)
+
+        return link
 
     def module(self, function: Any) -> Module | None:
         """The module of a function that is about to run."""
@@ -326,3 +367,13 @@ def declarations(module: Any) -> list[str]:
     """Names of the functions that a compiled host module calls and does not have."""
     functions = (each.operation for each in module.body.operations if each.operation.name == "llvm.func")
     return [each.attributes["sym_name"].value for each in functions if not len(each.regions[0].blocks)]
+
+
+def rename(module: Any, name: str, new: str) -> None:
+    """Give a declared function of a host module another name, wherever it is used."""
+    ir = importlib.import_module("cutlass._mlir.ir")
+    with module.context, ir.Location.unknown():
+        ir.SymbolTable.replace_all_symbol_uses(name, new, module.operation)
+        for each in module.body.operations:
+            if each.operation.name == "llvm.func" and each.operation.attributes["sym_name"].value == name:
+                each.operation.attributes["sym_name"] = ir.StringAttr.get(new)

@@ -4,6 +4,7 @@
 Source: PTX ISA, "Kernel Function Parameters" and ".shared".
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ DECLARATION = re.compile(
     r"^\.param\s+(?:\.align\s+(?P<before>\d+)\s+)?\.(?P<type>\w+)\s+"
     r"(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$%]+)\s*(?:\[(?P<count>\d+)\])?$"
 )
-SHARED = re.compile(r"^\s*(?:\.visible\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[\w$%]+\s*((?:\[\d+\])*)", re.M)
+SHARED = re.compile(
+    r"(?P<extern>\.extern\s+)?(?<![\w.])\.shared\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    r"[\w$%]+\s*(?P<counts>(?:\[\d+\])*)"
+)
 TARGET = re.compile(r"^\s*\.target\s+(\w+)", re.M)
 
 
@@ -53,11 +57,10 @@ def static_shared_bytes(ptx: str) -> int:
     """Bytes of shared memory that a module's variables take, in the order of their declarations."""
     total = 0
     for found in SHARED.finditer(COMMENT.sub(" ", ptx)):
-        size = SIZES[found[2]]
-        for count in re.findall(r"\[(\d+)\]", found[3]):
-            size *= int(count)
-        align = int(found[1] or SIZES[found[2]])
-        total = -(-total // align) * align + size
+        if not found["extern"]:
+            align = int(found["align"] or SIZES[found["type"]])
+            count = math.prod(int(side) for side in re.findall(r"\d+", found["counts"]))
+            total = -(-total // align) * align + count * SIZES[found["type"]]
     return total
 
 

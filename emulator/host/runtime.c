@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The functions that compiled host code of CuTe DSL calls, under the names and signatures of the `llvm.func` declarations
- * in its printed IR. They hand every question to the callbacks of a table that Python installs.
+ * The functions that compiled host code of CuTe DSL calls, with the signatures of the `llvm.func` declarations in its
+ * printed IR, and the prefix emulator_host_ before their names: the CUDA runtime's own, which may be in the process too, are
+ * never meant. They hand every question to the callbacks of a table that Python installs.
  *
  * Sources: printed host IR of nvidia-cutlass-dsl 4.6.0 and 4.8.1; CUDA's public headers for numbers of errors.
  */
@@ -11,6 +12,7 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
+#define HOST(name) emulator_host_##name
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_DEVICE = 101, NOT_SUPPORTED = 801, UNKNOWN = 999 };
 
@@ -55,25 +57,25 @@ EXPORT void emulator_remove(void)
     installed = 0;
 }
 
-EXPORT int _cudaGetDevice(int *device)
+EXPORT int HOST(_cudaGetDevice)(int *device)
 {
     *device = 0;
     return SUCCESS;
 }
 
-EXPORT int _cudaSetDevice(int device)
+EXPORT int HOST(_cudaSetDevice)(int device)
 {
     return device == 0 ? SUCCESS : INVALID_DEVICE;
 }
 
-EXPORT int _cudaDeviceGetAttribute(int *value, int attribute, int device)
+EXPORT int HOST(_cudaDeviceGetAttribute)(int *value, int attribute, int device)
 {
     if (device != 0)
         return INVALID_DEVICE;
     return installed ? python.device_attribute(value, attribute) : UNKNOWN;
 }
 
-EXPORT int _cudaLibraryLoadData(void **library, const void *image, void *jit_options, void *jit_values, uint32_t jit_count,
+EXPORT int HOST(_cudaLibraryLoadData)(void **library, const void *image, void *jit_options, void *jit_values, uint32_t jit_count,
                                 void *options, void *values, uint32_t count)
 {
     (void)jit_options, (void)jit_values, (void)options, (void)values;
@@ -82,50 +84,50 @@ EXPORT int _cudaLibraryLoadData(void **library, const void *image, void *jit_opt
     return installed ? python.load(library, image) : UNKNOWN;
 }
 
-EXPORT int _cudaLibraryGetKernel(void **kernel, void *library, const char *name)
+EXPORT int HOST(_cudaLibraryGetKernel)(void **kernel, void *library, const char *name)
 {
     return installed ? python.kernel(kernel, library, name) : UNKNOWN;
 }
 
-EXPORT int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device)
+EXPORT int HOST(_cuKernelGetAttribute)(int *value, int attribute, void *kernel, int device)
 {
     if (device != 0)
         return INVALID_DEVICE;
     return installed ? python.kernel_attribute(value, attribute, kernel) : UNKNOWN;
 }
 
-EXPORT int _cudaFuncSetAttribute(void *kernel, int attribute, int value)
+EXPORT int HOST(_cudaFuncSetAttribute)(void *kernel, int attribute, int value)
 {
     return installed ? python.set_kernel_attribute(kernel, attribute, value) : UNKNOWN;
 }
 
-EXPORT int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device)
+EXPORT int HOST(_cudaKernelSetAttributeForDevice)(void *kernel, int attribute, int value, int device)
 {
     if (device != 0)
         return INVALID_DEVICE;
-    return _cudaFuncSetAttribute(kernel, attribute, value);
+    return HOST(_cudaFuncSetAttribute)(kernel, attribute, value);
 }
 
-EXPORT int _cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *kernel, int block_threads,
+EXPORT int HOST(_cudaOccupancyMaxActiveBlocksPerMultiprocessor)(int *blocks, void *kernel, int block_threads,
                                                           size_t shared_bytes)
 {
     return installed ? python.occupancy(blocks, kernel, block_threads, shared_bytes) : UNKNOWN;
 }
 
-EXPORT int _cudaLaunchKernelEx(const struct config *config, void *kernel, void **arguments)
+EXPORT int HOST(_cudaLaunchKernelEx)(const struct config *config, void *kernel, void **arguments)
 {
     return installed ? python.launch(config, kernel, arguments) : UNKNOWN;
 }
 
-EXPORT int _cudaLaunchKernel(void *kernel, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t block_x,
+EXPORT int HOST(_cudaLaunchKernel)(void *kernel, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t block_x,
                              uint32_t block_y, uint32_t block_z, void **arguments, uint64_t shared_bytes, void *stream)
 {
     const struct config config = {
         {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, NULL, 0};
-    return _cudaLaunchKernelEx(&config, kernel, arguments);
+    return HOST(_cudaLaunchKernelEx)(&config, kernel, arguments);
 }
 
-EXPORT const char *cuda_dialect_get_error_name(int error)
+EXPORT const char *HOST(cuda_dialect_get_error_name)(int error)
 {
     switch (error) {
     case SUCCESS:
@@ -142,7 +144,7 @@ EXPORT const char *cuda_dialect_get_error_name(int error)
 }
 
 /* `state` is a 64-bit zero of the host module; it stays zero until its binaries are loaded. */
-EXPORT int cuda_dialect_init_library_once(uint64_t *state, int (*init)(void **libraries),
+EXPORT int HOST(cuda_dialect_init_library_once)(uint64_t *state, int (*init)(void **libraries),
                                           int (*load_to_device)(void **libraries, int device),
                                           void (*set_error)(const char *kind, const char *message))
 {
@@ -162,13 +164,13 @@ EXPORT int cuda_dialect_init_library_once(uint64_t *state, int (*init)(void **li
 }
 
 /* Runs when the host code is freed, at times after Python's end: kernels of the library are Python's to forget. */
-EXPORT void cuda_dialect_unload_library_once(uint64_t *state)
+EXPORT void HOST(cuda_dialect_unload_library_once)(uint64_t *state)
 {
     *state = 0;
 }
 
 /* 4.8: the counterpart of the helper that 4.6 writes into every module. */
-EXPORT void CuteDSLRT_TVMFFISetRaisedCudaError(void (*set_error)(const char *kind, const char **parts, int count),
+EXPORT void HOST(CuteDSLRT_TVMFFISetRaisedCudaError)(void (*set_error)(const char *kind, const char **parts, int count),
                                                int error)
 {
     char number[16];

@@ -17,7 +17,6 @@ is not zero and im2col must be behind some of them.
 
 import enum
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emulator.errors import Unsupported
@@ -27,28 +26,36 @@ BYTES = 128
 WRITTEN_BYTES = 64
 MAX_RANK = 5
 TILED = 2
-LARGE_BYTES = 1 << 17
 
 
 class Element(enum.Enum):
-    """Type of an element: number in a tensor map, bits."""
+    """Type of an element: number in a tensor map, bits in global memory, bits in shared memory.
 
-    U8 = (0, 8)
-    U16 = (1, 16)
-    U32 = (2, 32)
-    U64 = (4, 64)
-    F16 = (6, 16)
-    F32 = (7, 32)
-    F64 = (9, 64)
-    BF16 = (10, 16)
+    The unpacked types are `CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B` and `16U6_ALIGN16B`: 16 elements lie packed at the
+    start of 16 bytes of shared memory.
+    """
+
+    U8 = (0, 8, 8)
+    U16 = (1, 16, 16)
+    U32 = (2, 32, 32)
+    U64 = (4, 64, 64)
+    F16 = (6, 16, 16)
+    F32 = (7, 32, 32)
+    F64 = (9, 64, 64)
+    BF16 = (10, 16, 16)
+    U4 = (11, 4, 4)
+    U4_UNPACKED = (12, 4, 8)
+    U6_UNPACKED = (13, 6, 8)
 
     @property
     def bits(self) -> int:
+        """Of an element in global memory."""
         return self.value[1]
 
     @property
-    def bytes(self) -> int:
-        return self.bits // 8
+    def shared_bits(self) -> int:
+        """Of the room that an element takes in shared memory."""
+        return self.value[2]
 
 
 ELEMENTS = {element.value[0]: element for element in Element}
@@ -72,7 +79,8 @@ class TensorMap:
         dims: elements of each dimension.
         strides: bytes between elements of the dimensions 1 and up: one fewer than dims.
         box: elements of a copy, in each dimension.
-        element_strides: 1 where every element is copied.
+        element_strides: 1 where every element is copied; nothing else was seen.
+        element: a type of 8 bits and up says only how wide it is, but for floats that are not 8 bits wide.
         tf32: 32-bit floats are rounded to tf32 on their way.
         swizzle: span of the pattern in bytes: 0, 32, 64 or 128.
         interleave: always 0, others are refused.
@@ -101,13 +109,13 @@ class TensorMap:
         count = 1
         for size, step in zip(self.box, self.element_strides, strict=True):
             count *= -(-size // step)
-        return count * self.element.bytes
+        return count * self.element.shared_bits // 8
 
     @property
     def span_bytes(self) -> int:
         """Bytes from the address to the end of the last element."""
-        steps = (self.element.bytes, *self.strides)
-        return self.element.bytes + sum((size - 1) * step for size, step in zip(self.dims, steps, strict=True))
+        row_bytes = -(-self.dims[0] * self.element.bits // 8)
+        return row_bytes + sum((size - 1) * step for size, step in zip(self.dims[1:], self.strides, strict=True))
 
 
 def field(word: int, low: int, bits: int) -> int:
@@ -123,6 +131,7 @@ def decode(data: bytes) -> TensorMap:
     rank = field(flags, 4, 3) + 1
     known = 0b11 << 17 | 1 << 16 | 0b111 << 13 | 0xF << 7 | 0b111 << 4 | 0xF | 1 << 21
     number = field(flags, 7, 4)
+    strides = tuple((low | field(high_strides, 4 * i, 4) << 32) << 4 for i, low in enumerate(low_strides))
     element_strides = int.from_bytes(data[52:54], "little")
     boxes = data[55 : 55 + MAX_RANK]
     refuse(
@@ -134,11 +143,11 @@ def decode(data: bytes) -> TensorMap:
         (high_strides >> 16 != 0, f"bits {high_strides >> 16:#x} beside the strides"),
         (element_strides >> 15 != 0 or data[54] != 0, "bits beside the strides of elements"),
         (any(data[60:WRITTEN_BYTES]), "bits behind the box"),
-        (any(beyond(rank - 1, low_strides)), f"a stride beyond rank {rank}"),
-        (any(beyond(rank, sizes)) or any(beyond(rank, boxes)), f"a size beyond rank {rank}"),
+        (any(strides[rank - 1 :]), f"a stride beyond rank {rank}"),
+        (any(sizes[rank:]) or any(boxes[rank:]), f"a size beyond rank {rank}"),
+        (element_strides >> 3 * rank != 0, f"a stride of elements beyond rank {rank}"),
     )
     element = ELEMENTS[number]
-    strides = tuple((low | field(high_strides, 4 * i, 4) << 32) << 4 for i, low in enumerate(low_strides))
     found = TensorMap(
         address=address,
         dims=tuple(size + 1 for size in sizes[:rank]),
@@ -152,10 +161,6 @@ def decode(data: bytes) -> TensorMap:
     )
     refuse((found.tf32 and element is not Element.F32, f"tf32 of {element.name}"))
     return found
-
-
-def beyond(count: int, values: Sequence[int]) -> Sequence[int]:
-    return values[count:]
 
 
 def refuse(*objections: tuple[bool, str]) -> None:
