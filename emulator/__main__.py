@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m emulator KERNEL.py::case`: run one case of a file on an emulated device.
+
+A case is a function of no arguments. It is called with the device active, and compiles, calls and checks as it likes.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from emulator.errors import EmulatorError, HostError
+from emulator.host.chips import CHIPS
+from emulator.host.device import DEFAULT_SMS, SCHEDULES, device
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
+    made.add_argument("case", metavar="FILE::CASE", help="a Python file, and a function of no arguments in it")
+    made.add_argument("--arch", choices=tuple(CHIPS), default="sm_100a")
+    made.add_argument("--sms", type=int, default=DEFAULT_SMS, help="that host code sees (default: %(default)s)")
+    made.add_argument(
+        "--schedule", choices=SCHEDULES, default="lazy", help="of asynchronous work (default: %(default)s)"
+    )
+    made.add_argument("--seed", type=int, default=0, help="of the random schedule")
+    return made
+
+
+def load(case: str) -> Callable[[], Any]:
+    """The function that FILE::CASE names."""
+    file, separator, name = case.rpartition("::")
+    if not separator or not name.isidentifier():
+        raise HostError(f"{case!r} is not FILE::CASE")
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise HostError(f"there is no Python file {file}")
+    module = importlib.util.module_from_spec(spec)
+    # CuTe DSL reads the sources of functions by their modules, and the file may import its neighbours.
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise HostError(f"{file} has no function {name}")
+    function: Callable[[], Any] = found
+    return function
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parser().parse_args(arguments)
+    try:
+        with device(
+            asked.arch, sms=asked.sms, schedule=asked.schedule, seed=asked.seed, keep_findings=True
+        ) as emulated:
+            # Inside, so that what the file compiles when it is imported is compiled for the device.
+            load(asked.case)()
+    except EmulatorError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"{asked.case}: {emulated.launches} launches on {emulated.arch}, {len(emulated.findings)} findings")
+    if emulated.profile is not None:
+        print(emulated.profile)
+    for finding in emulated.findings:
+        print(finding)
+    return 1 if emulated.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
