@@ -3,7 +3,7 @@
 
 A row is `opcode[#variant] modifiers : operands`, in the order of the ISA's syntax lines. Modifiers:
 
-    .sync               has to stand there
+    .sync               has to stand there: modifier `sync` is "sync"
     .ftz?               may stand there: modifier `ftz` is "ftz" or absent
     .type=u32|s32       one of them has to
     .space=global|local?    one of them may
@@ -50,13 +50,11 @@ class Group:
 
     Attributes:
         values: that may stand there, in the order of the table.
-        fixed: has to stand there and is the only value: it says nothing.
     """
 
     name: str
     values: tuple[str, ...]
     optional: bool = False
-    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ def _match(groups: tuple[Group, ...], words: tuple[str, ...]) -> dict[str, str] 
     if words and words[0] in first.values:
         found = _match(rest, words[1:])
         if found is not None:
-            return found if first.fixed else {first.name: words[0], **found}
+            return {first.name: words[0], **found}
     return _match(rest, words) if first.optional else None
 
 
@@ -186,7 +184,7 @@ def _group(text: str, sets: Mapping[str, str]) -> Group:
     optional = text.endswith("?")
     name, _, values = text[1:].removesuffix("?").partition("=")
     if not values:
-        return Group(name, (name,), optional, fixed=not optional)
+        return Group(name, (name,), optional)
     return Group(name, tuple(_values(values, sets)), optional)
 
 

@@ -94,8 +94,9 @@ def _fit_vector(op: Op, role: Role, operand: Operand) -> Operand | str:
     if role.vector and length is None:
         return _fit_scalar(op, role, operand, op.type_of(role))
     if not isinstance(operand, Vec):
-        alone = isinstance(operand, ELEMENT) and not (isinstance(operand, Reg) and operand.type == "pred")
-        if length not in (None, 1) or not alone or role.when or op.type_of(role) == "parts":
+        predicate = isinstance(operand, Reg) and operand.type == "pred"
+        parts = op.type_of(role) == "parts"
+        if length not in (None, 1) or role.when or parts or predicate or not isinstance(operand, ELEMENT):
             return f"{op.text}: {role.name} is not a vector"
         operand = Vec((operand,))
     if length is not None and len(operand.items) != length:

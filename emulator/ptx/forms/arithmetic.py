@@ -60,18 +60,18 @@ fma#float      .rnd=<round> .type=f64                        : >d:type, a:type, 
 fma#packed     .rnd=<round> .ftz? .type=f32x2                : >d:type, a:type, b:type, c:type
 mad#float      .rnd=<round> .ftz? .sat? .type=f32            : >d:type, a:type, b:type, c:type
 mad#float      .rnd=<round> .type=f64                        : >d:type, a:type, b:type, c:type
-div#float      .approx .ftz? .type=f32                       : >d:type, a:type, b:type
-div#float      .full .ftz? .type=f32                         : >d:type, a:type, b:type
+div#float      .mode=approx .ftz? .type=f32                       : >d:type, a:type, b:type
+div#float      .mode=full .ftz? .type=f32                         : >d:type, a:type, b:type
 div#float      .rnd=<round> .ftz? .type=f32                  : >d:type, a:type, b:type
 div#float      .rnd=<round> .type=f64                        : >d:type, a:type, b:type
 abs#float      .ftz? .type=f32                               : >d:type, a:type
 abs#float      .type=f64                                     : >d:type, a:type
 neg#float      .ftz? .type=f32                               : >d:type, a:type
 neg#float      .type=f64                                     : >d:type, a:type
-min#float      .ftz? .nan=NaN? .xorsign=xorsign.abs? .type=f32 : >d:type, a:type, b:type, c:type?
+min#float      .ftz? .nan=NaN? .type=f32 : >d:type, a:type, b:type, c:type?
 min#float      .ftz? .nan=NaN? .xorsign .abs .type=f32       : >d:type, a:type, b:type
 min#float      .type=f64                                     : >d:type, a:type, b:type
-max#float      .ftz? .nan=NaN? .xorsign=xorsign.abs? .type=f32 : >d:type, a:type, b:type, c:type?
+max#float      .ftz? .nan=NaN? .type=f32 : >d:type, a:type, b:type, c:type?
 max#float      .ftz? .nan=NaN? .xorsign .abs .type=f32       : >d:type, a:type, b:type
 max#float      .type=f64                                     : >d:type, a:type, b:type
 rcp            .mode=approx|<round> .ftz? .type=f32          : >d:type, a:type
@@ -100,10 +100,14 @@ abs#half       .ftz? .type=f16|f16x2                         : >d:type, a:type
 abs#half       .type=bf16|bf16x2                             : >d:type, a:type
 neg#half       .ftz? .type=f16|f16x2                         : >d:type, a:type
 neg#half       .type=bf16|bf16x2                             : >d:type, a:type
-min#half       .ftz? .nan=NaN? .xorsign=xorsign.abs? .type=f16|f16x2 : >d:type, a:type, b:type
-min#half       .nan=NaN? .type=bf16|bf16x2                   : >d:type, a:type, b:type
-max#half       .ftz? .nan=NaN? .xorsign=xorsign.abs? .type=f16|f16x2 : >d:type, a:type, b:type
-max#half       .nan=NaN? .type=bf16|bf16x2                   : >d:type, a:type, b:type
+min#half       .ftz? .nan=NaN? .type=f16|f16x2 : >d:type, a:type, b:type
+min#half       .ftz? .nan=NaN? .xorsign .abs .type=f16|f16x2 : >d:type, a:type, b:type
+min#half       .nan=NaN? .type=bf16|bf16x2 : >d:type, a:type, b:type
+min#half       .nan=NaN? .xorsign .abs .type=bf16|bf16x2 : >d:type, a:type, b:type
+max#half       .ftz? .nan=NaN? .type=f16|f16x2 : >d:type, a:type, b:type
+max#half       .ftz? .nan=NaN? .xorsign .abs .type=f16|f16x2 : >d:type, a:type, b:type
+max#half       .nan=NaN? .type=bf16|bf16x2 : >d:type, a:type, b:type
+max#half       .nan=NaN? .xorsign .abs .type=bf16|bf16x2 : >d:type, a:type, b:type
 tanh           .approx .type=f16|f16x2|bf16|bf16x2           : >d:type, a:type
 ex2            .approx .type=f16|f16x2                       : >d:type, a:type
 ex2            .approx .ftz .type=bf16|bf16x2                : >d:type, a:type

@@ -17,17 +17,17 @@ prmt           .type=b32 .mode=f4e|b4e|rc8|ecl|ecr|rc16?     : >d:type, a:type, 
 cvt            .rnd=rni|rzi|rmi|rpi|<round>? .ftz? .sat? .dtype=<numbers> .atype=<numbers> : >d:dtype, a:atype
 cvt            .rnd=rn|rz .relu? .satfinite? .dtype=f16|bf16 .atype=f32  : >d:dtype, a:atype
 cvt            .rnd=rn|rz .satfinite .relu .dtype=f16|bf16 .atype=f32    : >d:dtype, a:atype
-cvt            .rna .satfinite? .dtype=tf32 .atype=f32                   : >d:b32, a:atype
+cvt            .rnd=rna .satfinite? .dtype=tf32 .atype=f32                   : >d:b32, a:atype
 cvt            .rnd=rn|rz .satfinite? .relu? .dtype=tf32 .atype=f32      : >d:b32, a:atype
 cvt#pack2      .rnd=rn|rz .relu? .satfinite? .dtype=f16x2|bf16x2 .atype=f32 : >d:dtype, a:atype, b:atype
 cvt#pack2      .rnd=rn|rz .satfinite .relu .dtype=f16x2|bf16x2 .atype=f32 : >d:dtype, a:atype, b:atype
-cvt#pack2rs    .rs .relu? .satfinite? .dtype=f16x2|bf16x2 .atype=f32     : >d:dtype, a:atype, b:atype, bits:b32
+cvt#pack2rs    .rnd=rs .relu? .satfinite? .dtype=f16x2|bf16x2 .atype=f32     : >d:dtype, a:atype, b:atype, bits:b32
 cvt#pack2      .rnd=rn .satfinite .relu? .dtype=<f8x2>|<f6x2> .atype=f32 : >d:b16, a:atype, b:atype
 cvt#pack2f4    .rnd=rn .satfinite .relu? .dtype=e2m1x2 .atype=f32        : >d:b8, a:atype, b:atype
 cvt#halves     .rnd=rn .satfinite .relu? .dtype=<f8x2>|<f6x2>|e2m1x2 .atype=f16x2|bf16x2 : >d:narrow, a:atype
 cvt#widen      .rnd=rn .relu? .dtype=f16x2 .atype=<f8x2>|<f6x2>|e2m1x2   : >d:b32, a:narrow
 cvt#widen      .rnd=rn .satfinite? .relu? .dtype=bf16x2 .atype=<f8x2>|<f6x2>|e2m1x2 : >d:b32, a:narrow
-cvt#pack4      .rs .relu? .satfinite .dtype=e4m3x4|e5m2x4|e2m3x4|e3m2x4|e2m1x4 .atype=f32 \
+cvt#pack4      .rnd=rs .relu? .satfinite .dtype=e4m3x4|e5m2x4|e2m3x4|e3m2x4|e2m1x4 .atype=f32 \
                : >d:narrow, a:atype*, bits:b32
 cvt#pack2      .rnd=rz|rp .satfinite? .dtype=ue8m0x2 .atype=f32          : >d:b16, a:atype, b:atype
 cvt#halves     .rnd=rz|rp .satfinite? .dtype=ue8m0x2 .atype=bf16x2       : >d:b16, a:b32

@@ -208,6 +208,18 @@ def test_refusals_say_why(line: str, reason: str):
     assert caught.value.refusals[0].text == line.split()[0].rstrip(";")
 
 
+def test_rows_of_one_form_differ_in_their_modifiers():
+    """Semantics see the form and its modifiers: nothing that was written may be missing there."""
+    plain, saturated = one("add.s32 %r1, %r2, 1;").op, one("add.sat.s32 %r1, %r2, 1;").op
+    assert plain.form.id == saturated.form.id == "add#int"
+    assert (plain["sat"], saturated["sat"]) == (None, "sat")
+    assert one("cvt.rna.tf32.f32 %r1, %f1;").op["rnd"] == "rna"
+    lines = (Path(__file__).parent / "forms.txt").read_text().splitlines()
+    for text in {line.split()[0] for line in lines if line[0] != "#"}:
+        for op in candidates(text):
+            assert ".".join((op.name, *op.mods.values())) == text
+
+
 def test_reasons_are_of_forms_that_are_refused():
     """A reason may not outlive its refusal."""
     for key in REFUSED:
@@ -217,8 +229,8 @@ def test_reasons_are_of_forms_that_are_refused():
 def test_rows_are_read_as_the_grammar_says():
     (form,) = parse_table("op#v .sync .flag? .type=<bits>|x .vec=v2|v4? : >d|p:type*vec, [a:space], b:imm?, c:b64?flag")
     assert (form.id, form.opcode) == ("op#v", "op")
-    assert form.match(("op", "sync", "b32")) == {"type": "b32"}
-    assert form.match(("op", "sync", "flag", "x", "v4")) == {"flag": "flag", "type": "x", "vec": "v4"}
+    assert form.match(("op", "sync", "b32")) == {"sync": "sync", "type": "b32"}
+    assert form.match(("op", "sync", "flag", "x", "v4")) == {"sync": "sync", "flag": "flag", "type": "x", "vec": "v4"}
     assert form.match(("op", "flag", "b32")) is None
     assert form.match(("op", "sync", "b32", "flag")) is None
     first, second, third, last = form.roles

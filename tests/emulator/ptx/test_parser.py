@@ -186,6 +186,7 @@ def test_tensor_addresses():
         "dst": "shared::cta",
         "src": "global",
         "mode": "tile",
+        "mbarrier::complete_tx::bytes": "mbarrier::complete_tx::bytes",
         "hint": "L2::cache_hint",
     }
 
