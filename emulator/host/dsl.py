@@ -275,15 +275,15 @@ class Hooks:
         return load
 
     def runs(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(executor: Any, pointers: Sequence[int]) -> Any:
+        def run(executor: Any, pointers: Sequence[Any]) -> Any:
             with self.device.passing(self.regions(pointers)), self.running(None):
                 return original(executor, pointers)
 
         return run
 
-    def regions(self, pointers: Sequence[int]) -> list[Region]:
+    def regions(self, pointers: Sequence[Any]) -> list[Region]:
         found = []
-        for index, pointer in enumerate(pointers):
+        for index, pointer in enumerate(map(number, pointers)):
             if (tensor := self.by_pointer.get(pointer)) is not None:
                 found.append(getattr(tensor, VIEW).region(self.names.get(pointer, f"argument {index}")))
         return found
@@ -295,7 +295,7 @@ class Hooks:
             pointers, adapted = original(bound, arguments, named)
             names = bound._meta.all_names
             if len(names) == len(pointers):
-                self.names = dict(zip(pointers, names, strict=True))
+                self.names = dict(zip(map(number, pointers), names, strict=True))
             else:
                 self.names = {}
             return pointers, adapted
@@ -319,7 +319,7 @@ class Hooks:
                     "make it inside"
                 )
             found = original(tensor)
-            self.by_pointer.update(dict.fromkeys(found, tensor))
+            self.by_pointer.update(dict.fromkeys(map(number, found), tensor))
             return found
 
         return pointers
@@ -361,6 +361,11 @@ class Hooks:
             regions.append(view.region(name))
             return tvm_ffi.from_dlpack(view)
         return value
+
+
+def number(pointer: Any) -> int:
+    """The address in what the DSL passes: a number, or one in ctypes' clothes."""
+    return int(getattr(pointer, "value", pointer) or 0)
 
 
 def declarations(module: Any) -> list[str]:

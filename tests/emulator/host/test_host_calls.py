@@ -17,10 +17,12 @@ import emulator
 
 pytest.importorskip("cutlass")
 
+import cutlass
+from cuda.bindings.driver import CUstream
 from cutlass import Float32, cute
 from cutlass.base_dsl.dsl import DSLSingletonMeta
 from cutlass.cute import runtime
-from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor
+from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_ptr
 from cutlass.cutlass_dsl import cuda_jit_executor
 from cutlass.utils import HardwareInfo
 from simple_kernels import Affine, Persistent, Staged, foreign
@@ -140,6 +142,40 @@ def test_regions_are_those_of_the_call() -> None:
     assert {region.name for region in third.regions} == {"x", "y", "z"}
     # From its first element to its last: three rows of six and two more.
     assert next(r for r in third.regions if r.name == "z").bytes == (3 * 6 + 2) * 4
+
+
+@cute.jit
+def on_stream(x: cute.Tensor, y: cute.Tensor, stream: CUstream):
+    Affine().kernel(x, y, cute.size(x)).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream)
+
+
+def test_streams_are_handles_and_nothing_else() -> None:
+    pytest.importorskip("tvm_ffi")
+    x, y, machine = torch.ones(8), torch.zeros(8), AffineMachine()
+    with emulator.device(arch="sm_90a", machine=machine):
+        compiled = cute.compile(on_stream, symbolic(), symbolic(), make_fake_stream())
+        compiled(dynamic(x), dynamic(y), CUstream(1234))
+        assert (y.sum(), machine.last.stream) == (24, 1234)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        cute.compile(on_stream, symbolic(), symbolic(), stream, options=TVM_FFI)(y, x)
+        assert (x.sum(), machine.last.stream) == (56, 0)
+
+
+@cute.jit
+def behind_pointers(x: cute.Pointer, y: cute.Pointer, count: cutlass.Int32):
+    Affine()(cute.make_tensor(x, cute.make_layout(count)), cute.make_tensor(y, cute.make_layout(count)))
+
+
+@pytest.mark.parametrize("options", [None, TVM_FFI])
+def test_memory_behind_pointers_is_registered_by_hand(options) -> None:
+    x, y, machine = torch.ones(8), torch.zeros(8), AffineMachine()
+    with emulator.device(arch="sm_90a", machine=machine) as device:
+        pointers = [make_ptr(Float32, each.data_ptr(), cute.AddressSpace.gmem, assumed_align=16) for each in (x, y)]
+        compiled = cute.compile(behind_pointers, *pointers, 8, options=options)
+        device.register(y, "y")
+        compiled(*pointers, 8)
+    assert y.sum() == 24
+    assert [region.name for region in machine.last.regions] == ["y"]
 
 
 def test_numpy_arrays_are_tensors_too() -> None:
