@@ -26,12 +26,16 @@ class Device:
         sms: SMs that host code sees; a few make persistent kernels loop over their tiles.
         schedule, seed: the order of asynchronous work.
         machine: runs the launches.
+        line_info: PTX says which source lines it comes from.
         launches: how many there were.
     """
 
-    def __init__(self, arch: str, sms: int, schedule: str, seed: int, machine: Machine) -> None:
+    def __init__(
+        self, arch: str, sms: int, schedule: str, seed: int, machine: Machine, *, line_info: bool = True
+    ) -> None:
         self.arch, self.sms, self.schedule, self.seed = arch, sms, schedule, seed
         self.machine = machine
+        self.line_info = line_info
         self.launches = 0
         self._registered: list[Region] = []
         self._passed: list[Region] = []
@@ -160,6 +164,7 @@ def device(
     schedule: str = "lazy",
     seed: int = 0,
     keep_findings: bool = False,
+    line_info: bool = True,
     machine: Machine | None = None,
 ) -> Iterator[Device]:
     """Inside, `cute.compile` compiles for `arch`, and compiled functions run on CPU tensors.
@@ -171,6 +176,7 @@ def device(
         sms: that host code sees.
         schedule: `eager`, `lazy` or `random`: when asynchronous work is done.
         seed: of the random schedule.
+        line_info: have the PTX say which source lines it comes from, for findings to name them.
         machine: what runs the launches, in place of the emulator's own.
     """
     chip(arch)
@@ -182,7 +188,7 @@ def device(
     library = runtime()
     if library.target is not None:
         raise HostError("an emulated device is active already; devices do not nest")
-    made = Device(arch, sms, schedule, seed, machine or default_machine(arch, sms, schedule, seed))
+    made = Device(arch, sms, schedule, seed, machine or default_machine(arch, sms, schedule, seed), line_info=line_info)
     library.target = made
     try:
         with dsl.targeting(made, library):

@@ -36,6 +36,7 @@ class Host(Protocol):
 
     arch: str
     sms: int
+    line_info: bool
 
     def passing(self, regions: Sequence[Region]) -> Any: ...
 
@@ -53,6 +54,7 @@ def targeting(device: Host, library: Runtime) -> Iterator[None]:
             "arch": device.arch,
             "shared_libs": str(library.path),
             "keep_ptx": True,
+            "lineinfo": device.line_info,
             "dump_dir": dumps,
             # A function from the files' cache would come without its PTX.
             "disable_file_caching": True,

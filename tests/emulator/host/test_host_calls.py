@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from cutlass.cutlass_dsl import cuda_jit_executor
 from cutlass.utils import HardwareInfo
 from simple_kernels import Affine, Persistent, Staged, foreign
+from tma_kernels import TmaCopy
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHES = ("sm_90a", "sm_100a")
@@ -100,6 +102,25 @@ def test_code_is_the_gpus(path) -> None:
     assert "ld.global" in machine.last.ptx
     assert "st.global" in machine.last.ptx
     assert "ld.b32" not in machine.last.ptx
+
+
+def test_ptx_names_source_lines_unless_told_not_to() -> None:
+    """They are comments to the code: nothing else of it may change."""
+    texts = []
+    for line_info in (True, False):
+        machine = Recorder()
+        with emulator.device(arch="sm_90a", machine=machine, line_info=line_info):
+            source, target = (from_dlpack(torch.zeros(64, 64).half(), assumed_align=16) for _ in range(2))
+            cute.compile(TmaCopy(), source, target)(source, target)
+        texts.append(machine.last.ptx)
+    assert ".loc" in texts[0]
+    assert "tma_kernels.py" in texts[0]
+    assert ".loc" not in texts[1]
+    instructions = [
+        [line for line in text.splitlines() if line.strip() and not re.match(r"\s*(\.loc|\.file|//)", line)]
+        for text in texts
+    ]
+    assert instructions[0] == instructions[1]
 
 
 class Interrupted(BaseException):
