@@ -10,12 +10,12 @@ from importlib import metadata
 from emulator.errors import Unsupported
 
 PACKAGE = "nvidia-cutlass-dsl"
-TESTED = ("4.6.0", "4.8.1")
+TESTED = ("4.6.0", "4.8.0", "4.8.1")
 
 
 def check() -> str:
     """The installed release, if it is a tested one."""
-    tested = f"the emulator was tested with {' and '.join(TESTED)}"
+    tested = f"the emulator was tested with {', '.join(TESTED)}"
     try:
         found = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
