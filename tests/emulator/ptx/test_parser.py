@@ -61,6 +61,7 @@ def test_global_variables():
     .global .align 1 .b8 text[4] = {72, 105, 10};
     .const .align 8 .b64 table[2] = {generic(text)+0, text+4};
     .global .align 4 .f32 half = 0f3F000000;
+    .global .s16 signed[2] = {-2};
     .shared .align 8 .b64 barriers[2], more;
     """.replace("generic(text)+0", "generic(text)")
     found = module("ret;", before=before).symbols
@@ -68,6 +69,7 @@ def test_global_variables():
     assert (found["text"].size, found["text"].initial) == (4, b"Hi\n")
     assert found["table"].relocations == ((0, Symbol("text"), True), (8, Symbol("text", 4), False))
     assert found["half"].initial == bytes.fromhex("0000003f")
+    assert (found["signed"].initial, found["signed"].size) == (b"\xfe\xff", 4)
     assert (found["barriers"].size, found["more"].size) == (16, 8)
 
 
