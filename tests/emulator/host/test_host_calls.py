@@ -15,6 +15,7 @@ import torch
 from host_machines import AffineMachine, Failing, Recorder
 
 import emulator
+from emulator.host.runtime import runtime
 
 pytest.importorskip("cutlass")
 
@@ -22,7 +23,7 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, cute
 from cutlass.base_dsl.dsl import DSLSingletonMeta
-from cutlass.cute import runtime
+from cutlass.cute import runtime as cute_runtime
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_ptr
 from cutlass.cutlass_dsl import cuda_jit_executor
 from cutlass.utils import HardwareInfo
@@ -91,6 +92,7 @@ def test_round_trip(path, arch) -> None:
     assert f".target {arch}" in launch.ptx
     assert f".entry {launch.kernel}" in launch.ptx
     assert device.launches == len(machine.launches) == 1
+    assert runtime().loading is None
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -146,6 +148,15 @@ def test_a_call_after_an_error_is_a_call_like_any_other() -> None:
         device.machine = machine
         compiled(x, y)
     assert torch.equal(y, torch.full((8,), 3.0))
+
+
+def test_the_cuda_runtime_is_given_no_handle() -> None:
+    """It would be asked to unload a library that is not one of its own."""
+    x = torch.zeros(8)
+    with emulator.device(arch="sm_90a", machine=Recorder()):
+        compiled = cute.compile(Affine(), dynamic(x), dynamic(x))
+        compiled(x, x)
+        assert compiled.jit_module.cuda_library == []
 
 
 def test_regions_are_those_of_the_call() -> None:
@@ -294,7 +305,7 @@ def settings():
         dict(vars(language.envar)),
         dict(vars(function)),
         dict(vars(HardwareInfo)),
-        dict(vars(runtime._Tensor)),
+        dict(vars(cute_runtime._Tensor)),
         {name: os.environ.get(name) for name in watched},
         {kind: dict(vars(option)) for kind, option in cute.compile._compile_options.options.items()},
     )
