@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from emulator.errors import HostError, Unsupported
+from emulator.host.chips import chip
 from emulator.host.launch import Region
 from emulator.host.runtime import Module, Runtime
 from emulator.host.tensors import DeviceView, require_cpu
@@ -158,8 +159,6 @@ class Hooks:
 
     def hardware(self) -> dict[str, Any]:
         """HardwareInfo of this device: one block of a kernel fits an SM."""
-        from emulator.host.chips import chip
-
         device = self.device
 
         def clusters(_: Any, cluster_size: int, stream: Any = None) -> int:
