@@ -146,11 +146,23 @@ def operations_of(spec: AttentionSpec) -> Sequence[Operation]:
     return attend if spec.page_size is None else (*attend, Operation.WRITE_KV)
 
 
-def reasons_against(spec: AttentionSpec, target: Target) -> list[str]:
-    """Why a layer of this spec cannot be served on the target: empty where every operation has a kernel."""
+def anything(operation: Operation) -> str | None:
+    """No kernel by name: the best that serves."""
+    return None
+
+
+def reasons_against(
+    spec: AttentionSpec, target: Target, named: Callable[[Operation], str | None] = anything
+) -> list[str]:
+    """Why a layer of this spec cannot be served on the target: empty where every operation has a kernel.
+
+    Args:
+        named: the kernel that must serve an operation, by its name; None where any may.
+    """
     problems = []
     for operation in operations_of(spec):
-        judged = judge(operation, spec, target)
+        name = named(operation)
+        judged = [(entry, why) for entry, why in judge(operation, spec, target) if name in (None, entry.name)]
         if all(reasons for _, reasons in judged):
             problems += [f"{operation.value} ({entry.name}): {reason}" for entry, why in judged for reason in why]
     return problems

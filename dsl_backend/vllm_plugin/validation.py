@@ -70,17 +70,7 @@ def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtyp
 
 def reasons_against(spec: AttentionSpec, target: Target, kernel: str | None = None) -> list[str]:
     """Why a layer of this spec cannot be served, by any kernel or by the one of that name."""
-    if kernel is None:
-        return dispatch.reasons_against(spec, target)
-    reasons = []
-    for operation in dispatch.operations_of(spec):
-        name = kernel_for(operation, kernel)
-        for entry, why in dispatch.judge(operation, spec, target):
-            if name in (None, entry.name):
-                reasons += [f"{operation.value} ({entry.name}): {reason}" for reason in why]
-                if name is None and not why:
-                    break
-    return reasons
+    return dispatch.reasons_against(spec, target, lambda operation: kernel_for(operation, kernel))
 
 
 def kernel_for(operation: dispatch.Operation, kernel: str | None) -> str | None:

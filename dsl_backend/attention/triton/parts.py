@@ -41,6 +41,27 @@ def query_range(requests, request, inside):
 
 
 @triton.jit
+def locate(place, requests, num_requests, shortest, longest, LAYER, TILES, WORK_OF: tl.constexpr):
+    """The request that piece of work `place` of the batch belongs to, and the pieces of the requests before it.
+
+    WORK_OF(request, inside, requests, shortest, longest, LAYER, TILES) is how many pieces requests have. Past the last
+    piece the request is num_requests.
+    """
+    request = 0
+    base = 0
+    seen = 0
+    for chunk in range(0, num_requests, TILES.scan):
+        r = chunk + tl.arange(0, TILES.scan)
+        work = WORK_OF(r, r < num_requests, requests, shortest, longest, LAYER, TILES)
+        through = seen + tl.cumsum(work, 0)
+        before = (through <= place) & (r < num_requests)
+        request += tl.sum(before.to(tl.int32))
+        base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
+        seen += tl.sum(work)
+    return request, base
+
+
+@triton.jit
 def window_right(requests, request, LAYER):
     """How many keys after its own position a query of the request sees."""
     right = FAR

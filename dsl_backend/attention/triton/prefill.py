@@ -20,6 +20,7 @@ from dsl_backend.attention.triton.parts import (
     finish,
     key_source,
     load_queries,
+    locate,
     pages_of,
     query_range,
     window_right,
@@ -28,22 +29,11 @@ from dsl_backend.runtime.target import Target
 
 
 @triton.jit
-def locate(index, requests, num_requests, shortest, longest, TILES):
-    """The request that query tile `index` of the batch belongs to, and the tiles of the requests before it."""
-    request = 0
-    base = 0
-    seen = 0
-    for chunk in range(0, num_requests, TILES.scan):
-        r = chunk + tl.arange(0, TILES.scan)
-        _, q_len = query_range(requests, r, r < num_requests)
-        served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
-        tiles = tl.where(served, tl.cdiv(q_len, TILES.m), 0)
-        through = seen + tl.cumsum(tiles, 0)
-        before = (through <= index) & (r < num_requests)
-        request += tl.sum(before.to(tl.int32))
-        base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
-        seen += tl.sum(tiles)
-    return request, base
+def query_tiles_of(request, inside, requests, shortest, longest, LAYER, TILES):
+    """Query tiles of requests [scan]: 0 for those that another kernel serves."""
+    _, q_len = query_range(requests, request, inside)
+    served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
+    return tl.where(served, tl.cdiv(q_len, TILES.m), 0)
 
 
 @triton.jit
@@ -83,7 +73,7 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr = TILES.n
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     index = tl.program_id(0) // HEADS
-    request, base = locate(index, requests, num_requests, shortest, longest, TILES)
+    request, base = locate(index, requests, num_requests, shortest, longest, LAYER, TILES, query_tiles_of)
     if request >= num_requests:
         return
 

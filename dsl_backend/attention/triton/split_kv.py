@@ -30,6 +30,7 @@ from dsl_backend.attention.triton.parts import (
     finish,
     key_source,
     load_queries,
+    locate,
     normalizer,
     pages_of,
     query_range,
@@ -68,23 +69,6 @@ def share_of(num_programs, requests, num_requests, shortest, longest, LAYER, TIL
         r = chunk + tl.arange(0, TILES.scan)
         total_tiles += tl.sum(work_of(r, r < num_requests, requests, shortest, longest, LAYER, TILES))
     return tl.maximum(tl.cdiv(total_tiles, num_programs), MIN_SHARE), total_tiles
-
-
-@triton.jit
-def locate(position, requests, num_requests, shortest, longest, LAYER, TILES):
-    """The request that the batch's tile `position` belongs to, and the tiles of the requests before it."""
-    request = 0
-    base = 0
-    seen = 0
-    for chunk in range(0, num_requests, TILES.scan):
-        r = chunk + tl.arange(0, TILES.scan)
-        work = work_of(r, r < num_requests, requests, shortest, longest, LAYER, TILES)
-        through = seen + tl.cumsum(work, 0)
-        before = (through <= position) & (r < num_requests)
-        request += tl.sum(before.to(tl.int32))
-        base = tl.maximum(base, tl.max(tl.where(before, through, 0)))
-        seen += tl.sum(work)
-    return request, base
 
 
 @triton.jit
@@ -131,7 +115,7 @@ def split_kv_kernel(
     )
     place = program * share
     end = tl.minimum(place + share, total_tiles)
-    request, base = locate(place, requests, num_requests, shortest, longest, LAYER, TILES)
+    request, base = locate(place, requests, num_requests, shortest, longest, LAYER, TILES, work_of)
 
     # What the merge kernel must do for the range that begins in this share and goes on after it, if there is one.
     merge_ptr = merges_ptr + program * MERGE_FIELDS
@@ -294,6 +278,7 @@ class SplitKV:
     ) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self._config = config
+        self._chosen: dict[int, SplitKVConfig] = {}
         self.layer = layer_of(spec)
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
         self.dv = self.layer.dv1.value + self.layer.dv2.value
@@ -304,8 +289,13 @@ class SplitKV:
         return None if self.spec.latent else min(16, max(1, 64 // self.spec.group))
 
     def config(self, max_query_len: int) -> SplitKVConfig:
-        """The configuration for batches of up to max_query_len queries a request."""
-        return self._config or SplitKVConfig.default(self.spec, self.target, max_query_len)
+        """The configuration for requests of up to max_query_len queries: asked in every launch, chosen once."""
+        if self._config is not None:
+            return self._config
+        config = self._chosen.get(max_query_len)
+        if config is None:
+            config = self._chosen[max_query_len] = SplitKVConfig.default(self.spec, self.target, max_query_len)
+        return config
 
     def scratch(self, config: SplitKVConfig) -> tuple[torch.Tensor, torch.Tensor]:
         """Partial results, and what the merge kernel must do with them."""
