@@ -11,7 +11,7 @@ export VENV
 SYSTEM_PYTHON ?= python3
 PYTHON = $(VENV)/bin/python
 
-.PHONY: help serve test lint format unit e2e setup setup-serve clean
+.PHONY: help serve test lint format unit e2e emulate-full setup setup-serve peers clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -25,11 +25,14 @@ serve: setup-serve ## Serve MODEL on PORT through dsl; sets up what it needs
 
 test: lint unit e2e ## Lint, types, unit tests and end-to-end checks; sets up what it needs
 
-setup: ## The environment of the checks, in VENV
-	@$(SYSTEM_PYTHON) tools/setup_env.py test
+setup: peers ## The environment of the checks, in VENV
 
 setup-serve:
 	@$(SYSTEM_PYTHON) tools/setup_env.py serve
+
+peers: ## Others' kernels that the emulator's tests run, in .peers
+	@$(SYSTEM_PYTHON) tools/setup_env.py test
+	@$(SYSTEM_PYTHON) tools/setup_peers.py
 
 lint: setup ## ruff and mypy
 	$(PYTHON) -m ruff check .
@@ -40,12 +43,20 @@ unit: setup ## Tests that start no server
 	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m 'not full'
 
 e2e: setup ## Checks against a real vLLM
-	$(PYTHON) -m pytest integration
+	$(PYTHON) -m pytest integration -m 'not full'
+
+emulate-full: setup ## All tests of the emulator, those marked full as well
+	$(PYTHON) -m pytest tests/emulator -n $(PYTEST_WORKERS)
+
+load-demo: setup ## dsl beside vLLM's own backend under load: results and a page in results/
+	$(PYTHON) -m loadtests.compare --model demo --scenario 128-128 chat-shared-prefix --users 1 4 --scale 0.2 \
+		--warm-seconds 2 --window-seconds 8 --rounds 2 -- \
+		--max-model-len 2048 --enforce-eager --block-size 32 $(SERVE_FLAGS)
 
 format: setup ## Let ruff fix and format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
 clean: ## Remove the environment and all that was built
-	rm -rf $(VENV) .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import attention, facts, report, runner
+from . import attention, facts, report, runner, softmax
 from .case import Case, Provider
 
 
 def operators(page_size: int = 16) -> dict[str, Any]:
     """Every operator that has a benchmark, by name."""
-    return dict(attention.operators(page_size))
+    return {**attention.operators(page_size), **softmax.operators()}
 
 
 def choose_providers(available: Sequence[Provider], names: str | None, ours: Sequence[str]) -> list[Provider]:

@@ -49,6 +49,7 @@ def gather(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "python": platform.python_version(),
         "commit": output_of("git", "-C", here, "rev-parse", "HEAD"),
+        "modified": bool(output_of("git", "-C", here, "status", "--porcelain", "--untracked-files=no")),
         "versions": {package: version(package) for package in PACKAGES},
         "torch_cuda": torch.version.cuda,
     }

@@ -4,6 +4,7 @@
 import importlib
 import importlib.util
 import pathlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -92,6 +93,79 @@ def bench(
             only_list=only_list,
         )
     )
+
+
+@app.command("compile")
+def compile_kernels(
+    model: Annotated[
+        pathlib.Path, typer.Option("--model", metavar="CONFIG", help="A model's config.json, or the folder with it.")
+    ],
+    arch: Annotated[
+        list[str], typer.Option("--arch", metavar="ARCH", help="An architecture such as sm_90a; may be repeated.")
+    ],
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share the model.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="The dtype to serve in, by default the model's own.")] = None,
+    family: Annotated[list[str] | None, typer.Option(help="Only this operator's kernels; may be repeated.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes, by default one for each core.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object with every kernel.")] = False,
+) -> None:
+    """Fill the cache with all kernels that a model needs. Needs no GPU."""
+    from dsl_backend import kernel_commands
+
+    attempt(
+        lambda: kernel_commands.compile_model(
+            model,
+            arch,
+            tensor_parallel=tensor_parallel,
+            dtype=dtype,
+            only=family or (),
+            jobs=jobs,
+            as_json=json,
+            say=typer.echo,
+        )
+    )
+
+
+cache_app = typer.Typer(help="Compiled kernels on disk.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.command("list")
+def cache_list(json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Print what is there, and whether this installation can still use it."""
+    from dsl_backend import kernel_commands
+
+    attempt(lambda: kernel_commands.list_cache(as_json=json, say=typer.echo))
+
+
+@cache_app.command("clear")
+def cache_clear(
+    stale: Annotated[bool, typer.Option("--stale", help="Only what this installation cannot use.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Remove compiled kernels. Processes that have loaded them go on."""
+    from dsl_backend import kernel_commands
+
+    attempt(lambda: kernel_commands.clear_cache(only_stale=stale, as_json=json, say=typer.echo))
+
+
+@cache_app.command("verify")
+def cache_verify(json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Compare every entry with its checksum; exit status 1 where one is broken."""
+    from dsl_backend import kernel_commands
+
+    attempt(lambda: kernel_commands.verify_cache(as_json=json, say=typer.echo))
+
+
+def attempt(command: Callable[[], int]) -> NoReturn:
+    """End with the command's exit status, or with that of a wrong use."""
+    from dsl_backend.errors import InvalidInput
+
+    try:
+        status = command()
+    except InvalidInput as error:
+        refuse(str(error))
+    raise typer.Exit(status)
 
 
 def benchmarks() -> Any:

@@ -6,7 +6,6 @@
 
 import importlib
 import math
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from types import MappingProxyType
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.runtime import target as targets
@@ -170,7 +170,7 @@ def plugin_report() -> PluginReport:
             loads = callable(getattr(importlib.import_module(module), function))
         except Exception as error:  # whatever a module raises while it is imported is the answer
             problems.append(f"{points[0].value} does not load: {type(error).__name__}: {error}")
-    allowed = os.environ.get("VLLM_PLUGINS")
+    allowed = envs.VLLM_PLUGINS.read()
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         problems.append(f"VLLM_PLUGINS={allowed} hides the plugin: add {ENTRY_POINT} to it, or unset it")
     if version(DISTRIBUTIONS["vllm"]) is None:

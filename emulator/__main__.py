@@ -25,6 +25,9 @@ def parser() -> argparse.ArgumentParser:
         "--schedule", choices=SCHEDULES, default="lazy", help="of asynchronous work (default: %(default)s)"
     )
     made.add_argument("--seed", type=int, default=0, help="of the random schedule")
+    made.add_argument("--profile", action="store_true", help="show what the kernels did, and the cycle model")
+    made.add_argument("--tiles", type=int, help="that the kernels made in all: the profile is then per tile")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
     return made
 
 
@@ -49,6 +52,21 @@ def load(case: str) -> Callable[[], Any]:
     return function
 
 
+def show_profile(profile: Any, tiles: int | None, file: Path | None) -> None:
+    """Print the summary of a profile, or write it to a file."""
+    from emulator.profile import summary
+
+    if profile is None:
+        raise HostError("this machine keeps no profile")
+    if tiles is not None and tiles < 1:
+        raise HostError(f"{tiles} tiles: a kernel makes at least one")
+    made = summary(profile, tiles=tiles)
+    if file is not None:
+        file.write_text(made.to_json())
+    else:
+        print(made.table())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser().parse_args(arguments)
     try:
@@ -57,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) as emulated:
             # Inside, so that what the file compiles when it is imported is compiled for the device.
             load(asked.case)()
+        if asked.profile or asked.json:
+            show_profile(emulated.profile, asked.tiles, asked.json)
     except EmulatorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(f"{asked.case}: {emulated.launches} launches on {emulated.arch}, {len(emulated.findings)} findings")
-    if emulated.profile is not None:
-        print(emulated.profile)
     for finding in emulated.findings:
         print(finding)
     return 1 if emulated.findings else 0

@@ -10,6 +10,29 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How much the checks under load ask of one server.
+
+    Attributes:
+        streams: requests at once.
+        sequences: requests in a batch; the others wait.
+        longest: tokens of the longest answer.
+        pages: of a cache too small for so many requests, 16 tokens each.
+        alone: requests that are also asked one by one.
+        soak: requests of a soak.
+        end_s: seconds that a server under load gets to finish what it has begun, after SIGTERM.
+    """
+
+    streams: int
+    sequences: int
+    longest: int
+    pages: int
+    alone: int
+    soak: int
+    end_s: int = 30
+
+
 @dataclass(frozen=True)
 class Device:
     """How the checks are run on this machine.
@@ -20,6 +43,8 @@ class Device:
         dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
         dtypes: what `dsl` is compared in; float32 is for CPUs.
         flags: for every server on this device.
+        environment: of servers whose start is not what is checked.
+        load: how much the checks under load ask for.
     """
 
     cuda: bool
@@ -30,6 +55,8 @@ class Device:
     mla_truth: tuple[str, str]
     dtypes: tuple[str, ...]
     flags: tuple[str, ...]
+    environment: dict[str, str]
+    load: Load
 
 
 @cache
@@ -47,6 +74,8 @@ def device() -> Device:
             mla_truth=("TRITON_MLA", "bfloat16"),
             dtypes=("bfloat16",),
             flags=("--gpu-memory-utilization", "0.3"),
+            environment={},
+            load=Load(streams=256, sequences=128, longest=128, pages=768, alone=16, soak=2000),
         )
     return Device(
         cuda=False,
@@ -57,4 +86,12 @@ def device() -> Device:
         mla_truth=("CPU_MLA", "float32"),
         dtypes=("float32", "bfloat16"),
         flags=(),
+        environment={
+            # vLLM compiles helpers of its sampler at every start, which takes as long as all the rest of it.
+            "TORCHDYNAMO_DISABLE": "1",
+            # oneDNN keeps what it made for each of the last 1024 shapes of a product: with any backend a server grows
+            # by some 300 MiB in its first few thousand steps, and a leak would be lost in that.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+        },
+        load=Load(streams=24, sequences=16, longest=40, pages=48, alone=24, soak=300),
     )

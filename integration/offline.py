@@ -66,11 +66,13 @@ class Answer:
 
     Attributes:
         prompt_logprobs: of each prompt token but the first.
+        prompt_best: of the likeliest token in the place of each.
         tokens: generated ids.
         logprobs: for each generated token, id -> log-probability of the likeliest few.
     """
 
     prompt_logprobs: list[float]
+    prompt_best: list[float]
     tokens: list[int]
     logprobs: list[dict[int, float]]
 
@@ -124,6 +126,7 @@ def outcome(stem: Path) -> Outcome:
     answers = [
         Answer(
             prompt_logprobs=one["prompt_logprobs"],
+            prompt_best=one["prompt_best"],
             tokens=one["tokens"],
             logprobs=[{int(token): value for token, value in step.items()} for step in one["logprobs"]],
         )
@@ -148,18 +151,17 @@ def answer(job: Job) -> list[Answer]:
         "distributed_executor_backend": "uni",
     }
     llm = LLM(job.model, attention_backend=job.backend, dtype=job.dtype, **defaults | job.engine)
-    greedy = SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=TOP, prompt_logprobs=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=TOP, prompt_logprobs=1, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.prompts], greedy, use_tqdm=False)
     answers = []
     for prompt, output in zip(job.prompts, outputs, strict=True):
         completion = output.outputs[0]
+        # The first token has no log-probability.
+        steps = [(token, step) for token, step in zip(prompt, output.prompt_logprobs or [], strict=True) if step]
         answers.append(
             Answer(
-                prompt_logprobs=[
-                    step[token].logprob
-                    for token, step in zip(prompt, output.prompt_logprobs or [], strict=True)
-                    if step
-                ],
+                prompt_logprobs=[step[token].logprob for token, step in steps],
+                prompt_best=[max(entry.logprob for entry in step.values()) for _, step in steps],
                 tokens=list(completion.token_ids),
                 logprobs=[{t: entry.logprob for t, entry in step.items()} for step in completion.logprobs or []],
             )

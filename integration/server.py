@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from dsl_backend.testing.processes import child_environment, free_port, stop_gro
 from integration.environment import ROOT, device
 
 START_S = 420
+IDLE_S = 20
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 class ServerError(RuntimeError):
@@ -67,12 +70,45 @@ class Server:
         assert reply.status == 200, reply
         return reply.body["choices"][0]
 
-    def metric(self, name: str) -> float:
-        """The sum of a counter over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a counter or gauge over its labels, or over those lines that have a label such as `engine="0"`."""
         text = self.ask("/metrics").body
-        lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-        assert lines, f"no metric {name}"
+        lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line]
+        assert lines, f"no metric {name} {label}"
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def processes(self) -> list[int]:
+        """Ids of the server's process and of all that it started; empty once they are gone."""
+        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if session_of(path) == self.process.pid]
+
+    def resident_bytes(self) -> int:
+        """Memory that these processes hold; what two of them share counts twice."""
+        pages = 0
+        for number in self.processes():
+            with contextlib.suppress(OSError):
+                pages += int((Path("/proc") / str(number) / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def await_idle(self, limit_s: float = IDLE_S) -> None:
+        """Return once no request is left and the KV cache is free.
+
+        Raises:
+            AssertionError: that took longer than the limit; the message says what is left.
+        """
+        began = time.monotonic()
+        while left := {name: value for name in BUSY if (value := self.metric(name))}:
+            assert time.monotonic() - began < limit_s, f"after {limit_s:.0f} s without a client: {left}"
+            time.sleep(0.1)
+
+
+def session_of(process: Path) -> int | None:
+    """The session of a process by its folder in /proc; None for one that is gone, or only waits to be collected."""
+    try:
+        # After the name, which is in parentheses and may hold anything.
+        state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return None
+    return None if state == "Z" else int(session)
 
 
 def parse(payload: bytes) -> Any:
@@ -131,20 +167,20 @@ def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Itera
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", *device().flags, *flags]
-    with running(command, log_path, **environment) as server:
+    with running(command, log_path, START_S, **environment) as server:
         yield server
 
 
 @contextlib.contextmanager
-def running(command: list[str], log_path: Path, **environment: str) -> Iterator[Server]:
-    """Like serve, for any command that takes --port.
+def running(command: list[str], log_path: Path, limit_s: float = START_S, **environment: str) -> Iterator[Server]:
+    """Like serve, for any command that takes --port, and that answers within a limit of seconds.
 
     Raises:
         ServerError: it did not start.
     """
     server = start(command, log_path, **environment)
     try:
-        await_health(server)
+        await_health(server, limit_s)
         yield server
     finally:
         stop_group(server.process)

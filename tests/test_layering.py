@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("attention", "linear", "sampling")
+FAMILIES = ("attention", "linear", "sampling", "softmax")
 KERNELS = ("sm90", "sm100", "triton")
 
 
@@ -64,7 +64,9 @@ RULES = (
         for family in FAMILIES
     ),
     Rule(
-        "an operator family knows no other", ("dsl_backend/attention",), ("dsl_backend.linear", "dsl_backend.sampling")
+        "an operator family knows no other",
+        ("dsl_backend/attention",),
+        ("dsl_backend.linear", "dsl_backend.sampling", "dsl_backend.softmax"),
     ),
     Rule("the emulator knows no kernel", ("emulator",), ("dsl_backend", "vllm")),
     Rule(
@@ -191,5 +193,6 @@ def test_every_rule_is_seen_to_fail() -> None:
     assert {why for _, why in WRONG.values()} | {
         "linear's kernels know neither who plans nor who calls them",
         "sampling's kernels know neither who plans nor who calls them",
+        "softmax's kernels know neither who plans nor who calls them",
         "an operator family knows no other",
     } == {rule.why for rule in RULES}

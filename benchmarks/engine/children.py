@@ -95,8 +95,9 @@ def start(command: list[str], log: Path, environment: dict[str, str]) -> subproc
 
 
 def cause(log: str, status: int | None) -> str:
-    """The first error in a log that is not about another one; else the last line."""
-    found = [line.group() for line in map(ERROR_LINE.search, log.splitlines()) if line]
+    """The first error in a log that is not about another one; else the last line. Warnings speak of errors too."""
+    lines = [line for line in log.splitlines() if " WARNING " not in line]
+    found = [line.group() for line in map(ERROR_LINE.search, lines) if line]
     causes = [line for line in found if "Engine core initialization failed" not in line] or found
     ended = "was ended" if status is None else f"ended with status {status}"
     return f"{ended}: {causes[0] if causes else (log.strip().splitlines() or ['empty log'])[-1]}"[:600]

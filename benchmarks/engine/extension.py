@@ -23,6 +23,7 @@ class WorkerFacts:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "page_size": config.cache_config.block_size,
             "kv_dtype": str(config.cache_config.cache_dtype),
+            "devices": config.parallel_config.world_size_across_dp,
         }
 
 

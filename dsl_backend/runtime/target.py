@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device has, as facts that dispatch asks for by capability and never by product name."""
 
-import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
 
 
@@ -99,7 +99,7 @@ class Target:
 
 def triton_interpreted() -> bool:
     """Whether Triton was told to interpret kernels on the host."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+    return envs.TRITON_INTERPRET.read()
 
 
 def cpu_target() -> Target:
@@ -136,11 +136,30 @@ def _of_cuda_device(index: int) -> Target:
     )
 
 
+def overridden(found: Target) -> Target:
+    """The GPU's target as DSL_BACKEND_ARCH wants it to be taken for.
+
+    Raises:
+        InvalidInput: it names no architecture, or one whose code the GPU cannot run.
+    """
+    arch = envs.ARCH.read()
+    if arch is None:
+        return found
+    wanted = from_arch(arch)
+    # From SM90 on, code for one architecture runs on no other; what is chosen below it is Triton, which asks the GPU.
+    fits = not wanted.is_cpu and (wanted.capability == found.capability or not wanted.tma)
+    if not fits or (wanted.capability or ()) > (found.capability or ()):
+        raise InvalidInput(f"{envs.ARCH.name}={arch!r} is not accepted on a {found.arch}: use {envs.ARCH.accepts}")
+    return replace(wanted, sm_count=found.sm_count, smem_bytes=min(wanted.smem_bytes, found.smem_bytes))
+
+
 def detect(device: torch.device | None = None) -> Target:
     """The target behind a torch device; without one, the current CUDA device, or the CPU where there is none.
 
+    A GPU is what it is unless DSL_BACKEND_ARCH says otherwise.
+
     Raises:
-        InvalidInput: the device is neither a CUDA device nor the CPU.
+        InvalidInput: the device is neither a CUDA device nor the CPU, or DSL_BACKEND_ARCH does not fit it.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,4 +167,4 @@ def detect(device: torch.device | None = None) -> Target:
         return cpu_target()
     if device.type != "cuda":
         raise InvalidInput(f"device {device} is not supported: use a CUDA device or the CPU")
-    return _of_cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+    return overridden(_of_cuda_device(torch.cuda.current_device() if device.index is None else device.index))

@@ -5,6 +5,8 @@ Features are detected, never version numbers. vllm is imported inside the functi
 """
 
 import dataclasses
+import gc
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -110,6 +112,25 @@ def _no_ragged_decode_graphs() -> bool:
     return not hasattr(backend, "max_decode_query_len")
 
 
+def _only_leading_prefills_are_merged() -> bool:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+
+    context = getattr(MLACommonPrefillMetadata, "ChunkedContextMetadata", None)
+    return context is not None and any(
+        field.name == "prefill_tokens_with_context" for field in dataclasses.fields(context)
+    )
+
+
+def _eager_is_not_monitored() -> bool:
+    from vllm.config.kernel import KernelConfig
+
+    return hasattr(KernelConfig, "enable_jit_warmup")
+
+
+def _providers_are_asked() -> bool:
+    return importlib.util.find_spec("vllm.model_executor.warmup.cutedsl_warmup") is not None
+
+
 LEDGER: tuple[Entry, ...] = (
     Entry(
         name="pickled_members",
@@ -169,6 +190,14 @@ LEDGER: tuple[Entry, ...] = (
         needed=_context_chunks_are_indices,
     ),
     Entry(
+        name="context_first",
+        what="compat.merge_all_prefills, called by mla.DSLMLAMetadataBuilder.build",
+        why="0.26 merges cached context into the first prefills of a step, as many as have any; its second model "
+        "runner sorts them by length, so that one without context in front of one with it makes the latter wrong",
+        remove_when="the oldest supported vLLM has no prefill_tokens_with_context",
+        needed=_only_leading_prefills_are_merged,
+    ),
+    Entry(
         name="decode_query_bound",
         what="compat.decode_query_bound",
         why="0.26's _build_decode is not told the longest query; the threshold that splits the batch bounds it",
@@ -203,7 +232,41 @@ LEDGER: tuple[Entry, ...] = (
         remove_when="the oldest supported vLLM has max_decode_query_len",
         needed=_no_ragged_decode_graphs,
     ),
+    Entry(
+        name="warm_up_providers",
+        what="compat.warm_up_registry; warm_up.install compiles at once where there is none",
+        why="0.32 calls its registry of CuTe DSL warm-ups deprecated, and its successor wants subclasses of its own "
+        "kernel class, which 0.26 has not",
+        remove_when="the oldest supported vLLM has VllmCuTeDSLJitKernel, or the registry is gone",
+        needed=_providers_are_asked,
+    ),
+    Entry(
+        name="eager_monitor",
+        what="compat.warm_up_is_over looks at the garbage collector where vLLM's monitor of compilations stays off",
+        why="the monitor starts when warm-up is over; 0.32 leaves it off with --enforce-eager, but freezes the heap at "
+        "the same place all the same",
+        remove_when="vLLM tells plugins that warm-up is over",
+        needed=_eager_is_not_monitored,
+    ),
 )
+
+
+def warm_up_registry() -> Callable[[object], None] | None:
+    """VLLM's function that takes a provider of kernels to compile; None where it has none."""
+    if not _providers_are_asked():
+        return None
+    from vllm.model_executor.warmup import cutedsl_warmup
+
+    return getattr(cutedsl_warmup, "register_cutedsl_warmup_provider", None)
+
+
+def warm_up_is_over(vllm_config: Any) -> bool:
+    """Whether this process's worker has warmed up, and what it runs now are requests."""
+    if getattr(getattr(vllm_config, "kernel_config", None), "enable_jit_warmup", True):
+        from vllm.utils import jit_monitor
+
+        return jit_monitor.is_active()
+    return gc.get_freeze_count() > 0
 
 
 def cpu_has_mla() -> bool:
@@ -241,6 +304,13 @@ def context_chunk(chunk: Any, prefill: Any) -> ContextChunk:
         prefill.max_query_len,
         context.max_seq_lens[chunk],
     )
+
+
+def merge_all_prefills(mla_metadata: Any) -> None:
+    """Have context merged into every prefill of a step: one without context has an lse of -inf there."""
+    context: Any = getattr(mla_metadata.prefill, "chunked_context", None)
+    if context is not None and hasattr(context, "prefill_tokens_with_context"):
+        context.prefill_tokens_with_context = None
 
 
 def decode_query_bound(arguments: Mapping[str, Any], threshold: int) -> int:

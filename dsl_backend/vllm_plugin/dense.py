@@ -22,7 +22,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.vllm_plugin import options, validation
+from dsl_backend.vllm_plugin import options, validation, warm_up
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME
 
@@ -192,6 +192,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
+        warm_up.install(vllm_config)
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         layers = vllm_config.compilation_config.static_forward_context
         for layer in (layers[name] for name in layer_names if name in layers):

@@ -21,7 +21,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.log import warning_once
-from dsl_backend.vllm_plugin import compat, options, validation
+from dsl_backend.vllm_plugin import compat, options, validation, warm_up
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME, ensure_prefill_member
@@ -151,6 +151,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DSLMLAMetadata)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
+        warm_up.install(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         for name in layer_names:
@@ -172,6 +173,12 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """The longest query of a decode batch with different query lengths that a captured graph may replay."""
         return compat.ragged_decode_limit(vllm_config)
+
+    def build(self, *args: Any, **kwargs: Any) -> DSLMLAMetadata:
+        """A step's metadata."""
+        metadata = super().build(*args, **kwargs)
+        compat.merge_all_prefills(metadata)
+        return metadata
 
     def update_draft_decode_metadata(self, metadata: DSLMLAMetadata) -> None:
         """Nothing to do: all that changes between draft steps is in vLLM's own buffers."""

@@ -1,70 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the run-time library with the system's C compiler, once per source and compiler, in a private folder."""
+"""The run-time library that a compiled host function calls."""
 
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import stat
-import subprocess
-import tempfile
 from pathlib import Path
 
-from emulator.errors import HostError
+from emulator import native
 
 SOURCE = Path(__file__).with_name("runtime.c")
 FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-fvisibility=hidden")
-TIMEOUT_S = 120
-
-
-def compiler() -> list[str]:
-    """The command of the C compiler: CC, or the system's."""
-    asked = os.environ.get("CC", "")
-    for name in [asked] if asked else ["cc", "gcc", "clang"]:
-        command = shlex.split(name)
-        if command and shutil.which(command[0]):
-            return command
-    reason = f"CC is {asked!r}, which cannot be run" if asked else "there is no cc, gcc or clang on PATH"
-    raise HostError(f"the emulator builds a small library with a C compiler, and {reason}: install one, or set CC")
-
-
-def cache_folder() -> Path:
-    """A folder that is the user's alone, because a library in it is loaded into the process."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "cute-dsl-emulator"
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise HostError(f"cannot make the cache folder {folder}: {error}; XDG_CACHE_HOME names another place") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise HostError(f"{folder} must be a folder that belongs to you with mode 0700; remove it or chmod it")
-    return folder
-
-
-def run(command: list[str]) -> str:
-    """Output of a command of the compiler; a failure is one error with all that it said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HostError(f"the C compiler could not be run: {error}") from None
-    if done.returncode:
-        raise HostError(f"the C compiler failed: {shlex.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def library() -> Path:
     """The built library; building it anew takes a second."""
-    command = compiler()
-    parts = [SOURCE.read_text(), *command, run([*command, "--version"]), *FLAGS, platform.machine()]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    built = cache_folder() / f"runtime-{key}.so"
-    if not built.exists():
-        with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-            made = Path(scratch) / built.name
-            run([*command, *FLAGS, str(SOURCE), "-o", str(made)])
-            # Whoever builds it at the same time has made the same.
-            made.replace(built)
-    return built
+    return native.build(SOURCE, FLAGS)

@@ -27,13 +27,23 @@ class Device:
         schedule, seed: the order of asynchronous work.
         machine: runs the launches.
         line_info: PTX says which source lines it comes from.
+        strict: a warning counts as an error.
         launches: how many there were.
     """
 
     def __init__(
-        self, arch: str, sms: int, schedule: str, seed: int, machine: Machine, *, line_info: bool = True
+        self,
+        arch: str,
+        sms: int,
+        schedule: str,
+        seed: int,
+        machine: Machine,
+        *,
+        line_info: bool = True,
+        strict: bool = False,
     ) -> None:
         self.arch, self.sms, self.schedule, self.seed = arch, sms, schedule, seed
+        self.strict = strict
         self.machine = machine
         self.line_info = line_info
         self.launches = 0
@@ -44,6 +54,11 @@ class Device:
     def findings(self) -> Sequence[object]:
         """What the machine's checks found so far."""
         return tuple(getattr(self.machine, "findings", ()))
+
+    @property
+    def errors(self) -> Sequence[object]:
+        """The findings that are no warnings; all of them on a strict device."""
+        return tuple(one for one in self.findings if self.strict or not getattr(one, "warning", False))
 
     @property
     def profile(self) -> object:
@@ -164,18 +179,20 @@ def device(
     schedule: str = "lazy",
     seed: int = 0,
     keep_findings: bool = False,
+    strict: bool = False,
     line_info: bool = True,
     machine: Machine | None = None,
 ) -> Iterator[Device]:
     """Inside, `cute.compile` compiles for `arch`, and compiled functions run on CPU tensors.
 
     Nothing of CuTe DSL or of the environment stays changed afterwards. Leaving raises `FindingsError` if the machine's
-    checks found anything, unless the findings are to be kept.
+    checks found errors, unless the findings are to be kept.
 
     Args:
         sms: that host code sees.
         schedule: `eager`, `lazy` or `random`: when asynchronous work is done.
         seed: of the random schedule.
+        strict: what is only a warning, since kernels in production do it, counts as an error as well.
         line_info: have the PTX say which source lines it comes from, for findings to name them.
         machine: what runs the launches, in place of the emulator's own.
     """
@@ -188,15 +205,16 @@ def device(
     library = runtime()
     if library.target is not None:
         raise HostError("an emulated device is active already; devices do not nest")
-    made = Device(arch, sms, schedule, seed, machine or default_machine(arch, sms, schedule, seed), line_info=line_info)
+    machine = machine or default_machine(arch, sms, schedule, seed)
+    made = Device(arch, sms, schedule, seed, machine, line_info=line_info, strict=strict)
     library.target = made
     try:
         with dsl.targeting(made, library):
             yield made
     finally:
         library.target = None
-    if made.findings and not keep_findings:
-        raise FindingsError(made.findings)
+    if made.errors and not keep_findings:
+        raise FindingsError(made.errors)
 
 
 def run(
@@ -207,6 +225,7 @@ def run(
     schedule: str = "lazy",
     seed: int = 0,
     keep_findings: bool = False,
+    strict: bool = False,
     machine: Machine | None = None,
     **named: Any,
 ) -> Device:
@@ -216,6 +235,7 @@ def run(
         compiled: what `cute.compile` made on a device of this arch, or a `cute.jit` function, compiled on this one.
         arguments, named: of the call; CPU tensors among them.
     """
-    with device(arch, sms=sms, schedule=schedule, seed=seed, keep_findings=keep_findings, machine=machine) as made:
+    options = {"sms": sms, "schedule": schedule, "seed": seed, "keep_findings": keep_findings, "strict": strict}
+    with device(arch, machine=machine, **options) as made:  # type: ignore[arg-type]
         compiled(*arguments, **named)
     return made

@@ -22,6 +22,8 @@ class MBarrier:
         bytes: of asynchronous work announced by expect_tx and not yet completed; negative while work completes first.
         phase: number of the current phase, from 1; phase p - 1 and all before it are complete.
         component: whose clock is the phase that completes an asynchronous access.
+        made: stamp of the initialisation.
+        announced: fence.mbarrier_init followed that.
     """
 
     name: str
@@ -31,6 +33,8 @@ class MBarrier:
     bytes: int = 0
     phase: int = 1
     component: int = field(init=False)
+    made: tuple[int, int] = (0, 0)
+    announced: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.expected <= MAX_COUNT:
@@ -60,6 +64,14 @@ class MBarrier:
         self.pending -= count
         self._complete()
         return phase
+
+    def learn(self, component: int, clock: int, *, generic: bool = False) -> None:
+        """Whoever waits for the current phase knows of a component's events up to that clock: tcgen05.commit."""
+        self._gathering.learn(component, clock, generic=generic)
+
+    def hand(self, knowledge: Knowledge) -> None:
+        """Whoever waits for the current phase knows what an asynchronous arrival comes after."""
+        self._gathering.join(knowledge)
 
     def complete_bytes(self, count: int) -> int:
         """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to."""
@@ -96,6 +108,7 @@ class NamedBarrier:
         threads: that take part in the current round; 0 until the first arrives.
         arrived: threads that have.
         round: completed so far.
+        everyone: of the current round: all threads that have not ended take part, however many that will be.
     """
 
     name: str
@@ -103,6 +116,7 @@ class NamedBarrier:
     threads: int = 0
     arrived: int = 0
     round: int = 0
+    everyone: bool = False
 
     def __post_init__(self) -> None:
         self._gathering = Knowledge.none(self.components)
@@ -111,19 +125,38 @@ class NamedBarrier:
     def __str__(self) -> str:
         return f"{self.name}: round {self.round}, {self.arrived} of {self.threads or '?'} threads arrived"
 
-    def arrive(self, clock: Clock, threads: int, of: int) -> int:
-        """`threads` threads of `of` arrive; returns the round that completes when all have."""
+    def arrive(self, clock: Clock | None, threads: int, of: int, *, everyone: bool = False) -> int:
+        """`threads` threads of `of` arrive; returns the round that completes when all have.
+
+        Args:
+            clock: what it knows is released; None for an arrival that releases nothing.
+            everyone: `of` are all threads that there are: fewer once some have ended.
+        """
         if self.threads == 0:
-            self.threads = of
-        if of != self.threads:
+            self.threads, self.everyone = of, everyone
+        if of != self.threads and not self.everyone:
             raise BarrierMisuse(f"{self}: a warp arrives for {of} threads")
         if self.arrived + threads > self.threads:
             raise BarrierMisuse(f"{self}: {threads} more threads arrive")
-        clock.release(self._gathering)
+        if clock is not None:
+            clock.release(self._gathering)
         self.arrived += threads
         target = self.round + 1
-        if self.arrived == self.threads:
+        self._complete()
+        return target
+
+    def hand(self, knowledge: Knowledge) -> None:
+        """Release what was known at a fence: a relaxed arrival behind it."""
+        self._gathering.join(knowledge)
+
+    def leave(self, threads: int = 32) -> None:
+        """Threads have ended that a barrier for everyone may wait for."""
+        if self.everyone and self.threads:
+            self.threads -= threads
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.threads and self.arrived >= self.threads:
             self.released = self._gathering
             self._gathering = Knowledge.none(self.components)
-            self.round, self.threads, self.arrived = target, 0, 0
-        return target
+            self.round, self.threads, self.arrived = self.round + 1, 0, 0

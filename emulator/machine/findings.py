@@ -17,10 +17,16 @@ class Kind(enum.Enum):
     PROXY = "missing proxy fence"
     TENSOR_ORDER = "missing tcgen05 fence or wait"
     MATRIX_ORDER = "missing wgmma fence or wait"
+    ALIGNED = "threads or warps of an aligned instruction disagree"
     BARRIER = "barrier misused"
     DEADLOCK = "deadlock"
     TENSOR_MEMORY = "tensor memory misused"
+    TENSOR_ISSUE = "tcgen05 instruction misused"
+    COPY = "asynchronous copy misused"
+    DESCRIPTOR = "meaningless descriptor"
     REGISTERS = "register budget"
+    DIVISION = "division by zero"
+    TRAP = "the kernel traps"
     UNFINISHED = "unfinished at exit"
 
 
@@ -67,15 +73,24 @@ class Finding:
         return f"{self.kind.value}: {self.message}\n    {self.place}{against}"
 
 
+Key = tuple[Kind, int | str, int, bool]
+
+
+def key_of(finding: Finding) -> Key:
+    """Equal for findings about the same pair of instructions; without an instruction the words count."""
+    line = finding.place.line or finding.message
+    return finding.kind, line, finding.other.line if finding.other else -1, finding.warning
+
+
 class Findings:
     """Everything that a launch's checks found; the same pair of instructions is kept once and counted."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[Kind, int, int, bool], Finding] = {}
-        self._counts: Counter[tuple[Kind, int, int, bool]] = Counter()
+        self._first: dict[Key, Finding] = {}
+        self._counts: Counter[Key] = Counter()
 
     def add(self, finding: Finding) -> None:
-        key = (finding.kind, finding.place.line, finding.other.line if finding.other else -1, finding.warning)
+        key = key_of(finding)
         self._first.setdefault(key, finding)
         self._counts[key] += 1
 
@@ -91,5 +106,4 @@ class Findings:
 
     def count(self, finding: Finding) -> int:
         """How often the finding's pair of instructions clashed."""
-        other = finding.other.line if finding.other else -1
-        return self._counts[finding.kind, finding.place.line, other, finding.warning]
+        return self._counts[key_of(finding)]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.machine.findings import Kind
+from emulator.machine.history import History
 from emulator.machine.shadow import Shadow
 
 Addresses = NDArray[np.int64]
@@ -76,23 +77,26 @@ class Region:
     """Global memory that a kernel was given.
 
     Attributes:
-        base: address of its first byte.
+        base: address of its first byte, rounded down to a multiple of 16, so that offsets are aligned as addresses are.
+        size: bytes from there to its end.
         name: of the tensor.
+        lead: bytes at the base that are not the region's.
     """
 
     base: int
     size: int
     name: str
     bytes: Bytes = field(repr=False)
-    shadow: Shadow = field(repr=False)
+    history: History = field(repr=False)
+    lead: int = 0
 
     @classmethod
     def at(cls, base: int, size: int, name: str) -> "Region":
         """The memory of this process at an address; its owner must outlive the region."""
+        lead = base % 16
+        base, size = base - lead, size + lead
         raw = (ctypes.c_uint8 * size).from_address(base)
-        shadow = Shadow(size)
-        shadow.written[:] = 0xF  # by the host
-        return cls(base, size, name, Bytes(np.ctypeslib.as_array(raw)), shadow)
+        return cls(base, size, name, Bytes(np.ctypeslib.as_array(raw)), History(size), lead)
 
 
 class GlobalMemory:
@@ -116,7 +120,7 @@ class GlobalMemory:
         left = np.arange(addresses.shape[0])
         for region in self.regions:
             offsets = addresses[left] - region.base
-            inside = (offsets >= 0) & (offsets <= region.size - size)
+            inside = (offsets >= region.lead) & (offsets <= region.size - size)
             if inside.any():
                 found.append((region, left[inside], offsets[inside]))
                 left = left[~inside]
@@ -132,10 +136,11 @@ class GlobalMemory:
             return f"{access}: the kernel was given no memory"
 
         def distance(region: Region) -> int:
-            return max(region.base - address, address + size - region.base - region.size)
+            return max(region.base + region.lead - address, address + size - region.base - region.size)
 
         near = min(self.regions, key=distance)
-        where = f"{address - near.base} bytes from the start of {near.name}, which has {near.size}"
+        start, size_of = near.base + near.lead, near.size - near.lead
+        where = f"{address - start} bytes from the start of {near.name}, which has {size_of}"
         return f"{access} are in nothing that the kernel was given; the nearest: {where}"
 
     def load(self, addresses: Addresses, size: int, count: int) -> Values:

@@ -12,6 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from emulator.machine.findings import Kind
+
 Addresses = NDArray[np.int64]
 
 
@@ -40,7 +42,9 @@ class Swizzle(enum.Enum):
 
 
 class DescriptorError(ValueError):
-    """A matrix descriptor that means nothing; the message names the field."""
+    """A descriptor that means nothing; the message names the field."""
+
+    kind = Kind.DESCRIPTOR
 
 
 @dataclass(frozen=True)

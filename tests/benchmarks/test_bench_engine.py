@@ -59,6 +59,11 @@ def test_an_engine_that_dies_names_the_first_cause(engine: Callable[..., list[ch
     assert "Engine core" in event["log_tail"]
 
 
+def test_a_warning_is_no_cause() -> None:
+    log = "(pid=1) WARNING 01-01 [x.py:1] may end in `OSError: [Errno 24] Too many`.\nValueError: no block of 16\n"
+    assert children.cause(log, 1) == "ended with status 1: ValueError: no block of 16"
+
+
 def test_an_engine_that_says_why_is_not_asked_twice(engine: Callable[..., list[children.Record]]) -> None:
     (event,) = engine("add(event='failed', message='ValueError: no such backend'); sys.exit(1)")
     assert event["message"] == "ValueError: no such backend"
@@ -131,10 +136,12 @@ def test_the_worker_says_what_vllm_chose() -> None:
         compilation_config=Thing(static_forward_context=layers, cudagraph_mode=Thing(name="FULL")),
         scheduler_config=Thing(max_num_seqs=8, max_num_batched_tokens=64),
         cache_config=Thing(block_size=16, cache_dtype="auto"),
+        parallel_config=Thing(world_size_across_dp=2),
     )
     facts = json.loads(json.dumps(worker.attention_facts()))
     assert facts["served_by"] == {"DSL": 2}
     assert facts["graphs"] == "FULL"
+    assert facts["devices"] == 2
 
 
 def test_options_of_the_server() -> None:

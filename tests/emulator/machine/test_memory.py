@@ -49,3 +49,32 @@ def test_shared_memory_is_poisoned_and_bounded() -> None:
             shared.check(np.array([address]), 4)
     with pytest.raises(MemoryFault, match="not aligned to 16 bytes"):
         shared.check(np.array([8]), 16)
+
+
+@pytest.mark.parametrize("shift", [2, 4, 12])
+def test_a_region_that_begins_anywhere(shift: int) -> None:
+    """Accesses are aligned by their address, wherever the tensor begins."""
+    data = np.zeros(64 + 16, np.uint8)
+    start = -data.ctypes.data % 16 + shift
+    base = data.ctypes.data + start
+    region = Region.at(base, 40, "x")
+    memory = GlobalMemory([region])
+    first = np.array([-(-base // 8) * 8])
+    memory.store(first, np.array([[0x0102030405060708]], np.uint64))
+    offset = int(first[0]) - data.ctypes.data
+    assert data[offset : offset + 8].tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert int(memory.load(first, 8, 1)[0, 0]) == 0x0102030405060708
+    with pytest.raises(MemoryFault, match=f"-{shift % 8 or 4} bytes from the start of x, which has 40"):
+        memory.load(np.array([base - (shift % 8 or 4)]), 2 if shift == 2 else 4, 1)
+
+
+@pytest.mark.parametrize("words", [slice(2, 12), np.arange(2, 12)])
+def test_every_word_keeps_all_its_readers(words: "slice | np.ndarray") -> None:
+    """Of two readers of a stretch the second one writes one word, knowing of itself alone."""
+    shadow = SharedMemory(64).shadow
+    alone = np.array([0, 1], np.int32)
+    shadow.read(words, (0, 1), alone, where=7)
+    shadow.read(words, (1, 1), alone, where=8)
+    clash = shadow.write(slice(9, 10), (1, 1), alone, where=9)
+    assert clash is not None
+    assert (clash.word, clash.component, clash.earlier) == (9, 0, "read")

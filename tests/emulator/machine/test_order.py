@@ -16,14 +16,7 @@ class World:
 
     def __init__(self, arrivals: int = 1) -> None:
         self.components = Components(32)
-        self.a, self.b = (
-            Clock(
-                self.components,
-                self.components.new(Source.WARP, name),
-                self.components.new(Source.TENSOR, f"{name} tcgen05"),
-            )
-            for name in "ab"
-        )
+        self.a, self.b = (Clock(self.components, self.components.new(Source.WARP, name)) for name in "ab")
         self.barrier = MBarrier("full", self.components, arrivals)
         self.memory = Shadow(64)
 
@@ -79,7 +72,7 @@ def test_every_one_of_several_readers_counts() -> None:
     world.read(world.a)
     world.read(world.b)
     world.barrier.arrive(world.a)
-    third = Clock(world.components, world.components.new(Source.WARP, "c"), world.components.new(Source.TENSOR, "c t"))
+    third = Clock(world.components, world.components.new(Source.WARP, "c"))
     assert not world.barrier.is_complete(0)
     third.acquire(world.barrier.released)
     assert world.write(third) is not None
@@ -132,20 +125,22 @@ def test_asynchronous_writes_are_known_by_their_barrier() -> None:
     assert world.read(world.b) is None
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_tensor_accesses_need_both_thread_sync_fences(before: bool, after: bool) -> None:
+@pytest.mark.parametrize("waited", [False, True])
+def test_own_asynchronous_accesses_go_along_once_waited_for(waited: bool) -> None:
     world = World()
-    stamp = (world.a.tensor_component, world.a.tensor_now)
-    world.memory.write(WORDS, stamp, world.a.knows.tensor, where=1)
-    if before:
-        world.a.before_thread_sync()
+    stores = world.components.new(Source.TENSOR_STORE, "a's stores")
+    world.memory.write(WORDS, (stores, 1), world.a.knows.seen, where=1)
+    if waited:
+        world.a.knows.learn(stores, 1)
     world.hand_over(world.a, world.b)
-    if after:
-        world.b.after_thread_sync()
-    stamp = (world.b.tensor_component, world.b.tensor_now)
-    clash = world.memory.read(WORDS, stamp, world.b.knows.tensor, where=2)
-    assert (clash is None) == (before and after)
+    assert (world.read(world.b) is None) == waited
+
+
+def test_atomics_need_no_order_among_themselves() -> None:
+    world = World()
+    for clock in (world.a, world.b):
+        assert world.memory.write(WORDS, clock.stamp, clock.knows.seen, where=1, atomic=True) is None
+    assert world.read(world.a) is not None
 
 
 def test_bytes_of_a_word_that_do_not_overlap_do_not_clash() -> None:

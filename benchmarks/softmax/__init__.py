@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax's benchmark: ours beside quack, torch, and our own Triton kernel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..case import Case, Provider, Reference
+from . import providers, rows
+from .problems import Inputs, Problem, build, reference
+
+Column = Provider[Problem, Inputs]
+
+
+@dataclass(frozen=True)
+class SoftmaxOperator:
+    """Softmax of a matrix's rows."""
+
+    name: str = "softmax"
+    unit: str = "TB/s"
+
+    def cases(self) -> Sequence[Case[Problem]]:
+        return rows.cases()
+
+    def providers(self, kernels: Sequence[str]) -> Sequence[Column]:
+        names: Sequence[str | None] = kernels or [None]
+        ours = [providers.Ours(name) for name in names]
+        return [*ours, providers.Quack(), providers.Torch(), providers.Ours("triton", "Triton")]
+
+    def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+        return build(problem, layers, device, seed)
+
+    def poison(self, inputs: Inputs) -> None:
+        for layer in inputs.layers:
+            layer.out.fill_(torch.nan)
+
+    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
+        return reference(problem, inputs, layer)
+
+
+def operators() -> dict[str, SoftmaxOperator]:
+    """Name -> operator."""
+    return {"softmax": SoftmaxOperator()}

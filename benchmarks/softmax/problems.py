@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A matrix whose rows get their softmax, its tensors, and exact results for some rows."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from dsl_backend.softmax import reference as eager
+from dsl_backend.softmax.spec import short
+
+from ..case import Reference
+
+COMPARED = 64  # rows of a layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """x [rows, width] to the same shape, both packed."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
+    log: bool = False
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Every element is read once and written once."""
+        return self.rows * self.width * (self.dtype.itemsize + self.out_dtype.itemsize)
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {
+            "rows": self.rows,
+            "width": self.width,
+            "dtype": short(self.dtype),
+            "out_dtype": short(self.out_dtype),
+            "log": self.log,
+        }
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x and out, [rows, width]."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    layers: tuple[Layer, ...]
+
+
+def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+    """Normal logits of a model's spread; outputs are NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (problem.rows, problem.width)
+    made = []
+    for _ in range(layers):
+        x = torch.empty(shape, dtype=problem.dtype, device=device).normal_(0, 3, generator=generator)
+        made.append(Layer(x, torch.full(shape, torch.nan, dtype=problem.out_dtype, device=device)))
+    return Inputs(tuple(made))
+
+
+def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+    """The first row, the last one and random ones in float64."""
+    draw = random.Random(seed)
+    inner = draw.sample(range(problem.rows), min(COMPARED, problem.rows))
+    x = inputs.layers[layer].x
+    chosen = torch.tensor(sorted({0, problem.rows - 1, *inner}), device=x.device)
+    return Reference(chosen, eager.exact(x[chosen], log=problem.log))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes a softmax: this package's kernels, quack's, torch's."""
+
+import importlib.util
+
+import torch
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime import target as targets
+from dsl_backend.softmax import api, dispatch
+from dsl_backend.softmax.spec import SoftmaxSpec
+
+from ..case import Launch, Limits
+from ..check import BF16_LIMITS
+from .problems import Inputs, Problem
+
+# Two approximate units (2^-22 each) and a sum of a quarter million terms.
+F32_LIMITS = Limits(total=1e-5, row=3e-5)
+
+
+class Column:
+    """What all of them share."""
+
+    default = True
+
+    def limits(self, problem: Problem) -> Limits:
+        return F32_LIMITS if problem.out_dtype == torch.float32 else BF16_LIMITS
+
+
+class Ours(Column):
+    """`api.softmax`.
+
+    Args:
+        kernel: a name from the dispatch table; by default what dispatch prefers.
+        name: of the column.
+    """
+
+    def __init__(self, kernel: str | None = None, name: str | None = None) -> None:
+        self.kernel = kernel
+        self.name = name or ("dsl" if kernel is None else f"dsl:{kernel}")
+
+    def objections(self, problem: Problem) -> list[str]:
+        spec = SoftmaxSpec(width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log)
+        try:
+            dispatch.choose(spec, targets.detect(), self.kernel)
+        except (InvalidInput, Unsupported) as error:
+            return [" ".join(str(error).split())]
+        return []
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            return api.softmax(layer.x, layer.out, log=problem.log, kernel=self.kernel)
+
+        return Launch(run)
+
+
+class Quack(Column):
+    """quack's CuTe DSL kernel, called below its autograd wrapper and into our output."""
+
+    name = "quack"
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = [] if torch.cuda.is_available() else ["needs a CUDA device"]
+        if importlib.util.find_spec("quack") is None:
+            reasons.append("quack-kernels is not installed")
+        if problem.log:
+            reasons.append("has no log-softmax")
+        return reasons
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        from quack.softmax import _softmax_fwd
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            _softmax_fwd(layer.x, layer.out)
+            return layer.out
+
+        return Launch(run)
+
+
+class Torch(Column):
+    """Eager torch."""
+
+    name = "torch"
+
+    def objections(self, problem: Problem) -> list[str]:
+        return [] if problem.dtype == problem.out_dtype else ["writes the type that it reads"]
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        function = torch.log_softmax if problem.log else torch.softmax
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            function(layer.x, -1, out=layer.out)
+            return layer.out
+
+        return Launch(run)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the softmax benchmark: the table, and groups that a regular expression selects."""
+
+import torch
+
+from ..case import TABLE, Case
+from .problems import Problem
+
+K = 1024
+F32, BF16 = torch.float32, torch.bfloat16
+# Logits of a decode step of two vocabularies, and matrices from narrow to wide.
+MAIN = ((64, 128256), (256, 151936), (4 * K, 8 * K), (32 * K, 4 * K), (32 * K, 32 * K))
+GRID_ROWS = tuple(512 * 2**i for i in range(7))
+GRID_WIDTHS = (4 * K, 8 * K, 16 * K, 32 * K)
+VOCABULARIES = (32 * K, 128256, 151936, 256 * K)
+
+
+def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
+    name = f"{problem.rows}x{problem.width}"
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=0,
+    )
+
+
+def cases() -> list[Case[Problem]]:
+    found = [case(Problem(rows=rows, width=width)) for rows, width in MAIN]
+    found += [case(Problem(rows=rows, width=width), "grid") for rows in GRID_ROWS for width in GRID_WIDTHS]
+    found += [case(Problem(rows=rows, width=width, dtype=F32, out_dtype=F32), "f32") for rows, width in MAIN[:4]]
+    found += [case(Problem(rows=rows, width=width, log=True), "log") for rows, width in MAIN[:4]]
+    found += [
+        case(Problem(rows=rows, width=width, dtype=F32, out_dtype=F32, log=True), "logprobs")
+        for rows in (1, 16, 256)
+        for width in VOCABULARIES
+    ]
+    found += [case(Problem(rows=64 * K, width=width), "narrow") for width in (8, 64, 128, 256, 512, 1000, 1024, 2048)]
+    # Rows that start at no multiple of 16 bytes.
+    found += [case(Problem(rows=rows, width=width), "odd") for rows, width in ((4 * K, 4099), (64, 128257))]
+    found += [case(Problem(rows=rows, width=width), "tiny") for rows, width in ((3, 40), (2, 4099))]
+    return found

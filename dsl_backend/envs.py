@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to the environment: every variable that the package reads, with what it accepts and what it does.
+
+A variable that is unset or empty has its default. Nothing here is read when a module is imported, nor by a launch.
+"""
+
+import os
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dsl_backend.errors import InvalidInput
+
+T = TypeVar("T")
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """A variable of the environment.
+
+    Attributes:
+        default: where it is unset or empty.
+        parse: from the text; a ValueError refuses it.
+        accepts: what it accepts, for people.
+        meaning: what it does.
+    """
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    accepts: str
+    meaning: str
+
+    def read(self) -> T:
+        """The value now.
+
+        Raises:
+            InvalidInput: the text is not accepted.
+        """
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise InvalidInput(f"{self.name}={text!r} is not accepted: use {self.accepts}") from None
+
+
+def switch(text: str) -> bool:
+    if text.lower() not in TRUE + FALSE:
+        raise ValueError
+    return text.lower() in TRUE
+
+
+def folder(text: str) -> pathlib.Path:
+    path = pathlib.Path(text).expanduser()
+    # A relative one would be another folder for each process.
+    if not path.is_absolute():
+        raise ValueError
+    return path
+
+
+CACHE = Variable("DSL_BACKEND_CACHE", True, switch, "0 or 1", "Keep compiled kernels on disk.")
+CACHE_DIR = Variable[pathlib.Path | None](
+    "DSL_BACKEND_CACHE_DIR",
+    None,
+    folder,
+    "an absolute path",
+    "Keep them below this folder, not in the user's cache folder.",
+)
+ARCH = Variable[str | None](
+    "DSL_BACKEND_ARCH",
+    None,
+    str,
+    "the GPU's own architecture or one below sm_90, such as sm_80",
+    "Choose kernels as if the GPU were of this architecture.",
+)
+# Other programs' variables.
+TRITON_INTERPRET = Variable(
+    "TRITON_INTERPRET",
+    False,
+    # Triton takes every other text for false.
+    lambda text: text.lower() in TRUE,
+    "0 or 1",
+    "Triton interprets kernels on the host.",
+)
+VLLM_PLUGINS = Variable[str | None](
+    "VLLM_PLUGINS", None, str, "names, separated by commas", "The only plugins that vLLM loads."
+)
+
+OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH)
+
+
+def starting_with(prefix: str) -> dict[str, str]:
+    """All variables whose names start so, by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefix)}
+
+
+def hide_gpus() -> None:
+    """Let this process, and those that it starts, see no GPU; to be called before CUDA is initialised."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

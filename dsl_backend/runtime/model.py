@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of a model that its kernels depend on, out of the `config.json` beside its weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsl_backend.errors import InvalidInput
+
+DTYPES = ("float32", "float16", "bfloat16")
+# A model with pictures or sound keeps its language model's facts in one of these.
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as one of its tensor-parallel ranks sees it.
+
+    Attributes:
+        heads_q, heads_kv: of this rank.
+        head_dim: of queries and keys; with MLA, of the parts with and without positions together.
+        intermediate_size: of the dense MLP, of this rank; None where there is none.
+        vocab_size: of the logits, of all ranks together.
+        latent_rank, rope_dim: of MLA; None elsewhere.
+        config: all of the model's own words, for what stands nowhere else.
+    """
+
+    dtype: str
+    hidden_size: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    vocab_size: int
+    intermediate_size: int | None = None
+    latent_rank: int | None = None
+    rope_dim: int | None = None
+    tensor_parallel: int = 1
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
+
+    @property
+    def is_mla(self) -> bool:
+        return self.latent_rank is not None
+
+
+def read(path: Path, *, tensor_parallel: int = 1, dtype: str | None = None) -> ModelShape:
+    """The model of a `config.json`, or of the folder that holds it.
+
+    Raises:
+        InvalidInput: the file cannot be read, or lacks what is needed; the message names it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise InvalidInput(f"model {str(path)!r}: {error.strerror}: give a config.json or a folder with one") from None
+    except ValueError as error:
+        raise InvalidInput(f"model {str(path)!r} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"model {str(path)!r} holds {type(config).__name__}: a JSON object is needed")
+    return shape_of(config, tensor_parallel=tensor_parallel, dtype=dtype)
+
+
+def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str | None = None) -> ModelShape:
+    """The model of a configuration in the words of Hugging Face's transformers.
+
+    Args:
+        tensor_parallel: ranks that share the heads.
+        dtype: to serve in; by default the one that the configuration names.
+
+    Raises:
+        InvalidInput: a fact is missing or is no positive whole number, the heads cannot be shared, or the dtype is none
+            that kernels serve.
+    """
+    text = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
+    if tensor_parallel < 1:
+        raise InvalidInput(f"tensor_parallel is {tensor_parallel}: at least 1 is needed")
+
+    def number(name: str, default: int | None = None) -> int:
+        value = text.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = "missing" if value is None else repr(value)
+            raise InvalidInput(f"the model's {name} is {found}: a positive whole number is needed")
+        return value
+
+    heads = number("num_attention_heads")
+    if heads % tensor_parallel:
+        raise InvalidInput(f"{heads} heads cannot be shared by {tensor_parallel} ranks")
+    heads_kv = number("num_key_value_heads", heads)
+    hidden = number("hidden_size")
+    intermediate = number("intermediate_size") if text.get("intermediate_size") is not None else None
+    latent = number("kv_lora_rank") if text.get("kv_lora_rank") is not None else None
+    rope = number("qk_rope_head_dim") if latent is not None else None
+    head_dim = number("qk_nope_head_dim") + rope if rope is not None else number("head_dim", hidden // heads)
+    return ModelShape(
+        dtype=dtype_of(config, text, dtype),
+        hidden_size=hidden,
+        heads_q=heads // tensor_parallel,
+        # More ranks than heads: each rank has a copy of one. MLA's one latent head is everybody's.
+        heads_kv=1 if latent is not None else max(1, heads_kv // tensor_parallel),
+        head_dim=head_dim,
+        vocab_size=number("vocab_size"),
+        intermediate_size=None if intermediate is None else -(-intermediate // tensor_parallel),
+        latent_rank=latent,
+        rope_dim=rope,
+        tensor_parallel=tensor_parallel,
+        config=config,
+    )
+
+
+def dtype_of(config: Mapping[str, Any], text: Mapping[str, Any], asked: str | None) -> str:
+    names = ("dtype", "torch_dtype")
+    found = asked or next((part[name] for part in (text, config) for name in names if part.get(name)), "bfloat16")
+    name = str(found).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InvalidInput(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return name

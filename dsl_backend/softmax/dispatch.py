@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel serves a softmax on a target: a table of reasons, best kernel first."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime.target import Target
+from dsl_backend.softmax.configs import default_config
+from dsl_backend.softmax.spec import SoftmaxSpec
+
+OPERATION = "softmax"
+Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel that may serve.
+
+    Attributes:
+        name: what a user calls it by.
+        kernel: `module:name` of a function (x, out, spec, target), imported when it is first chosen.
+        objections: why it does not serve a problem on a target; empty where it does.
+    """
+
+    name: str
+    kernel: str
+    objections: Callable[[SoftmaxSpec, Target], list[str]]
+
+    def load(self) -> Run:
+        module, _, name = self.kernel.partition(":")
+        run: Run = getattr(importlib.import_module(module), name)
+        return run
+
+
+@cache
+def has_cute() -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in ("cutlass", "tvm_ffi"))
+
+
+def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
+    """The kernel needs clusters and st.async; it is compiled for and proven on SM90 and SM100."""
+    if not (target.wgmma or target.tcgen05):
+        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.arch}"]
+    reasons = [] if has_cute() else ["nvidia-cutlass-dsl is not installed: pip install 'dsl-backend[cute]'"]
+    return reasons + default_config(spec).objections(spec, target.smem_bytes)
+
+
+def triton(spec: SoftmaxSpec, target: Target) -> list[str]:
+    reasons = []
+    if target.is_cpu and not target.interpreted:
+        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
+    if target.capability is not None and target.capability < (7, 5):
+        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
+    if torch.bfloat16 in (spec.dtype, spec.out_dtype) and not target.is_cpu and not target.native_bf16:
+        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
+    return reasons
+
+
+def cpu_only(spec: SoftmaxSpec, target: Target) -> list[str]:
+    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+
+
+# sm90's kernel uses nothing that SM100 lacks or does better: one class serves both.
+TABLE = (
+    Entry("cute", "dsl_backend.softmax.sm90.launch:softmax", cute),
+    Entry("triton", "dsl_backend.softmax.triton.rows:softmax", triton),
+    Entry("reference", "dsl_backend.softmax.reference:softmax", cpu_only),
+)
+
+
+def judge(spec: SoftmaxSpec, target: Target) -> list[tuple[Entry, list[str]]]:
+    """Every entry with its objections, best entry first."""
+    return [(entry, entry.objections(spec, target)) for entry in TABLE]
+
+
+def choose(spec: SoftmaxSpec, target: Target, kernel: str | None = None) -> Entry:
+    """The first entry that does not object.
+
+    Args:
+        kernel: a name from the table; that kernel or none.
+
+    Raises:
+        InvalidInput: the table has no kernel of that name.
+        Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
+    """
+    names = [entry.name for entry in TABLE]
+    if kernel is not None and kernel not in names:
+        raise InvalidInput(f"{OPERATION} has no kernel {kernel!r}: choose one of {', '.join(names)}")
+    judged = [(entry, reasons) for entry, reasons in judge(spec, target) if kernel in (None, entry.name)]
+    for entry, reasons in judged:
+        if not reasons:
+            return entry
+    raise Unsupported(f"{spec} on {target.arch}", {entry.name: reasons for entry, reasons in judged})
+
+
+@cache
+def chosen(spec: SoftmaxSpec, target: Target, kernel: str | None) -> Run:
+    """The function that serves; chosen once for each problem, since every call asks."""
+    return choose(spec, target, kernel).load()

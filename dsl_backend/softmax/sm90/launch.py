@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to the CuTe DSL kernel: its key, its function, its launch."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function, compile_kernel
+from dsl_backend.runtime.target import Target
+from dsl_backend.softmax.configs import RowConfig, default_config
+from dsl_backend.softmax.sm90.kernel import NUMERIC, Softmax, SoftmaxKey
+from dsl_backend.softmax.spec import SoftmaxSpec, short
+
+
+def key_of(spec: SoftmaxSpec, config: RowConfig | None = None) -> SoftmaxKey:
+    """The kernel for a problem; all widths that are held by as many vectors share one, but for an exact fit."""
+    config = config or default_config(spec)
+    exact = spec.width % config.tile == 0 if config.streamed else spec.width == config.tile
+    return SoftmaxKey(
+        dtype=short(spec.dtype), out_dtype=short(spec.out_dtype), log=spec.log, config=config, exact=exact
+    )
+
+
+def fake_args(key: SoftmaxKey) -> tuple[Any, ...]:
+    rows, width = cute.sym_int(), cute.sym_int(divisibility=key.config.vector)
+
+    def rows_of(name: str) -> Any:
+        dtype, vector = NUMERIC[name], key.config.vector
+        stride = (cute.sym_int64(divisibility=vector), 1)
+        return make_fake_tensor(dtype, (rows, width), stride, assumed_align=vector * dtype.width // 8)
+
+    return rows_of(key.dtype), rows_of(key.out_dtype), make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def build(key: SoftmaxKey, target: Target) -> Function:
+    """The compiled function: (x, out)."""
+    return compile_kernel(Softmax(key), fake_args(key), key=key, target=target)
+
+
+@cache
+def function_of(spec: SoftmaxSpec, target: Target, libraries: str) -> Function:
+    """The function of a problem, kept by what host code is linked with."""
+    return build(key_of(spec), target)
+
+
+def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Target) -> None:
+    """Out [rows, width] from x [rows, width]; any rows."""
+    if x.shape[0]:
+        function_of(spec, target, toolkit.libraries())(x, out)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a softmax problem is, as far as kernels and dispatch specialise on it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Kernels count columns and rows in 32 bits, and go past the end by less than a tile.
+MOST_WIDTH = 2**31 - 2**20
+MOST_ROWS = 2**31 - 2**10
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxSpec:
+    """Softmax of rows [rows, width] along the width.
+
+    Attributes:
+        width: elements of a row.
+        dtype, out_dtype: of input and output, each float32, float16 or bfloat16; arithmetic is float32.
+        log: the natural logarithm of the softmax instead.
+        vector: neighbours that may be accessed at once: it divides the width and both row strides, and both base
+            addresses are aligned to it; 1, 2, 4 or 8.
+    """
+
+    width: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    log: bool = False
+    vector: int = 1
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                raise InvalidInput(message)
+
+        names = ", ".join(short(dtype) for dtype in DTYPES)
+        require(self.dtype in DTYPES, f"x is {short(self.dtype)}: one of {names} is needed")
+        require(self.out_dtype in DTYPES, f"the output's dtype is {short(self.out_dtype)}: one of {names} is needed")
+        require(1 <= self.width <= MOST_WIDTH, f"width {self.width} is not from 1 to {MOST_WIDTH}")
+        require(self.vector in (1, 2, 4, 8), f"vector {self.vector} is not 1, 2, 4 or 8")
+        require(self.width % self.vector == 0, f"width {self.width} is not a multiple of the vector {self.vector}")
+
+    def __str__(self) -> str:
+        types = short(self.dtype) if self.dtype == self.out_dtype else f"{short(self.dtype)} to {short(self.out_dtype)}"
+        return f"{'log-softmax' if self.log else 'softmax'} of {self.width} {types}"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Atomics and reductions of a warp's threads (PTX ISA 9.2, 9.7.13.5 to 9.7.13.7)."""
+
+from typing import Any
+
+import numpy as np
+
+from emulator.errors import Unsupported
+from emulator.machine import copies
+from emulator.machine.access import shared_parts, touch_global, touch_shared, words_of
+from emulator.machine.handlers.flags import acquire, release
+from emulator.machine.handlers.memory import items, parts, read_items, write_items
+from emulator.machine.handlers.registry import executes
+from emulator.machine.runner import Runner
+from emulator.ptx.ir import BITS, Instr
+
+Values = np.ndarray[Any, Any]
+
+
+def combine(op: str, kind: str, old: Values, new: Values, other: Values | None) -> Values:
+    """The new content of a word; all of them unsigned integers of the type's width."""
+    if op == "exch":
+        return new
+    if op == "cas":
+        # `cas` compares with b and stores c.
+        assert other is not None
+        return np.where(old == new, other, old)
+    shape = old.shape
+    flat = copies.reduce(op, kind, old.ravel().view(np.uint8), new.ravel().view(np.uint8), cluster=False)
+    return flat.view(old.dtype).reshape(shape)
+
+
+@executes("atom", "red")
+def execute_atomic(runner: Runner, instr: Instr) -> None:
+    """Lane by lane: the order within a warp is open, and any is right."""
+    op, kind = instr.op["op"] or "", instr.op["type"] or ""
+    source = instr["b"]
+    assert source is not None
+    bits = BITS[kind]
+    if bits == 128:
+        raise Unsupported(f"{instr.op.text}, on line {instr.line}")
+    values = read_items(runner, items(source), bits)
+    third = instr["c"] if "c" in instr.op.form.place else None
+    others = None if third is None else read_items(runner, items(third), bits)
+    size = values.dtype.itemsize * values.shape[1]
+    before = np.empty_like(values)
+    for space, lanes, addresses in parts(runner, instr, "a"):
+        release(runner, instr, space, addresses, atomic=True)
+        if space == "shared":
+            for cta, some, offsets in shared_parts(runner, addresses):
+                cta.shared.check(offsets, size)
+                touch_shared(runner, cta, *words_of(offsets, size), write=True, atomic=True)
+                update(cta.shared.bytes, offsets, lanes[some], op, kind, values, others, before)
+        elif space == "global":
+            for region, some, offsets in touch_global(runner, addresses, size, write=True, atomic=True):
+                update(region.bytes, offsets, lanes[some], op, kind, values, others, before)
+        else:
+            raise Unsupported(f"{instr.op.text} on local memory, on line {instr.line}")
+        acquire(runner, instr, space, addresses, atomic=True)
+    runner.run.profile.count(f"{instr.op.name} operations", runner.count)
+    runner.run.progress += 1
+    to = instr["d"] if "d" in instr.op.form.place else None
+    if to is not None:
+        write_items(runner, items(to), before, kind if kind[0] != "s" else f"u{bits}")
+
+
+def update(memory: Any, offsets: Values, lanes: Values, op: str, kind: str, values: Values, others: Values | None,
+           before: Values) -> None:  # fmt: skip
+    element, count = values.dtype.itemsize, values.shape[1]
+    for lane, offset in zip(lanes, offsets, strict=True):
+        place = np.array([offset], np.int64)
+        old = memory.load(place, element, count)
+        other = None if others is None else others[lane : lane + 1]
+        memory.store(place, combine(op, kind, old, values[lane : lane + 1], other))
+        before[lane] = old[0]

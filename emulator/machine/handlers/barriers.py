@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers: of a CTA, of a cluster, and mbarriers (PTX ISA 9.2, 9.7.13.1 to 9.7.13.4 and 9.7.13.15)."""
+
+from functools import partial
+
+import numpy as np
+
+from emulator.core.program import RANK_SHIFT, SHARED_BASE
+from emulator.errors import Unsupported
+from emulator.machine.access import touch_shared
+from emulator.machine.barriers import BarrierMisuse, MBarrier, NamedBarrier
+from emulator.machine.cluster import OFFSET, Cta
+from emulator.machine.findings import Kind
+from emulator.machine.handlers.registry import executes
+from emulator.machine.runner import Runner, Wait
+from emulator.ptx.ir import Address, Instr, Operand
+
+WARP = 32
+MBARRIER_BYTES = 8
+NAMED_BARRIERS = 16
+
+
+def named(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int, bool]:
+    """The barrier, how many threads take part, and whether these are all that there are."""
+    number = instr["id"]
+    assert number is not None
+    index = runner.warp.uniform(number)
+    if index >= NAMED_BARRIERS:
+        raise BarrierMisuse(f"barrier {index}: a CTA has {NAMED_BARRIERS}")
+    threads = instr["threads"]
+    if threads is None:
+        return runner.cta.barrier(index), runner.cta.threads, True
+    count = runner.warp.uniform(threads)
+    if count == 0 or count % WARP:
+        raise BarrierMisuse(f"barrier {index} for {count} threads: a positive multiple of {WARP} is possible")
+    if count > runner.run.warps * WARP:
+        raise BarrierMisuse(f"barrier {index} for {count} threads: the CTA has {runner.run.warps * WARP}")
+    return runner.cta.barrier(index), count, False
+
+
+def arrive(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int]:
+    barrier, threads, everyone = named(runner, instr)
+    target = barrier.arrive(runner.clock, WARP, threads, everyone=everyone)
+    runner.run.progress += 1
+    return barrier, target
+
+
+@executes("bar.sync", "bar.cta.sync", "barrier.sync", "barrier.cta.sync")
+def execute_sync(runner: Runner, instr: Instr) -> Wait:
+    barrier, target = arrive(runner, instr)
+    return Wait(f"waits at {barrier}", lambda: barrier.round >= target, lambda: runner.clock.acquire(barrier.released))
+
+
+@executes("bar.arrive", "bar.cta.arrive", "barrier.arrive", "barrier.cta.arrive")
+def execute_arrive(runner: Runner, instr: Instr) -> None:
+    arrive(runner, instr)
+
+
+@executes("bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red")
+def execute_red(runner: Runner, instr: Instr) -> Wait:
+    """The predicates of all threads, reduced: the barrier's votes are kept until the round is complete."""
+    barrier, threads, everyone = named(runner, instr)
+    source, to = instr["a"], instr["d"]
+    assert source is not None
+    assert to is not None
+    op = instr.op["op"]
+    votes = runner.run.votes.setdefault((id(barrier), barrier.round + 1), [])
+    votes.append((runner.warp.pred(source), runner.mask))
+    target = barrier.arrive(runner.clock, WARP, threads, everyone=everyone)
+    runner.run.progress += 1
+    mask = runner.mask
+
+    def then() -> None:
+        runner.clock.acquire(barrier.released)
+        if op == "popc":
+            runner.warp.put32(to, sum(holds.bit_count() for holds, _ in votes), mask)
+            return
+        result = all(holds == of for holds, of in votes) if op == "and" else any(holds for holds, _ in votes)
+        runner.warp.put_pred(to, mask if result else 0, mask)
+
+    return Wait(f"waits at {barrier}", lambda: barrier.round >= target, then)
+
+
+TARGET, AHEAD = "cluster target", "cluster arrivals ahead of waits"
+ARRIVAL = "cluster arrival"  # index of the latest
+
+
+@executes("barrier.cluster.arrive")
+def execute_cluster_arrive(runner: Runner, instr: Instr) -> Wait | None:
+    """A warp that arrives again before it has waited, waits first, and has one wait too many to its credit."""
+    barrier = runner.cta.cluster.barrier
+    earlier = runner.state.get(TARGET)
+    if not isinstance(earlier, int):
+        arrive_at_cluster(runner, instr)
+        return None
+    # FlashAttention-4 does it where it sets up a pipeline between the halves of a barrier.
+    runner.report(Kind.BARRIER, f"{barrier}: {runner.name} arrives again without having waited", warning=True)
+    ahead = runner.state.get(AHEAD)
+    if ahead is None:
+        runner.at_end.append(partial(check_cluster_waits, runner))
+    runner.state[AHEAD] = (ahead if isinstance(ahead, int) else 0) + 1
+    return Wait(
+        f"arrives again at {barrier}", lambda: barrier.round >= earlier, partial(arrive_at_cluster, runner, instr)
+    )
+
+
+def arrive_at_cluster(runner: Runner, instr: Instr) -> None:
+    cluster = runner.cta.cluster
+    clock = None if instr.op["sem"] == "relaxed" else runner.clock
+    if clock is None and runner.fence is not None:
+        cluster.barrier.hand(runner.fence)
+    if ARRIVAL not in runner.state:
+        runner.at_end.append(partial(check_cluster_end, runner))
+    runner.state[ARRIVAL] = runner.index
+    runner.state[TARGET] = cluster.barrier.arrive(clock, WARP, cluster.threads, everyone=True)
+    runner.run.progress += 1
+
+
+def check_cluster_end(runner: Runner) -> None:
+    """At a warp's end: it has waited where it arrived last. Without that its CTA may end while others still use it."""
+    index = runner.state[ARRIVAL]
+    if TARGET in runner.state and isinstance(index, int):
+        message = f"{runner.name} ends without a wait at the cluster's barrier, where it has arrived"
+        runner.report(Kind.UNFINISHED, message, index=index, warning=True)
+
+
+def check_cluster_waits(runner: Runner) -> None:
+    """At a warp's end: what it arrived more often is made up for by waits."""
+    if runner.state[AHEAD]:
+        barrier = runner.cta.cluster.barrier
+        runner.report(Kind.BARRIER, f"{barrier}: {runner.name} has arrived more often than it has waited")
+
+
+@executes("barrier.cluster.wait")
+def execute_cluster_wait(runner: Runner, instr: Instr) -> Wait | None:
+    barrier = runner.cta.cluster.barrier
+    target, ahead = runner.state.pop(TARGET, None), runner.state.get(AHEAD)
+    if isinstance(target, int):
+        then = partial(acquire_released, runner, barrier)
+        return Wait(f"waits at {barrier}", lambda: barrier.round >= target, then)
+    if not isinstance(ahead, int) or not ahead:
+        raise BarrierMisuse(f"{barrier}: {runner.name} waits without having arrived")
+    runner.state[AHEAD] = ahead - 1
+    return None
+
+
+def acquire_released(runner: Runner, barrier: NamedBarrier) -> None:
+    runner.clock.acquire(barrier.released)
+
+
+# mbarriers.
+
+
+def locate(runner: Runner, address: int) -> tuple[Cta, int]:
+    """The CTA and the offset of a shared address, or of a generic one that points to shared memory."""
+    address &= SHARED_BASE - 1
+    rank = address >> RANK_SHIFT
+    ctas = runner.cta.cluster.ctas
+    if rank >= len(ctas):
+        raise BarrierMisuse(f"an mbarrier at shared address {address:#x}: the cluster has {len(ctas)} CTAs")
+    return ctas[rank], address & OFFSET
+
+
+def mbarrier(runner: Runner, address: int, *, index: int | None = None) -> MBarrier:
+    """The mbarrier at an address; its initialisation must be ordered before its use."""
+    cta, offset = locate(runner, address)
+    barrier = cta.mbarriers.get(offset)
+    if barrier is None:
+        raise BarrierMisuse(f"{cta.name} has no mbarrier at shared address {offset:#x}: it was never initialised")
+    if cta is not runner.cta and all(other.done for other in cta.runners):
+        raise BarrierMisuse(f"{barrier} is used after {cta.name} has ended")
+    component, clock = barrier.made
+    if runner.clock.knows.seen[component] < clock:
+        runner.report(
+            Kind.RACE, f"{barrier.name} is used, and nothing orders its initialisation before that", index=index
+        )
+        runner.clock.knows.learn(component, clock)
+    return barrier
+
+
+def each(runner: Runner, operand: Operand | None) -> list[tuple[int, int]]:
+    """Distinct addresses of the lanes, with the lanes' mask for each."""
+    assert isinstance(operand, Address)
+    addresses = runner.warp.address(operand)
+    lanes = runner.lanes
+    first = int(addresses[lanes[0]])
+    if (addresses[lanes] == first).all():
+        return [(first, runner.mask)]
+    found: dict[int, int] = {}
+    for lane in lanes:
+        found[int(addresses[lane])] = found.get(int(addresses[lane]), 0) | 1 << int(lane)
+    return list(found.items())
+
+
+@executes("mbarrier.init")
+def execute_init(runner: Runner, instr: Instr) -> None:
+    count = instr["count"]
+    assert count is not None
+    for address, mask in each(runner, instr["mbar"]):
+        cta, offset = locate(runner, address)
+        cta.shared.check(np.array([offset]), MBARRIER_BYTES)
+        if mask & mask - 1:
+            runner.report(Kind.BARRIER, f"lanes {mask:#010x} initialise the same mbarrier {offset:#x} of {cta.name}")
+        before = cta.mbarriers.get(offset)
+        if before is not None:
+            raise BarrierMisuse(f"{before} is initialised again without mbarrier.inval")
+        words = np.array([offset >> 2, (offset >> 2) + 1])
+        touch_shared(runner, cta, words, 0xF, write=True)
+        name = f"mbarrier {offset:#x} of {cta.name}"
+        made = MBarrier(name, runner.clock.components, runner.warp.uniform(count))
+        made.made = runner.clock.stamp
+        cta.mbarriers[offset] = made
+        made_by(runner).append(made)
+    runner.run.progress += 1
+
+
+def made_by(runner: Runner) -> list[MBarrier]:
+    """The mbarriers that a warp has initialised and not announced."""
+    found = runner.state.setdefault("mbarriers", [])
+    assert isinstance(found, list)
+    return found
+
+
+def announce(runner: Runner) -> None:
+    """fence.mbarrier_init."""
+    for barrier in made_by(runner):
+        barrier.announced = True
+    made_by(runner).clear()
+
+
+def signalled(runner: Runner, address: int) -> MBarrier:
+    """An mbarrier that the async proxy signals. It has to see the initialisation: a write by the generic proxy."""
+    barrier = mbarrier(runner, address)
+    component, clock = barrier.made
+    if not barrier.announced and runner.clock.knows.fenced[component] < clock:
+        message = f"{barrier.name}: neither fence.mbarrier_init nor fence.proxy.async follows its initialisation"
+        runner.report(Kind.PROXY, message, warning=True)
+    return barrier
+
+
+@executes("mbarrier.inval")
+def execute_inval(runner: Runner, instr: Instr) -> None:
+    for address, _ in each(runner, instr["mbar"]):
+        cta, offset = locate(runner, address)
+        barrier = mbarrier(runner, address)
+        if not barrier.is_idle:
+            raise BarrierMisuse(f"{barrier} is invalidated in the middle of a phase")
+        del cta.mbarriers[offset]
+        cta.shared.shadow.forget(np.array([offset >> 2, (offset >> 2) + 1]))
+
+
+def put_state(runner: Runner, instr: Instr, phase: int, mask: int) -> None:
+    """The opaque state of an arrival: the phase it arrived at."""
+    to = instr["state"]
+    if to is not None:
+        runner.warp.put64(to, phase, mask)
+
+
+@executes("mbarrier.arrive", "mbarrier.arrive.noComplete", "mbarrier.arrive_drop", "mbarrier.arrive_drop.noComplete")
+def execute_mbarrier_arrive(runner: Runner, instr: Instr) -> None:
+    count = instr["count"]
+    times = 1 if count is None else runner.warp.uniform(count)
+    clock = None if instr.op["sem"] == "relaxed" else runner.clock
+    drop = "drop" in instr.op.name
+    for address, mask in each(runner, instr["mbar"]):
+        barrier = mbarrier(runner, address)
+        arrivals = times * mask.bit_count()
+        if "noComplete" in instr.op.text and arrivals >= barrier.pending:
+            raise BarrierMisuse(f"{barrier}: {arrivals} arrivals that may not complete the phase")
+        if drop:
+            barrier.expected -= arrivals
+        put_state(runner, instr, arrive_each(runner, barrier, clock is not None, times, mask.bit_count()), mask)
+    runner.run.profile.count("mbarrier arrivals", runner.count)
+    runner.run.progress += 1
+
+
+def arrive_each(runner: Runner, barrier: MBarrier, releases: bool, times: int, threads: int) -> int:
+    """Each thread arrives on its own: a phase may be complete in their midst. Returns the last one's phase."""
+    clock = runner.clock if releases else None
+    while threads * times > barrier.pending >= times > 0:
+        now = barrier.pending // times
+        barrier.arrive(clock, now * times)
+        threads -= now
+    return barrier.arrive(clock, threads * times)
+
+
+@executes("mbarrier.arrive.expect_tx", "mbarrier.arrive_drop.expect_tx")
+def execute_arrive_expect(runner: Runner, instr: Instr) -> None:
+    count = instr["bytes"]
+    assert count is not None
+    clock = None if instr.op["sem"] == "relaxed" else runner.clock
+    amount = runner.warp.uniform(count)
+    for address, mask in each(runner, instr["mbar"]):
+        barrier = mbarrier(runner, address)
+        barrier.expect(amount * mask.bit_count())
+        if "drop" in instr.op.name:
+            barrier.expected -= mask.bit_count()
+        put_state(runner, instr, arrive_each(runner, barrier, clock is not None, 1, mask.bit_count()), mask)
+    runner.run.progress += 1
+
+
+@executes("mbarrier.expect_tx")
+def execute_expect(runner: Runner, instr: Instr) -> None:
+    count = instr["bytes"]
+    assert count is not None
+    for address, mask in each(runner, instr["mbar"]):
+        mbarrier(runner, address).expect(runner.warp.uniform(count) * mask.bit_count())
+    runner.run.progress += 1
+
+
+@executes("mbarrier.complete_tx")
+def execute_complete(runner: Runner, instr: Instr) -> None:
+    count = instr["bytes"]
+    assert count is not None
+    for address, mask in each(runner, instr["mbar"]):
+        mbarrier(runner, address).complete_bytes(runner.warp.uniform(count) * mask.bit_count())
+    runner.run.progress += 1
+
+
+def complete(barrier: MBarrier, parity: int | None, state: int | None) -> bool:
+    if state is not None:
+        return barrier.phase > state
+    assert parity is not None
+    return barrier.is_complete(parity)
+
+
+@executes("mbarrier.try_wait", "mbarrier.try_wait.parity", "mbarrier.test_wait", "mbarrier.test_wait.parity")
+def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
+    """`try_wait` suspends until the phase is complete or, when nothing else can go on, until time is up."""
+    by_parity = "parity" in instr.op.name
+    operand, to = instr["phase" if by_parity else "state"], instr["p"]
+    assert operand is not None
+    assert to is not None
+    warp = runner.warp
+    pending = []
+    for address, mask in each(runner, instr["mbar"]):
+        value = warp.uniform(operand, mask)
+        pending.append((mbarrier(runner, address), value if by_parity else None, None if by_parity else value, mask))
+
+    def finish(limit: bool) -> None:
+        holds = 0
+        for barrier, parity, state, mask in pending:
+            if complete(barrier, parity, state):
+                holds |= mask
+                if instr.op["sem"] != "relaxed":
+                    runner.clock.acquire(barrier.released)
+        warp.put_pred(to, holds, everyone)
+        runner.run.profile.count("mbarrier waits that expired", int(limit))
+
+    everyone = runner.mask
+    if "test_wait" in instr.op.name:
+        # Does not suspend; others get their turn all the same, since it stands in loops.
+        polled = iter((False, True))
+        return Wait(f"polls {pending[0][0]}", lambda: next(polled, True), partial(finish, False))
+    runner.run.profile.count("mbarrier waits")
+    ready = all(complete(barrier, parity, state) for barrier, parity, state, _ in pending)
+    if not ready and runner.run.tasks.gives_up():
+        # The time limit is the system's own: kernels have to come back.
+        finish(True)
+        return None
+    return Wait(
+        f"waits for {'; '.join(str(barrier) for barrier, *_ in pending)}",
+        lambda: all(complete(barrier, parity, state) for barrier, parity, state, _ in pending),
+        partial(finish, False),
+        partial(finish, True),
+    )
+
+
+@executes("mbarrier.pending_count")
+def execute_pending(runner: Runner, instr: Instr) -> None:
+    raise Unsupported(f"{instr.op.text}, on line {instr.line}")

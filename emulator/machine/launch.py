@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One launch: its clusters, the turns that warps and asynchronous work take, and the checks at the end."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulator.core.program import RANK_SHIFT, Program
+from emulator.core.warp import Warp
+from emulator.errors import LaunchError, Unsupported
+from emulator.host.launch import Dim3, Launch
+from emulator.machine.cluster import Cluster, Cta
+from emulator.machine.findings import Finding, Findings, Kind, Place
+from emulator.machine.handlers import handler_of
+from emulator.machine.memory import GlobalMemory, Region
+from emulator.machine.profile import Profile
+from emulator.machine.runner import Abort, Handler, Runner
+from emulator.machine.tasks import Tasks
+from emulator.ptx import parse
+from emulator.ptx.ir import Module
+from emulator.ptx.printer import show_instr
+
+if TYPE_CHECKING:
+    from emulator.machine.clocks import Knowledge
+
+# Turns of all warps in which nothing changed, after which the kernel is stuck in a loop.
+PATIENCE = 2000
+MOST_INSTRUCTIONS = 1 << 34  # hours
+MOST_SHARED = 1 << 33  # bytes of the emulator's memory for what runs at once
+
+
+def aligned(block: bytes) -> NDArray[np.uint8]:
+    """A parameter block where it may contain tensor maps, at a multiple of 128 bytes."""
+    data = np.zeros(len(block) + 128, np.uint8)
+    start = -data.ctypes.data % 128
+    data[start : start + len(block)] = np.frombuffer(block, np.uint8)
+    return data[start : start + len(block)]
+
+
+@lru_cache(maxsize=64)
+def load(ptx: str, kernel: str) -> tuple[Module, Program]:
+    """The program of a kernel.
+
+    Raises:
+        Refused, Unsupported: something in it is not emulated.
+    """
+    module = parse(ptx)
+    program = Program(module, module.entries[kernel])
+    return module, program
+
+
+class Run:
+    """A launch while it runs.
+
+    Attributes:
+        handlers: of each instruction that the interpreter hands over, by its index.
+        left: warp instructions before the launch counts as endless.
+        progress: grows whenever something changed that another warp can see.
+        votes: of barrier.red: each warp's predicates and lanes, by barrier and round.
+        flags: what was released to words of memory, by their address: (cluster's rank or -1, address).
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        sms: int,
+        schedule: str,
+        seed: int,
+        findings: Findings,
+        profile: Profile,
+        limit: int = MOST_INSTRUCTIONS,
+    ) -> None:
+        self.launch = launch
+        self.left = limit
+        self.module, self.program = load(launch.ptx, launch.kernel)
+        self.handlers: list[Handler] = handlers_of(self.program)
+        self.tasks = Tasks(schedule, seed)
+        self.findings = findings
+        self.profile = profile.of(launch.kernel, self.program)
+        self.progress = 0
+        self.flags: dict[tuple[int, int], Knowledge] = {}
+        self.votes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.symbols, regions = self._globals()
+        # Kernel parameters are memory as well: tensor maps are read there, by their address.
+        self.parameters = aligned(self._parameter_block())
+        regions.append(Region.at(self.parameters.ctypes.data, self.parameters.size, "the kernel's parameters"))
+        regions += [Region.at(region.address, region.bytes, region.name) for region in launch.regions]
+        self.memory = GlobalMemory(regions)
+        self.threads = launch.block[0] * launch.block[1] * launch.block[2]
+        self.warps = -(-self.threads // 32)
+        self.shared_bytes = self.program.shared_static + launch.shared_bytes
+        self.members = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+        self.resident = max(1, sms // self.members)
+        if self.resident * self.members * self.shared_bytes * 20 > MOST_SHARED:
+            raise LaunchError(f"{launch.kernel}: {sms} SMs with {self.shared_bytes} bytes of shared memory each")
+        self.clusters: dict[int, Cluster] = {}
+        self.names: dict[int, list[str]] = {}
+        self._indices = self._cluster_indices()
+        self.cancelled = 0  # clusters that cluster launch control took from the grid
+
+    def _parameter_block(self) -> bytes:
+        block = bytearray(max(self.program.function.param_bytes, 1))
+        for variable, parameter in zip(self.program.function.params, self.launch.parameters, strict=True):
+            block[variable.offset : variable.offset + len(parameter.data)] = parameter.data
+        return bytes(block)
+
+    def _globals(self) -> tuple[dict[str, int], list[Region]]:
+        """Memory for the module's own variables."""
+        symbols, regions = {}, []
+        self._kept = []
+        for variable in self.program.globals:
+            data = np.zeros(max(variable.size, 16) + 256, np.uint8)
+            base = -(-data.ctypes.data // 256) * 256
+            start = base - data.ctypes.data
+            data[start : start + len(variable.initial)] = np.frombuffer(variable.initial, np.uint8)
+            if variable.relocations:
+                raise Unsupported(f"addresses in the initial value of {variable.name}")
+            self._kept.append(data)
+            symbols[variable.name] = base
+            regions.append(Region.at(base, max(variable.size, 16), variable.name))
+        return symbols, regions
+
+    def _cluster_indices(self) -> Iterator[Dim3]:
+        """The first CTA of each cluster, x fastest."""
+        sides = [range(0, grid, part) for grid, part in zip(self.launch.grid, self.launch.cluster, strict=True)]
+        return ((x, y, z) for z, y, x in product(*reversed(sides)))
+
+    # Starting.
+
+    def start(self) -> bool:
+        """Start the next cluster; False if there is none left."""
+        first = next(self._indices, None)
+        if first is None:
+            return False
+        number = len(self.names)
+        cluster = Cluster(number, self.members, self.warps, has_tensor_memory=self.launch.arch.startswith("sm_10"))
+        self.names[number] = cluster.components.names
+        cluster.slot = min(set(range(self.resident)) - {other.slot for other in self.clusters.values()})
+        self.clusters[number] = cluster
+        parts = self.launch.cluster
+        for rank, (z, y, x) in enumerate(product(*(range(part) for part in reversed(parts)))):
+            index = (first[0] + x, first[1] + y, first[2] + z)
+            cta = Cta(cluster, index, rank, self.shared_bytes, self.threads)
+            cluster.ctas.append(cta)
+            for number_in_cta in range(self.warps):
+                cta.runners.append(self._runner(cta, number_in_cta, (x, y, z), cluster.slot * self.members + rank))
+        return True
+
+    def next_cancelled(self) -> Dim3 | None:
+        """Take the next cluster off the grid, for cluster launch control: its first CTA, None if there is none left."""
+        first = next(self._indices, None)
+        self.cancelled += first is not None
+        return first
+
+    def _runner(self, cta: Cta, number: int, place: Dim3, sm: int) -> Runner:
+        launch = self.launch
+        grid, block, cluster = launch.grid, launch.block, launch.cluster
+        threads = np.arange(number * 32, number * 32 + 32, dtype=np.uint32)
+        live = (1 << min(32, self.threads - number * 32)) - 1
+        specials: dict[tuple[str, str | None], object] = {
+            ("%laneid", None): np.arange(32, dtype=np.uint32),
+            ("%warpid", None): number,
+            ("%nwarpid", None): self.warps,
+            ("%smid", None): sm,
+            ("%nsmid", None): self.resident * self.members,
+            ("%gridid", None): 1,
+            ("%cluster_ctarank", None): cta.rank,
+            ("%cluster_nctarank", None): self.members,
+            ("%is_explicit_cluster", None): int(launch.explicit_cluster),
+            ("%dynamic_smem_size", None): launch.shared_bytes,
+            ("%total_smem_size", None): self.shared_bytes,
+            ("%aggr_smem_size", None): self.shared_bytes,
+            ("%reserved_smem_offset_begin", None): 0,
+            ("%reserved_smem_offset_end", None): 0,
+            ("%reserved_smem_offset_cap", None): 0,
+            ("%tid", "x"): threads % block[0],
+            ("%tid", "y"): threads // block[0] % block[1],
+            ("%tid", "z"): threads // (block[0] * block[1]),
+        }
+        for axis, name in enumerate("xyz"):
+            specials |= {
+                ("%ntid", name): block[axis],
+                ("%ctaid", name): cta.index[axis],
+                ("%nctaid", name): grid[axis],
+                ("%clusterid", name): cta.index[axis] // cluster[axis],
+                ("%nclusterid", name): grid[axis] // cluster[axis],
+                ("%cluster_ctaid", name): place[axis],
+                ("%cluster_nctaid", name): cluster[axis],
+            }
+        warp = Warp(
+            self.program,
+            specials=specials,  # type: ignore[arg-type]
+            parameters=self.parameters.tobytes(),
+            param_base=self.parameters.ctypes.data,
+            window=cta.rank << RANK_SHIFT,
+            addresses=self.symbols,
+            live=live,
+        )
+        return Runner(self, cta, number, warp)
+
+    # Running.
+
+    def execute(self) -> None:
+        """Run the launch to its end, or to what makes it impossible; findings say what."""
+        try:
+            while len(self.clusters) < self.resident and self.start():
+                pass
+            idle = 0
+            while self.clusters:
+                before = self.progress
+                idle = 0 if self._turn() and self.progress != before else idle + 1
+                if self.left < 0:
+                    self._deadlock("the kernel does not come to an end")
+                if idle > PATIENCE:
+                    self._deadlock("nothing changes any more")
+        except Abort:
+            pass
+        for cluster in list(self.clusters.values()):
+            with suppress(Abort):
+                self._collect(cluster)
+
+    def _turn(self) -> bool:
+        """A turn of every warp, and of asynchronous work; whether anything happened."""
+        runners = [runner for cluster in self.clusters.values() for runner in cluster.runners if not runner.done]
+        moved, before = False, self.progress
+        for position in self.tasks.shuffled(len(runners)):
+            moved |= runners[position].step()
+            self.tasks.turn()
+        if not moved and self.progress == before:
+            # Nobody can go on by itself: the time for what was issued, then for waits with a limit.
+            moved = self.tasks.run_one()
+            if moved:
+                self.progress += 1
+            else:
+                expired = [runner.expire() for runner in runners if not runner.done]
+                if not any(expired):
+                    self._deadlock("every warp waits")
+        for number, cluster in list(self.clusters.items()):
+            if cluster.done:
+                self._collect(cluster)
+                del self.clusters[number]
+                self.progress += 1
+                self.start()
+        return True
+
+    def ended(self, runner: Runner) -> None:
+        """A warp has ended: barriers for all warps may be complete without it."""
+        for barrier in (runner.cta.named.get(0), runner.cta.cluster.barrier):
+            if barrier is not None:
+                barrier.leave()
+
+    def _collect(self, cluster: Cluster) -> None:
+        """The checks at the end of a cluster, and its counts."""
+        while len(self.tasks) and cluster.done and not any(not other.done for other in self.clusters.values()):
+            self.tasks.run_one()
+        for cta in cluster:
+            for runner in cta.runners:
+                runner.drain_faults()
+                self.profile.add(runner)
+            if cluster.done:
+                self._check_exit(cta)
+
+    def _check_exit(self, cta: Cta) -> None:
+        place = Place(cta.name)
+        if cta.tensor is not None and (leaks := cta.tensor.leaks()):
+            self.findings.add(Finding(Kind.TENSOR_MEMORY, f"never given back: {leaks}", place))
+        # FlashAttention-4 leaves phases half done, and announces bytes that never come: it does no harm at the end.
+        half_done = [str(barrier) for barrier in cta.mbarriers.values() if not barrier.is_idle]
+        half_done += [str(barrier) for barrier in cta.named.values() if barrier.arrived]
+        for barrier in half_done:
+            self.findings.add(Finding(Kind.UNFINISHED, barrier, place, warning=True))
+
+    def _deadlock(self, why: str) -> None:
+        """Report every warp and barrier, and end the launch."""
+        waiting = [
+            (runner, f"    {runner.place()}: {runner.wait.what if runner.wait else 'runs in a loop'}")
+            for cluster in self.clusters.values()
+            for runner in cluster.runners
+            if not runner.done
+        ]
+        barriers = [
+            f"    {barrier}"
+            for cluster in self.clusters.values()
+            for cta in cluster
+            for barrier in (*cta.mbarriers.values(), *cta.named.values())
+        ]
+        pending = [f"    pending: {what}" for what in self.tasks.describe()]
+        message = "\n".join([why, *(line for _, line in waiting), *barriers, *pending])
+        place = waiting[0][0].place() if waiting else Place("nobody")
+        self.findings.add(Finding(Kind.DEADLOCK, message, place))
+        raise Abort
+
+    # Names.
+
+    def place(self, who: str, index: int) -> Place:
+        if not 0 <= index < len(self.program.instrs):
+            return Place(who)
+        instr = self.program.instrs[index]
+        return Place(who, instr.line, self.module.where(instr), show_instr(instr))
+
+    def place_of(self, cluster: int, component: int, index: int) -> Place:
+        """The place of an earlier access, by its stamp."""
+        return self.place(self.names[cluster][component], index)
+
+
+@lru_cache(maxsize=64)
+def handlers_of(program: Program) -> list[Handler]:
+    """The handler of each instruction.
+
+    Raises:
+        Unsupported: one that the interpreter hands over has none; all of them are named.
+    """
+    found: list[Handler] = []
+    missing: dict[str, int] = {}
+    for index, instr in enumerate(program.instrs):
+        handler = handler_of(instr)
+        if handler is None and program.is_trap(index):
+            missing.setdefault(instr.op.text, instr.line)
+        found.append(handler)  # type: ignore[arg-type]
+    if missing:
+        listed = ", ".join(f"{text} (line {line})" for text, line in missing.items())
+        raise Unsupported(f"{program.function.name} has instructions that the emulator does not execute: {listed}")
+    return found

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine behind an emulated device."""
+
+from emulator.host.launch import Launch
+from emulator.machine.findings import Findings
+from emulator.machine.launch import MOST_INSTRUCTIONS, Run
+from emulator.machine.profile import Profile
+
+
+class Machine:
+    """Runs launches one after the other, each to its end.
+
+    Args:
+        arch: such as sm_100a.
+        sms: that run CTAs at the same time, one each.
+        schedule: eager, lazy or random: when asynchronous work is done.
+        seed: of the random schedule.
+        limit: warp instructions of a launch, after which it counts as endless.
+
+    Attributes:
+        findings: what the checks found, over all launches.
+        profile: what the kernels did.
+    """
+
+    def __init__(
+        self, arch: str, sms: int, schedule: str = "lazy", seed: int = 0, *, limit: int = MOST_INSTRUCTIONS
+    ) -> None:
+        self.arch, self.sms, self.schedule, self.seed = arch, sms, schedule, seed
+        self.limit = limit
+        self.findings = Findings()
+        self.profile = Profile()
+
+    def launch(self, launch: Launch) -> None:
+        """Run a kernel to its end, or to a finding that makes going on impossible.
+
+        Raises:
+            EmulatorError: something in it is not emulated.
+        """
+        Run(launch, self.sms, self.schedule, self.seed, self.findings, self.profile, self.limit).execute()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server has to bear: clients that leave, connections that break, requests that make no sense."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from integration.judge import Request
+from integration.models import VOCABULARY
+from integration.server import Server
+from integration.streams import body_of, stream, vanish
+
+CONTEXT = 512  # --max-model-len of the servers that are misused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A request that is refused.
+
+    Attributes:
+        body: what it has beside the model's name and a number of tokens.
+    """
+
+    id: str
+    body: dict[str, Any]
+    status: int = 400
+
+
+BAD = (
+    Bad(id="token id out of range", body={"prompt": [VOCABULARY + 5]}),
+    Bad(id="negative token id", body={"prompt": [-1]}),
+    Bad(id="prompt longer than the context", body={"prompt": [7] * (CONTEXT + 1)}),
+    Bad(id="empty prompt", body={"prompt": []}),
+    Bad(id="negative temperature", body={"prompt": "x", "temperature": -1}),
+    Bad(id="no choices", body={"prompt": "x", "n": 0}),
+    Bad(id="unknown model", body={"prompt": "x", "model": "another"}, status=404),
+    Bad(id="temperature in words", body={"prompt": "x", "temperature": "hot"}),
+    Bad(id="negative number of tokens", body={"prompt": "x", "max_tokens": -3}),
+    Bad(id="too many log-probabilities", body={"prompt": "x", "logprobs": 10**6}),
+    Bad(id="top-p above one", body={"prompt": "x", "top_p": 1.5}),
+)
+
+
+def refused(server: Server, bad: Bad) -> str | None:
+    """Send a bad request; what was wrong with the reply, None if it was refused as it should."""
+    reply = server.ask("/v1/completions", {"model": "demo", "max_tokens": 4} | bad.body)
+    if reply.status != bad.status or not reply.body["error"]["message"]:
+        return f"{bad.id}: {reply}"
+    return None
+
+
+def abandon(server: Server, request: Request, pieces: int) -> str | None:
+    """Begin to read an answer and close the connection; what went wrong before that."""
+    streamed = stream(server.url, body_of(request.prompt, CONTEXT - len(request.prompt)), leave_after=pieces)
+    return None if streamed.left else f"left too late: {streamed}"
+
+
+def break_off(server: Server, request: Request, sent: float, streaming: bool) -> str | None:
+    """Reset the connection before any answer, after all or a part of the request."""
+    body = body_of(request.prompt, CONTEXT - len(request.prompt))
+    if not streaming:
+        del body["stream"], body["stream_options"]
+    vanish(server.url, body, sent)
+    return None

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a comparison, as plotly figures."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from loadtests.figures import PERCENTS, frontier
+from loadtests.results import PER_DEVICE, PER_USER, Cell, Results, percentile_of
+from loadtests.scenario import Level, Scenario
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; the symbols differ as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")
+GRID, INK, FAINT = "#e6e8eb", "#1c2733", "#5f6b7a"
+HEIGHT = 400
+
+
+def style(results: Results, backend: str) -> dict[str, str]:
+    """The same colour and symbol for a backend in every picture."""
+    place = ([results.ours] if results.ours else []) + results.peers
+    index = place.index(backend)
+    return {"color": COLOURS[index % len(COLOURS)], "symbol": SYMBOLS[index % len(SYMBOLS)]}
+
+
+def dress(figure: Any, title: str, x: str, y: str) -> Any:
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15, "color": INK}, "x": 0, "xref": "paper", "y": 0.97},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        height=HEIGHT,
+        margin={"l": 64, "r": 16, "t": 48, "b": 88},
+        legend={"orientation": "h", "y": -0.22, "x": 0, "title": None},
+        hoverlabel={"font": {"size": 12}},
+    )
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#b8c0c8", "ticks": "outside", "tickcolor": "#b8c0c8"}
+    figure.update_xaxes(title={"text": x, "font": {"color": FAINT}}, **axis)
+    figure.update_yaxes(title={"text": y, "font": {"color": FAINT}}, **axis)
+    return figure
+
+
+def device_word(results: Results) -> str:
+    return "GPU" if results.environment["on_gpu"] else "CPU"
+
+
+def frontier_chart(results: Results, scenario: Scenario) -> Any:
+    """Tokens/s of a device against what each user sees; the line joins what no other level of the backend beats."""
+    figure = go.Figure()
+    for backend in results.backends:
+        found, doubtful = [], []
+        for level in results.levels(scenario.name):
+            cell = results.cells.get((scenario.name, level, backend), Cell())
+            per_user, per_device = cell.value(PER_USER.of), cell.value(PER_DEVICE.of)
+            if per_user and per_device:
+                found.append((level, per_user, per_device))
+                doubtful.append(cell.limited)
+        if not found:
+            continue
+        look = style(results, backend)
+        symbols = [look["symbol"] + "-open" * doubt for doubt in doubtful]
+        line = frontier([(x.median, y.median) for (_, x, y), doubt in zip(found, doubtful, strict=True) if not doubt])
+        figure.add_scatter(
+            x=[x for x, _ in line],
+            y=[y for _, y in line],
+            mode="lines",
+            line={"color": look["color"], "width": 2},
+            legendgroup=backend,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        first = backend == (results.ours or results.backends[0])
+        figure.add_scatter(
+            x=[x.median for _, x, _ in found],
+            y=[y.median for _, _, y in found],
+            name=backend,
+            legendgroup=backend,
+            mode="markers+text" if first else "markers",
+            text=[short(level) for level, _, _ in found],
+            textposition="top right",
+            textfont={"size": 11, "color": look["color"]},
+            marker={"size": 9, "color": look["color"], "symbol": symbols},
+            error_x=bars([x for _, x, _ in found], look["color"]),
+            error_y=bars([y for _, _, y in found], look["color"]),
+            hovertemplate="%{text}: %{y:.1f} tokens/s, %{x:.1f} a user<extra>" + escaped(backend) + "</extra>",
+        )
+    figure = dress(figure, "Throughput against what a user sees", "tokens/s/user", f"tokens/s/{device_word(results)}")
+    figure.update_xaxes(rangemode="tozero")
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def bars(values: Sequence[Any], colour: str) -> dict[str, Any]:
+    """From the lowest round to the highest."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [value.high - value.median for value in values],
+        "arrayminus": [value.median - value.low for value in values],
+        "thickness": 1,
+        "width": 3,
+        "color": colour,
+    }
+
+
+def short(level: Level) -> str:
+    return f"{level.rate:g}/s" if level.rate else str(level.users)
+
+
+def latency_chart(results: Results, scenario: Scenario, name: str, title: str, limits: str) -> Any:
+    """Percentiles of a time at every level: the symbol is the median, the whisker goes to p90, the dash is p99.
+
+    Args:
+        name: `ttft` or `tpot`, of the figures.
+        limits: the attribute of the scenario's limits that is drawn.
+    """
+    figure = go.Figure()
+    levels = results.levels(scenario.name)
+    count = len(results.backends)
+    for index, backend in enumerate(results.backends):
+        look = style(results, backend)
+        places, values = [], []
+        for place, level in enumerate(levels):
+            cell = results.cells.get((scenario.name, level, backend), Cell())
+            found = [cell.value(percentile_of(name, percent)) for percent in PERCENTS]
+            if all(found):
+                places.append(place + (index - (count - 1) / 2) * 0.6 / count)
+                values.append([value.median for value in found if value])
+        if not values:
+            continue
+        figure.add_scatter(
+            x=places,
+            y=[row[0] for row in values],
+            name=backend,
+            mode="markers",
+            marker={"size": 9, **look},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [row[1] - row[0] for row in values],
+                "arrayminus": [0] * len(values),
+                "thickness": 2,
+                "width": 0,
+                "color": look["color"],
+            },
+            customdata=values,
+            legendgroup=backend,
+            hovertemplate="p50 %{customdata[0]:.3g}, p90 %{customdata[1]:.3g}, p99 %{customdata[2]:.3g} ms<extra>"
+            + escaped(backend)
+            + "</extra>",
+        )
+        figure.add_scatter(
+            x=places,
+            y=[row[2] for row in values],
+            mode="markers",
+            marker={"symbol": "line-ew", "size": 11, "line": {"width": 2, "color": look["color"]}},
+            legendgroup=backend,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    highest = max((value for trace in figure.data for value in trace.y), default=0)
+    for one in scenario.limits:
+        limit = getattr(one, limits)
+        if highest and limit < 1.25 * highest:
+            note = f"{escaped(one.name)} {limit:g} ms"
+            figure.add_hline(
+                y=limit,
+                line={"color": FAINT, "width": 1, "dash": "dot"},
+                annotation={"text": note, "font": {"size": 10, "color": FAINT}},
+                annotation_position="top left",
+            )
+    figure = dress(figure, title, "load", "ms")
+    figure.update_xaxes(tickvals=list(range(len(levels))), ticktext=[level.label for level in levels], showgrid=False)
+    figure.update_xaxes(range=[-0.5, max(len(levels), 1) - 0.5])
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def batch_chart(results: Results, scenario: Scenario) -> Any:
+    """Tokens/s of engines without servers, a bar for each backend and batch."""
+    figure = go.Figure()
+    levels = results.levels(scenario.name)
+    for backend in results.backends:
+        found = [results.cells.get((scenario.name, level, backend), Cell()).value(PER_DEVICE.of) for level in levels]
+        kept = [(level, value) for level, value in zip(levels, found, strict=True) if value]
+        if kept:
+            look = style(results, backend)
+            figure.add_bar(
+                x=[f"batch of {level.users}" for level, _ in kept],
+                y=[value.median for _, value in kept],
+                name=backend,
+                marker={"color": look["color"]},
+                error_y=bars([value for _, value in kept], INK),
+            )
+    figure.update_layout(barmode="group", bargroupgap=0.1)
+    return dress(figure, "Engines without servers", "", f"tokens/s/{device_word(results)}")

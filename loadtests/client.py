@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs locust in processes of its own against a server, at one level of one scenario."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsl_backend.testing.processes import ROOT, stop_group
+from loadtests import records
+from loadtests.figures import Figures, summarize, window_of
+from loadtests.records import Tick
+from loadtests.scenario import Level, Scenario
+
+LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
+POLL_S = 0.5
+START_S = 60  # until locust's processes load
+STOP_S = 1  # for users, when their requests have ended or will not
+# Processes begin within this of each other: the load goes on for so long after the window.
+SKEW_S = 1.0
+
+
+class ClientError(RuntimeError):
+    """Locust did not do what it was asked to; the message has the end of its log."""
+
+
+class ServerGoneError(RuntimeError):
+    """The server ended while it was loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a client is to do.
+
+    Attributes:
+        url, model: of the server, and the name that it serves its model under.
+        scenario: lengths are final; a scenario file in `folder` tells locust.
+        processes: of the client, at most; never more than there are users.
+        folder: for records and locust's log.
+    """
+
+    url: str
+    model: str
+    vocabulary: int
+    detokenize: bool
+    scenario: Scenario
+    level: Level
+    seed: str
+    processes: int
+    folder: Path
+
+    @property
+    def seconds(self) -> float:
+        return self.scenario.warm_s + self.scenario.window_s + SKEW_S
+
+    @property
+    def users(self) -> int:
+        """Locust's users: in open loop each process has a source of arrivals."""
+        return self.level.users or self.processes
+
+    def command(self) -> list[str]:
+        processes = min(self.processes, self.users)
+        # All users have joined when half of the warm-up is over.
+        spawn = max(1.0, self.users / (self.scenario.warm_s / 2))
+        words: list[object] = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--headless", "--only-summary"]
+        words += ["--host", self.url, "--users", self.users, "--spawn-rate", spawn]
+        words += ["--load-seconds", self.seconds, "--drain-seconds", self.scenario.drain_s, "--stop-timeout", STOP_S]
+        words += ["--scenario", self.scenario_file(), "--rate", self.level.rate, "--request-seed", self.seed]
+        words += ["--served-model", self.model, "--vocabulary", self.vocabulary, "--records", self.folder / "records"]
+        words += [] if self.detokenize else ["--no-detokenize"]
+        words += ["--processes", processes] if processes > 1 else []
+        # Requests that fail are figures, not a fault of the client's.
+        return [str(word) for word in [*words, "--exit-code-on-error", 0]]
+
+    def scenario_file(self) -> Path:
+        return self.folder / f"{self.scenario.name}.toml"
+
+    def write_scenario(self) -> None:
+        self.scenario_file().write_text(to_toml(self.scenario))
+
+
+def to_toml(scenario: Scenario) -> str:
+    """The scenario as a file that `scenario.load` reads back."""
+    fields = scenario.model_dump(exclude={"name", "sampling", "limits"})
+    lines = [f"{key} = {toml_value(value)}" for key, value in fields.items()]
+    lines += ["[sampling]", *(f"{key} = {toml_value(value)}" for key, value in scenario.sampling.model_dump().items())]
+    for limits in scenario.limits:
+        lines += ["[[limits]]", *(f"{key} = {toml_value(value)}" for key, value in limits.model_dump().items())]
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: object) -> str:
+    """A TOML value; JSON's forms of what scenarios hold are TOML as well."""
+    return json.dumps(value)
+
+
+def run(load: Load, alive: Callable[[], bool], told: Callable[[float, list[Tick]], None]) -> Figures:
+    """Load a server, and sum up the window.
+
+    Args:
+        alive: whether the server still runs.
+        told: takes the seconds since the load began and every process's latest tick, about twice a second.
+
+    Raises:
+        ClientError: locust failed.
+        ServerGoneError: the server ended; so was the load.
+    """
+    records_folder = load.folder / "records"
+    records_folder.mkdir(parents=True)
+    load.write_scenario()
+    log = load.folder / "locust.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            load.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    began = time.monotonic()
+    limit = START_S + load.seconds + load.scenario.drain_s + START_S
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            told(now - began, records.last_ticks(records_folder))
+            if not alive():
+                raise ServerGoneError("the server ended under load")
+            if now - began > limit:
+                raise ClientError(f"locust did not end within {limit:.0f} s:\n{tail(log)}")
+    finally:
+        stop_group(process, signal.SIGTERM)
+    if process.returncode:
+        raise ClientError(f"locust ended with status {process.returncode}:\n{tail(log)}")
+    processes = records.read_all(records_folder)
+    if not processes or any(one.stopped is None for one in processes):
+        raise ClientError(f"a client process ended before its load did:\n{tail(log)}")
+    return summarize(
+        processes, window_of(processes, load.scenario.warm_s, load.scenario.window_s), load.scenario.limits
+    )
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends side by side: the same load on a server of each in turn, a file of results and a page.
+
+    python -m loadtests.compare --model llama-8b --backends dsl FLASH_ATTN --scenario 1k-1k -- --max-num-seqs 256
+
+What follows `--` goes to every server as it is.
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks import facts
+from benchmarks.engine.command import end
+from benchmarks.report import JsonLines
+from loadtests import client, offline, page, servers
+from loadtests.client import ClientError, Load, ServerGoneError
+from loadtests.figures import milliseconds
+from loadtests.progress import Reporter
+from loadtests.records import Tick
+from loadtests.scenario import Level, Scenario, ScenarioError, load_all, names
+from loadtests.servers import BackendError, Served
+from loadtests.subjects import Subject, SubjectError, resolve
+
+Record = dict[str, Any]
+WRONG_USE = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        flags: of every server.
+        rounds: each starts every backend once, another one first.
+        processes: of the client, at most.
+        start_s: seconds until a server has to answer.
+        offline: engines without servers.
+        out: folder of results.jsonl, page.html and the logs.
+        keep_samples: keep what the client wrote about every request.
+    """
+
+    subject: Subject
+    backends: tuple[str, ...]
+    scenarios: tuple[Scenario, ...]
+    flags: tuple[str, ...]
+    rounds: int
+    processes: int
+    seed: int
+    start_s: float
+    offline: bool
+    out: Path
+    keep_samples: bool
+
+    @property
+    def loads(self) -> list[tuple[Scenario, Level]]:
+        """Of one backend in one round."""
+        pairs = [(scenario, level) for scenario in self.scenarios for level in scenario.levels]
+        return [(scenario, level) for scenario, level in pairs if level.users or not self.offline]
+
+    def turns(self) -> Iterator[tuple[int, str]]:
+        """(round, backend), interleaved: what drifts during the run meets all backends alike."""
+        for number in range(self.rounds):
+            first = number % len(self.backends)
+            for backend in self.backends[first:] + self.backends[:first]:
+                yield number, backend
+
+
+@dataclass
+class Comparison:
+    """A run of a plan, and what it has come to so far.
+
+    Attributes:
+        dropped: backend -> why it is not started again.
+        faults: loads that failed or had requests that did.
+    """
+
+    plan: Plan
+    reporter: Reporter
+    lines: JsonLines
+    records: list[Record] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    faults: int = 0
+
+    def add(self, kind: str, **fields: Any) -> None:
+        record = {"kind": kind, **fields}
+        self.records.append(record)
+        self.lines.write(record)
+
+    def run(self) -> None:
+        for number, backend in self.plan.turns():
+            if backend in self.dropped:
+                self.reporter.step(len(self.plan.loads))
+                continue
+            before = self.reporter.finished
+            try:
+                (self.engine if self.plan.offline else self.server)(backend, number)
+            except BackendError as error:
+                self.dropped[backend] = str(error)
+                self.fail(backend, number, str(error), log_tail=error.log_tail)
+            self.reporter.step(before + len(self.plan.loads) - self.reporter.finished)
+            self.write_page()
+
+    def fail(self, backend: str, number: int, message: str, scenario: str | None = None, log_tail: str = "") -> None:
+        self.faults += 1
+        where = f"{backend}, {scenario}" if scenario else backend
+        self.reporter.say(f"{where}: FAILED: {message}")
+        self.add("failed", backend=backend, round=number, scenario=scenario, message=message, log_tail=log_tail)
+
+    def started(self, backend: str, number: int, ready_s: float, told: dict[str, Any], log: list[str]) -> None:
+        served = f"layers served by {told['served_by']}, graphs {told['graphs']}, page {told['page_size']}"
+        self.reporter.say(f"{backend}: round {number + 1} of {self.plan.rounds}, ready after {ready_s:.0f} s; {served}")
+        self.add("server", backend=backend, round=number, ready_s=ready_s, facts=told, told=log)
+
+    def server(self, backend: str, number: int) -> None:
+        """One round of one backend, with a server of its own."""
+        plan = self.plan
+        log = plan.out / "logs" / f"{backend}-{number}.log"
+        self.reporter.status(f"{backend}: starting")
+        with servers.serve(backend, plan.subject, plan.flags, log, plan.start_s) as served:
+            self.started(backend, number, served.ready_s, served.facts, served.told)
+            for scenario, level in plan.loads:
+                if scenario.longest > served.facts["max_model_len"]:
+                    most = served.facts["max_model_len"]
+                    why = f"{scenario.longest} tokens a request, the server takes {most}: see --scale, --max-model-len"
+                    self.fail(backend, number, why, scenario.name)
+                else:
+                    self.load(backend, number, served, scenario, level)
+                self.reporter.step()
+
+    def load(self, backend: str, number: int, served: Served, scenario: Scenario, level: Level) -> None:
+        """One level of one scenario on a running server."""
+        plan = self.plan
+        what = f"{backend}: round {number + 1}, {scenario.name}, {level.label}"
+
+        def told(seconds: float, ticks: list[Tick]) -> None:
+            totals = {name: sum(getattr(tick, name) for tick in ticks) for name in ("sent", "done", "failed", "tokens")}
+            phase = "warm-up" if seconds < scenario.warm_s else "measuring"
+            phase = phase if seconds < scenario.warm_s + scenario.window_s + client.SKEW_S else "ending"
+            counts = ", ".join(f"{count} {name}" for name, count in totals.items())
+            self.reporter.status(f"{what}: {phase}, {seconds:.0f} s, {counts}")
+
+        with self.folder(
+            f"{backend}-{number}-{scenario.name}-{level.label}".replace("/", "-").replace(" ", "-")
+        ) as folder:
+            load = Load(
+                url=served.server.url,
+                model=servers.MODEL,
+                vocabulary=plan.subject.vocabulary,
+                detokenize=plan.subject.tokenizer,
+                scenario=scenario,
+                level=level,
+                # The same requests for every backend, and others in each round and level.
+                seed=f"{plan.seed}/{number}/{scenario.name}/{level.label}",
+                processes=plan.processes,
+                folder=folder,
+            )
+            before = served.counters()
+            try:
+                found = client.run(load, served.alive, told)
+            except ServerGoneError:
+                raise served.ended() from None
+            except (ClientError, ValueError) as error:
+                self.fail(backend, number, str(error), scenario.name)
+                return
+            if not served.alive():
+                raise served.ended()
+            after = served.counters()
+        counted = {name: after[name] - value for name, value in before.items() if name in after}
+        # A window without an answer measured nothing.
+        self.faults += bool(found.errors) or not found.done
+        self.add(
+            "run",
+            mode="serve",
+            backend=backend,
+            round=number,
+            scenario=scenario.name,
+            level={"users": level.users, "rate": level.rate},
+            devices=served.facts["devices"],
+            figures=found.to_json(),
+            server=counted,
+        )
+        errors = ", ".join(f"{count} x {kind} ({found.details[kind]})" for kind, count in found.errors.items())
+        limit = f"; THE CLIENT IS THE LIMIT: {found.client.limit}" if found.client.limit else ""
+        times = f"TTFT p50 {milliseconds(found.ttft.p50)} ms, TPOT p50 {milliseconds(found.tpot.p50)} ms"
+        rates = f"{found.output_per_s:.1f} tokens/s, {times}, {found.done}/{found.sent} done"
+        self.reporter.say(f"{what}: {rates}; errors: {errors or 'none'}{limit}")
+
+    @contextlib.contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
+        """For one load's files."""
+        if self.plan.keep_samples:
+            path = self.plan.out / "samples" / name
+            path.mkdir(parents=True)
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="dsl-load-") as scratch:
+            yield Path(scratch)
+
+    def engine(self, backend: str, number: int) -> None:
+        """One round of one backend, as an engine without a server."""
+        plan = self.plan
+        seed = plan.seed * 1000 + number
+        with self.folder(f"{backend}-{number}") as folder:
+            events = offline.run(backend, plan.scenarios, plan.subject, plan.flags, plan.start_s, seed, folder)
+            devices = 1
+            for event in events:
+                if event["event"] == "note":
+                    self.reporter.status(f"{backend}: {event['text']}")
+                elif event["event"] == "ready":
+                    devices = event["facts"]["devices"]
+                    self.started(backend, number, event["ready_s"], event["facts"], event["told"])
+                elif event["event"] == "failed":
+                    self.fail(backend, number, event["message"], event["scenario"])
+                    self.reporter.step()
+                else:
+                    level: Level = event["level"]
+                    self.add(
+                        "run",
+                        mode="offline",
+                        backend=backend,
+                        round=number,
+                        scenario=event["scenario"],
+                        level={"users": level.users, "rate": 0.0},
+                        devices=devices,
+                        figures={"output_per_s": event["output_per_s"]},
+                    )
+                    what = f"{backend}: round {number + 1}, {event['scenario']}, batch of {level.users}"
+                    self.reporter.say(f"{what}: {event['output_per_s']:.1f} tokens/s")
+                    self.reporter.step()
+
+    def write_page(self) -> None:
+        page.write(self.records, self.plan.out / "page.html")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    own, flags = list(arguments), []
+    if "--" in own:
+        cut = own.index("--")
+        own, flags = own[:cut], own[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.compare",
+        description="Attention backends of vLLM under the same load: results.jsonl and page.html in a folder.",
+        epilog="What follows -- goes to every server (vLLM's own flags).",
+    )
+    parser.add_argument("--model", required=True, help="a shape (llama-8b, ...), demo, a folder, or a name on a hub")
+    parser.add_argument("--backends", nargs="+", help="of vLLM (default: dsl and its peers on this device)")
+    parser.add_argument(
+        "--scenario", nargs="+", default=["128-128"], dest="scenarios", help=f"of {', '.join(names())}, or .toml files"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, such as 0.1")
+    parser.add_argument("--users", type=int, nargs="+", help="levels of closed loop, instead of the scenarios'")
+    parser.add_argument("--rates", type=float, nargs="+", help="levels of open loop, requests/s, likewise")
+    parser.add_argument("--warm-seconds", type=float, help="of load before the window, likewise")
+    parser.add_argument("--window-seconds", type=float, help="that are measured, likewise")
+    parser.add_argument("--drain-seconds", type=float, help="that requests get to end after it, likewise")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
+    parser.add_argument("--processes", type=int, help="of the client, at most (default: half of the cores, up to 16)")
+    parser.add_argument("--offline", action="store_true", help="engines without servers: tokens/s of batches")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/load-TIME)")
+    parser.add_argument("--vocabulary", type=int, help="token ids are below (default: as the model's config says)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--start-seconds", type=float, default=600, help="until a server is given up")
+    parser.add_argument("--keep-samples", action="store_true", help="keep the records of every request")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    options = parser.parse_args(own)
+    options.flags = flags
+    for name in ("rounds", "processes"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: at least 1 is needed")
+    return options
+
+
+def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
+    """The plan that the options ask for.
+
+    Raises:
+        ScenarioError, SubjectError: they ask for what there is not.
+    """
+    users, rates = options.users, options.rates
+    # Who names levels of one kind wants no others.
+    users, rates = (() if users is None and rates else users), (() if rates is None and users else rates)
+    scenarios = load_all(
+        options.scenarios,
+        options.scale,
+        users=users,
+        rates=rates,
+        warm_s=options.warm_seconds,
+        window_s=options.window_seconds,
+        drain_s=options.drain_seconds,
+    )
+    subject = resolve(options.model, scratch, options.flags, options.vocabulary)
+    backends = tuple(options.backends or subject.backends)
+    if len(set(backends)) < len(backends):
+        raise ScenarioError(f"--backends {' '.join(backends)}: one is named twice")
+    if options.offline:
+        offline.engine_arguments(options.flags)
+        for scenario in scenarios:
+            offline.batches(scenario)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Plan(
+        subject=subject,
+        backends=backends,
+        scenarios=tuple(scenarios),
+        flags=tuple(options.flags),
+        rounds=options.rounds,
+        processes=options.processes or max(1, min(16, (os.cpu_count() or 2) // 2)),
+        seed=options.seed,
+        start_s=options.start_seconds,
+        offline=options.offline,
+        out=options.out or Path("results") / now.strftime("load-%Y%m%d-%H%M%S"),
+        keep_samples=options.keep_samples,
+    )
+
+
+def environment_of(plan: Plan, arguments: Sequence[str], commit: str | None) -> Record:
+    """What the results depend on."""
+    gathered = facts.gather(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    gathered["commit"] = commit or gathered["commit"]
+    gathered["versions"] |= {"locust": facts.version("locust")}
+    return {
+        **gathered,
+        "on_gpu": torch.cuda.is_available(),
+        "cores": os.cpu_count(),
+        "command": ["python", "-m", "loadtests.compare", *arguments],
+        "model": plan.subject.name,
+        "backends": list(plan.backends),
+        "rounds": plan.rounds,
+        "processes": plan.processes,
+        "seed": plan.seed,
+        "flags": [*plan.subject.flags, *plan.flags],
+        "offline": plan.offline,
+        "scenarios": [scenario.model_dump() for scenario in plan.scenarios],
+    }
+
+
+def run(plan: Plan, arguments: Sequence[str], commit: str | None) -> int:
+    """Compare; 0 where every load of every backend ran without an error, else 1."""
+    (plan.out / "logs").mkdir(parents=True, exist_ok=True)
+    console = Console()
+    steps = len(plan.loads) * len(plan.backends) * plan.rounds
+    status, reason = 1, "it raised"
+    with Reporter(console, steps) as reporter:
+        comparison = Comparison(plan, reporter, JsonLines(plan.out / "results.jsonl"))
+        comparison.add("environment", **environment_of(plan, arguments, commit))
+        try:
+            comparison.run()
+            status, reason = int(comparison.faults > 0), ""
+        except KeyboardInterrupt:
+            status, reason = INTERRUPTED, "interrupted"
+        except SystemExit as error:
+            status, reason = int(str(error.code or 0)), "ended by a signal"
+            raise
+        finally:
+            comparison.add("end", status=status, reason=reason)
+            comparison.write_page()
+    for line in page.ratio_lines(comparison.records):
+        print(line)
+    for backend, message in comparison.dropped.items():
+        print(f"{backend} FAILED: {message}")
+    print(f"results: {plan.out / 'results.jsonl'}; page: {plan.out / 'page.html'}")
+    return status
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns its exit status."""
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, end)
+    with tempfile.TemporaryDirectory(prefix="dsl-models-") as scratch:
+        try:
+            plan = plan_of(options, Path(scratch))
+        except (ScenarioError, SubjectError) as error:
+            print(error, file=sys.stderr)
+            return WRONG_USE
+        return run(plan, arguments, options.commit)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

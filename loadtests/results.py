@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of results.jsonl as a table: scenario, level, backend, round -> figures."""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtests.figures import Ratio, ratio
+from loadtests.scenario import Level, Scenario
+
+Record = dict[str, Any]
+OURS = "dsl"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a run.
+
+    Attributes:
+        of: the figures of a run (figures.Figures as JSON) -> value, or None.
+        higher: whether more is better.
+    """
+
+    name: str
+    of: Callable[[Record], float | None]
+    higher: bool
+
+
+def percentile_of(name: str, percent: int) -> Callable[[Record], float | None]:
+    def value(figures: Record) -> float | None:
+        found: float | None = figures.get(name, {}).get(f"p{percent}")
+        return found
+
+    return value
+
+
+PER_DEVICE = Metric("tokens/s", lambda figures: figures["output_per_s"] / figures["devices"], higher=True)
+PER_USER = Metric("tokens/s/user", lambda figures: figures.get("per_user"), higher=True)
+TTFT = Metric("TTFT p50", percentile_of("ttft", 50), higher=False)
+TPOT = Metric("TPOT p50", percentile_of("tpot", 50), higher=False)
+COMPARED = (PER_DEVICE, TTFT, TPOT)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A figure over rounds."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass
+class Cell:
+    """What one backend did at one level of one scenario.
+
+    Attributes:
+        figures: round -> the run's figures, with `devices` among them.
+        server: round -> what its server counted meanwhile.
+    """
+
+    figures: dict[int, Record] = field(default_factory=dict)
+    server: dict[int, Record] = field(default_factory=dict)
+
+    def rounds(self, of: Callable[[Record], float | None]) -> dict[int, float | None]:
+        return {number: of(figures) for number, figures in self.figures.items()}
+
+    def value(self, of: Callable[[Record], float | None]) -> Value | None:
+        """Median and range over rounds; None where no round has the figure."""
+        found = [value for value in self.rounds(of).values() if value is not None]
+        return Value(statistics.median(found), min(found), max(found), len(found)) if found else None
+
+    @property
+    def sent(self) -> int:
+        """Requests sent in the windows of all rounds."""
+        return sum(figures.get("sent", 0) for figures in self.figures.values())
+
+    @property
+    def limited(self) -> bool:
+        """Whether the client may have been the limit in any round."""
+        return any(figures.get("client", {}).get("limit") for figures in self.figures.values())
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Kind -> requests, of all rounds."""
+        total: dict[str, int] = {}
+        for figures in self.figures.values():
+            for kind, count in figures.get("errors", {}).items():
+                total[kind] = total.get(kind, 0) + count
+        return total
+
+
+@dataclass
+class Results:
+    """What a comparison has come to.
+
+    Attributes:
+        environment: the first line.
+        cells: (scenario, level, backend) -> what it did.
+        servers, failed: lines of these kinds.
+        end: the last line; None where the run has not ended.
+    """
+
+    environment: Record
+    cells: dict[tuple[str, Level, str], Cell] = field(default_factory=dict)
+    servers: list[Record] = field(default_factory=list)
+    failed: list[Record] = field(default_factory=list)
+    end: Record | None = None
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        return [Scenario.model_validate(fields) for fields in self.environment["scenarios"]]
+
+    @property
+    def backends(self) -> list[str]:
+        names: list[str] = self.environment["backends"]
+        return names
+
+    @property
+    def ours(self) -> str | None:
+        return next((name for name in self.backends if name.lower() == OURS), None)
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.backends if name != self.ours]
+
+    def levels(self, scenario: str) -> list[Level]:
+        """Those that have figures."""
+        found = {level for name, level, _ in self.cells if name == scenario}
+        return sorted(found, key=lambda level: (level.rate, level.users))
+
+    def doubtful(self, scenario: str, level: Level, peer: str) -> bool:
+        """Whether the client may have been the limit of a comparison."""
+        cells = [self.cells.get((scenario, level, name or "")) for name in (self.ours, peer)]
+        return any(cell is not None and cell.limited for cell in cells)
+
+    def ratio(self, scenario: str, level: Level, peer: str, metric: Metric) -> Ratio | None:
+        """Ours over a peer; None where a round that both did is missing."""
+        ours, theirs = (self.cells.get((scenario, level, name or "")) for name in (self.ours, peer))
+        if ours is None or theirs is None:
+            return None
+        return ratio(ours.rounds(metric.of), theirs.rounds(metric.of), metric.higher)
+
+
+def gather(records: Sequence[Record]) -> Results:
+    """Sort a run's lines.
+
+    Raises:
+        ValueError: the first one is not about the environment.
+    """
+    if not records or records[0].get("kind") != "environment":
+        raise ValueError("the first line is not of kind `environment`: this is no file of loadtests.compare")
+    results = Results(records[0])
+    for record in records[1:]:
+        kind = record["kind"]
+        if kind == "run":
+            key = (record["scenario"], Level(**record["level"]), record["backend"])
+            cell = results.cells.setdefault(key, Cell())
+            cell.figures[record["round"]] = {**record["figures"], "devices": record["devices"]}
+            cell.server[record["round"]] = record.get("server", {})
+        elif kind == "server":
+            results.servers.append(record)
+        elif kind == "failed":
+            results.failed.append(record)
+        elif kind == "end":
+            results.end = record
+    return results
+
+
+def read(path: Path) -> list[Record]:
+    """The lines of a file; a last one that was not finished is left out."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]

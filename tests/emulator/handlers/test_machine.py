@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches, memory, barriers and atomics: what a kernel computes, and the mistakes that are found."""
+
+import numpy as np
+import pytest
+from ptx_kernels import SCHEDULES, errors, kinds, run, text, zeros
+
+from emulator.errors import Unsupported
+from emulator.host.launch import Launch
+from emulator.machine import Machine
+from emulator.machine.findings import Kind
+
+THREAD = """
+mov.u32 %r1, %tid.x;
+mov.u32 %r2, %ctaid.x;
+mov.u32 %r3, %ntid.x;
+mad.lo.s32 %r4, %r2, %r3, %r1;   // thread of the grid
+ld.param.b64 %rd1, [p0];
+mul.wide.u32 %rd2, %r4, 4;
+add.s64 %rd3, %rd1, %rd2;        // its word
+mov.b32 %r5, shared;
+shl.b32 %r6, %r1, 2;
+add.s32 %r7, %r5, %r6;           // its word of shared memory
+"""
+# Each thread passes its number to the thread 32 further on, through shared memory.
+PASS_ON = """
+st.shared.b32 [%r7], %r4;
+{sync}
+add.s32 %r8, %r6, 128;
+and.b32 %r8, %r8, 255;
+add.s32 %r8, %r5, %r8;
+ld.shared.b32 %r9, [%r8];
+st.global.b32 [%rd3], %r9;
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_grid(schedule: str) -> None:
+    out = zeros(256)
+    machine = run(THREAD + "st.global.b32 [%rd3], %r4;", out, grid=4, block=64, schedule=schedule)
+    assert (out == np.arange(256)).all()
+    assert not errors(machine)
+
+
+def test_a_partial_warp() -> None:
+    out = zeros(64)
+    run(THREAD + "st.global.b32 [%rd3], 7;", out, block=40)
+    assert out.tolist() == [7] * 40 + [0] * 24
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("sync", "clean"), [("bar.sync 0;", True), ("bar.sync 1, 64;", True), ("", False)])
+def test_shared_memory_between_warps(schedule: str, sync: str, clean: bool) -> None:
+    out = zeros(64)
+    machine = run(THREAD + PASS_ON.format(sync=sync), out, block=64, schedule=schedule)
+    if clean:
+        assert (out == (np.arange(64) + 32) % 64).all()
+        assert not errors(machine)
+    else:
+        assert set(kinds(machine)) & {Kind.RACE, Kind.UNINITIALISED}
+
+
+def test_a_finding_names_both_instructions() -> None:
+    out = zeros(64)
+    machine = run(THREAD + "st.shared.b32 [%r5], %r1;\nld.shared.b32 %r9, [%r5];", out, block=64)
+    (finding,) = [one for one in errors(machine) if "written" in one.message]
+    assert finding.kind is Kind.RACE
+    assert "warp 1" in finding.place.who
+    assert finding.other is not None
+    assert "warp 0" in finding.other.who
+    assert finding.place.text.startswith("st.shared.b32")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("st.global.b32 [%rd3+1000000], %r4;", Kind.BOUNDS),
+        ("st.global.b32 [%rd3+2], %r4;", Kind.ALIGNMENT),
+        ("ld.shared.b32 %r9, [%r5+65536];", Kind.BOUNDS),
+        ("ld.shared.v2.b32 {%r9, %r10}, [%r5+4];", Kind.ALIGNMENT),
+        ("ld.shared.b32 %r9, [%r5];\nst.global.b32 [%rd3], %r9;", Kind.UNINITIALISED),
+        ("ld.shared.b32 %r9, [%r5];\nadd.s32 %r9, %r9, 1;\nst.global.b32 [%rd3], %r9;", Kind.UNINITIALISED),
+        ("trap;", Kind.TRAP),
+        ("bar.sync 0, 64;", Kind.BARRIER),
+        ("bar.sync 0, 33;", Kind.BARRIER),
+        ("mbarrier.init.shared.b64 [%r5], 0;", Kind.BARRIER),
+        ("mov.u32 %r9, shared;\nmbarrier.init.shared.b64 [%r9], 32;", Kind.BARRIER),
+        ("mbarrier.arrive.shared.b64 %rd4, [%r5];", Kind.BARRIER),
+        ("setmaxnreg.dec.sync.aligned.u32 104;\nsetmaxnreg.inc.sync.aligned.u32 96;", Kind.REGISTERS),
+        ("setmaxnreg.dec.sync.aligned.u32 96;\nsetmaxnreg.dec.sync.aligned.u32 104;", Kind.REGISTERS),
+        ("setmaxnreg.dec.sync.aligned.u32 20;", Kind.REGISTERS),
+    ],
+)
+def test_mistakes_of_one_instruction(line: str, kind: Kind) -> None:
+    machine = run(THREAD + line, zeros(64))
+    assert kinds(machine) == [kind]
+
+
+def test_global_memory_between_ctas_needs_order() -> None:
+    body = THREAD + "ld.global.b32 %r9, [%rd1];\nadd.s32 %r9, %r9, 1;\nst.global.b32 [%rd1], %r9;"
+    machine = run(body, zeros(4), grid=2, block=1)
+    assert Kind.RACE in kinds(machine)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("released", [True, False])
+def test_a_flag_orders_what_was_written_before_it(schedule: str, released: bool) -> None:
+    """CTA 0 writes a value and raises a flag; CTA 1 waits for the flag and copies the value."""
+    sem = "release" if released else "relaxed"
+    body = (
+        THREAD
+        + f"""
+    setp.ne.b32 %p1, %r2, 0;
+    @%p1 bra READ;
+    st.global.b32 [%rd1+16], 42;
+    st.{sem}.gpu.global.b32 [%rd1], 1;
+    bra END;
+    READ:
+    ld.acquire.gpu.global.b32 %r9, [%rd1];
+    setp.eq.b32 %p2, %r9, 0;
+    @%p2 bra READ;
+    ld.global.b32 %r10, [%rd1+16];
+    st.global.b32 [%rd1+32], %r10;
+    END:
+    """
+    )
+    out = zeros(16)
+    machine = run(body, out, grid=2, block=1, schedule=schedule)
+    assert out[8] == 42
+    assert (Kind.RACE in kinds(machine)) == (not released)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_atomics(schedule: str) -> None:
+    out = zeros(16)
+    body = (
+        THREAD
+        + """
+    red.relaxed.gpu.global.add.u32 [%rd1], %r4;
+    atom.global.max.u32 %r9, [%rd1+4], %r4;
+    atom.global.add.f32 %f1, [%rd1+8], 0f3F800000;
+    """
+    )
+    machine = run(body, out, grid=3, block=64, schedule=schedule)
+    assert out[0] == sum(range(192))
+    assert out[1] == 191
+    assert out.view(np.float32)[2] == 192
+    assert not errors(machine)
+
+
+MBARRIER = """
+setp.ne.b32 %p1, %r1, 0;
+@%p1 bra MADE;
+mbarrier.init.shared.b64 [%r5+1024], {count};
+MADE:
+{sync}
+setp.ge.u32 %p2, %r1, 32;
+@%p2 bra CONSUME;
+st.shared.b32 [%r7], %r1;
+{arrive}
+bra END;
+CONSUME:
+{wait}
+ld.shared.b32 %r9, [%r7+-128];
+st.global.b32 [%rd3], %r9;
+END:
+"""
+WAIT = """
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 %p3, [%r5+1024], {parity};
+@!%p3 bra AGAIN;
+"""
+ARRIVE = "mbarrier.arrive.shared.b64 %rd4, [%r5+1024];"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"count": 33}, Kind.DEADLOCK),
+        ({"count": 16}, Kind.DEADLOCK),
+        ({"arrive": ""}, Kind.DEADLOCK),
+        ({"wait": ""}, Kind.RACE),
+        ({"wait": WAIT.format(parity=1)}, Kind.RACE),
+        ({"sync": ""}, Kind.BARRIER),
+    ],
+)
+def test_an_mbarrier_hands_over(schedule: str, changes: dict[str, object], expected: Kind | None) -> None:
+    out = zeros(64)
+    parts = {"count": 32, "sync": "bar.sync 0;", "arrive": ARRIVE, "wait": WAIT.format(parity=0)} | changes
+    machine = run(THREAD + MBARRIER.format(**parts), out, block=64, schedule=schedule)
+    if expected is None:
+        assert out[32:].tolist() == list(range(32))
+        assert not errors(machine)
+    else:
+        allowed = {expected, Kind.UNINITIALISED, Kind.RACE} if expected is Kind.RACE else {expected, Kind.RACE}
+        assert set(kinds(machine)) & allowed
+
+
+def test_a_deadlock_says_where_everybody_is() -> None:
+    parts = {"count": 33, "sync": "bar.sync 0;", "arrive": ARRIVE, "wait": WAIT.format(parity=0)}
+    machine = run(THREAD + MBARRIER.format(**parts), zeros(64), block=64)
+    (finding,) = errors(machine)
+    assert "1 of 33 arrivals" in finding.message
+    assert "warp 1" in finding.message
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_shared_memory_of_another_cta(schedule: str, ordered: bool) -> None:
+    sync = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
+    body = (
+        THREAD
+        + f"""
+    mov.u32 %r20, %cluster_ctarank;
+    xor.b32 %r21, %r20, 1;
+    mapa.shared::cluster.u32 %r22, %r7, %r21;
+    st.shared::cluster.b32 [%r22], %r4;
+    {sync if ordered else ""}
+    ld.shared.b32 %r9, [%r7];
+    st.global.b32 [%rd3], %r9;
+    {sync}
+    """
+    )
+    out = zeros(64)
+    machine = run(body, out, grid=2, block=32, cluster=2, schedule=schedule)
+    if ordered:
+        assert (out == np.r_[32:64, 0:32]).all()
+        assert not errors(machine)
+    else:
+        assert set(kinds(machine)) & {Kind.RACE, Kind.UNINITIALISED}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_cluster_waits_before_it_ends(wait: bool) -> None:
+    body = f"barrier.cluster.arrive.aligned;\n{'barrier.cluster.wait.aligned;' if wait else ''}"
+    machine = run(body, grid=2, cluster=2)
+    assert [(one.kind, one.warning) for one in machine.findings] == ([] if wait else [(Kind.UNFINISHED, True)])
+
+
+def test_an_mbarrier_ends_with_its_cta() -> None:
+    body = """
+    mov.u32 %r5, shared;
+    mov.u32 %r20, %cluster_ctarank;
+    mov.u32 %r4, %tid.x;
+    setp.eq.u32 %p1, %r4, 0;
+    @%p1 mbarrier.init.shared.b64 [%r5], 32;
+    fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    setp.eq.u32 %p2, %r20, 0;
+    @%p2 ret;
+    mapa.shared::cluster.u32 %r22, %r5, 0;
+    nanosleep.u32 1000;
+    nanosleep.u32 1000;
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22];
+    """
+    (finding,) = errors(run(body, grid=2, cluster=2))
+    assert finding.kind is Kind.BARRIER
+    assert "has ended" in finding.message
+
+
+def test_what_the_machine_does_not_execute_is_refused_at_once() -> None:
+    with pytest.raises(Unsupported, match=r"pmevent 1|pmevent"):
+        run("pmevent 1;")
+
+
+def test_barrier_reductions() -> None:
+    out = zeros(64)
+    body = (
+        THREAD
+        + """
+    setp.lt.u32 %p1, %r1, 40;
+    barrier.red.popc.u32 %r9, 0, %p1;
+    barrier.red.and.pred %p2, 1, 64, %p1;
+    barrier.red.or.pred %p3, 2, 64, %p1;
+    selp.b32 %r10, 100, 0, %p2;
+    selp.b32 %r11, 1000, 0, %p3;
+    add.s32 %r9, %r9, %r10;
+    add.s32 %r9, %r9, %r11;
+    st.global.b32 [%rd3], %r9;
+    """
+    )
+    machine = run(body, out, block=64)
+    assert (out == 1040).all()
+    assert not errors(machine)
+
+
+def test_registers_wait_until_they_are_free() -> None:
+    body = """
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 128;
+    @%p1 bra GIVE;
+    setmaxnreg.inc.sync.aligned.u32 240;
+    bra END;
+    GIVE:
+    setmaxnreg.dec.sync.aligned.u32 {kept};
+    END:
+    """
+    assert not errors(run(body.format(kept=24), block=384))
+    assert kinds(run(body.format(kept=168), block=384)) == [Kind.DEADLOCK]
+
+
+def test_what_was_never_written_may_be_loaded_and_dropped() -> None:
+    body = (
+        THREAD
+        + """
+    ld.shared.v2.b32 {%r9, %r10}, [%r5];
+    add.s32 %r9, %r9, %r10;
+    st.shared.b32 [%r7+4096], %r9;
+    ld.shared.b32 %r9, [%r7+4096];
+    setp.lt.u32 %p1, %r1, 64;
+    selp.b32 %r9, %r1, %r9, %p1;
+    st.global.b32 [%rd3], %r9;
+    """
+    )
+    out = zeros(64)
+    assert not errors(run(body, out, block=64))
+    assert out.tolist() == list(range(64))
+
+
+def test_a_kernel_without_an_end() -> None:
+    body = """
+    AGAIN:
+    bar.sync 0;
+    bra AGAIN;
+    """
+    machine = Machine("sm_100a", 1, limit=10_000)
+    launch = Launch(kernel="k", ptx=text(body), arch="sm_100a", grid=(1, 1, 1), block=(64, 1, 1))
+    machine.launch(launch)
+    assert kinds(machine) == [Kind.DEADLOCK]
+
+
+def test_a_wait_may_give_up_before_its_phase_is_complete() -> None:
+    """try_wait has a time limit of the system's: a kernel that does not come back reads too early in some schedule."""
+    body = """
+    mov.u32 %r5, shared;
+    mov.u32 %r4, %tid.x;
+    ld.param.b64 %rd1, [p0];
+    setp.eq.u32 %p1, %r4, 0;
+    @%p1 mbarrier.init.shared.b64 [%r5], 1;
+    bar.sync 0;
+    setp.ge.u32 %p2, %r4, 32;
+    @%p2 bra second;
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r5], 0;
+    ld.shared.b32 %r9, [%r5+64];
+    st.global.b32 [%rd1], %r9;
+    ret;
+    second:
+    mov.b32 %r8, 7;
+    setp.eq.u32 %p4, %r4, 32;
+    @%p4 st.shared.b32 [%r5+64], %r8;
+    bar.warp.sync -1;
+    @%p4 mbarrier.arrive.shared.b64 _, [%r5];
+    """
+    assert not errors(run(body, zeros(4), block=64))
+    found = {kind for seed in range(20) for kind in kinds(run(body, zeros(4), block=64, schedule="random", seed=seed))}
+    assert found & {Kind.RACE, Kind.UNINITIALISED}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/emulator-mutants.md: how the mutants of each kernel and kind were found.
+
+python tests/emulator/mutants/report.py [--jobs 2] [--verdicts FILE ...] > docs/emulator-mutants.md
+
+Judges all mutants, or reads verdicts that run_mutants.py printed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from equivalent import EQUIVALENT, UNSEEN, reason
+from judge import Verdict
+
+HERE = Path(__file__).resolve().parent
+BAR = 0.95
+HEAD = """# Mutants of kernels on the emulator
+
+One mistake at a time is made in the PTX of a kernel that is right, as a person might make it. "value": the result is
+wrong and no check said so before. A check stops at its first finding; kernels of ours are run on a strict device, where
+a warning is a finding. Schedules: lazy, eager, random, until one shows it. Of FlashAttention-4 at most two mutants of
+a kind are taken, by a fixed seed; of the others all.
+
+Made by `python tests/emulator/mutants/report.py > docs/emulator-mutants.md`; the same mutants are tests
+(`pytest tests/emulator/mutants`, a selection without `-m full`).
+"""
+
+
+def judged(name: str) -> list[Verdict]:
+    command = [sys.executable, "-W", "ignore", str(HERE / "run_mutants.py"), name]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+def outcome(verdict: Verdict) -> str:
+    if verdict.found == "value":
+        return "value"
+    if verdict.found is not None:
+        return "check"
+    if reason(verdict):
+        return "equivalent"
+    return "not seen" if reason(verdict, UNSEEN) else "survived"
+
+
+OUTCOMES = ("value", "check", "equivalent", "not seen", "survived")
+
+
+def row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(str(cell or '') for cell in cells)} |"
+
+
+def lines(verdicts: list[Verdict]) -> Iterator[str]:
+    total = Counter(outcome(one) for one in verdicts)
+    found, real = total["value"] + total["check"], len(verdicts) - total["equivalent"]
+    yield HEAD
+    yield f"{len(verdicts)} mutants, {total['equivalent']} of them equivalent. Of the other {real}, {found} are found:"
+    yield f"{100 * found / real:.1f} %; the bar is {100 * BAR:.0f} %.\n"
+    for title, key in (("kernel", lambda one: one.kernel), ("kind", lambda one: one.kind)):
+        yield row([title, "mutants", *OUTCOMES])
+        yield row(["---"] + ["---:"] * (1 + len(OUTCOMES)))
+        for name in dict.fromkeys(map(key, verdicts)):
+            of = Counter(outcome(one) for one in verdicts if key(one) == name)
+            yield row([name, of.total(), *(of[one] for one in OUTCOMES)])
+        yield ""
+    yield "## What found them, by kind of mistake\n"
+    by: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in verdicts:
+        if one.found:
+            by[one.kind][one.found.partition(": Unsupported")[0]] += 1
+    yield row(["kind", "found by"])
+    yield row(["---", "---"])
+    for kind, names in by.items():
+        yield row([kind, ", ".join(f"{name} {count}" for name, count in names.most_common())])
+    for title, rows in (("Equivalent", EQUIVALENT), ("Mistakes that are not seen", UNSEEN)):
+        yield f"\n## {title}\n"
+        those = [one for one in verdicts if one.found is None and reason(one, rows)]
+        for why in dict.fromkeys(reason(one, rows) for one in those):
+            yield f"- {why}:"
+            yield from (f"  - {one.kernel}: {one.kind}, {one.what}" for one in those if reason(one, rows) == why)
+    left = [one for one in verdicts if outcome(one) == "survived"]
+    if left:
+        yield "\n## Survivors without an explanation\n"
+        yield from (f"- {one}" for one in left)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Judge all mutants and print the table of how they were found.")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--verdicts", nargs="*", type=Path, help="what run_mutants.py printed, in place of running it")
+    options = parser.parse_args()
+    if options.verdicts:
+        texts = [line for path in options.verdicts for line in path.read_text().splitlines()]
+        verdicts = [Verdict(**json.loads(line)) for line in texts]
+    else:
+        from run_mutants import NAMES
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            verdicts = [one for found in pool.map(judged, NAMES) for one in found]
+    sys.stdout.write("\n".join(lines(verdicts)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a comparison: what it says, what it warns of, and what a browser makes of it."""
+
+import copy
+import importlib.util
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from loadtests import page, results
+from loadtests.results import PER_DEVICE, TTFT
+from loadtests.scenario import Level
+
+Record = dict[str, Any]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_results", Path(__file__).parent / "example_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = example()
+
+
+def rendered(records: list[Record]) -> str:
+    """The page without plotly's own script, as one line."""
+    full = page.render(records)
+    cut = full.index("<body>")
+    return " ".join(full[cut:].split())
+
+
+def plain(markup: str) -> str:
+    """The words that a reader sees."""
+
+    class Words(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words: list[str] = []
+            self.hidden = False
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.hidden = tag == "script"
+
+        def handle_endtag(self, tag: str) -> None:
+            self.hidden = False
+
+        def handle_data(self, data: str) -> None:
+            self.words += [] if self.hidden else [data]
+
+    parser = Words()
+    parser.feed(markup)
+    return " ".join(" ".join(parser.words).split())
+
+
+def test_what_the_figures_were_taken_with() -> None:
+    words = plain(rendered(EXAMPLE.records()))
+    for fact in (
+        "llama-8b on NVIDIA Example",
+        "driver 580.1",
+        "16 cores",
+        "2026-01-02 03:04:05+00:00",
+        "commit 0123456789ab",
+        "3 rounds, interleaved",
+        "client of up to 8 processes",
+        "torch 2.11.0, vllm 0.26.0",
+        "python -m loadtests.compare --model llama-8b",
+        "--max-model-len 4096",
+        "1024 tokens in, 1024 out (the last 20% drawn); no two prompts alike; greedy",
+        "2048 of them shared within 4 groups",
+        "tokens/s/GPU",
+    ):
+        assert fact in words
+    assert "quack-kernels" not in words
+    assert "Before you read on" not in words
+    assert "not committed" not in words
+
+
+def test_ratios_on_the_page() -> None:
+    """Speeds are 1.1, 1.0 and 0.8, and a round's drift meets all alike."""
+    gathered = results.gather(EXAMPLE.records())
+    level = Level(users=32)
+    over = {peer: gathered.ratio("1k-1k", level, peer, PER_DEVICE) for peer in gathered.peers}
+    assert {peer: (round(one.median, 3), one.rounds) for peer, one in over.items() if one} == {
+        "FLASH_ATTN": (1.1, 3),
+        "TRITON_ATTN": (1.375, 3),
+    }
+    times = gathered.ratio("1k-1k", level, "TRITON_ATTN", TTFT)
+    assert times is not None
+    assert (round(times.median, 3), times.verdict) == (1.375, "better")
+    markup = rendered(EXAMPLE.records())
+    assert re.search(r'class="better">1\.10× <span class="range">1\.10–1\.10', markup)
+    assert 'class="worse">1' not in markup
+
+
+def test_a_ratio_that_rounds_disagree_on_has_no_colour() -> None:
+    lines = EXAMPLE.records()
+    for line in lines:
+        if line["kind"] == "run" and line["backend"] == "dsl" and line["round"] == 1:
+            line["figures"]["output_per_s"] /= 2
+    one = results.gather(lines).ratio("1k-1k", Level(users=8), "FLASH_ATTN", PER_DEVICE)
+    assert one is not None
+    assert (round(one.low, 2), round(one.median, 2), round(one.high, 2)) == (0.55, 1.1, 1.1)
+    assert 'class="open">1.10× <span class="range">0.55–1.10' in rendered(lines)
+
+
+def test_values_are_per_device() -> None:
+    lines = EXAMPLE.records()
+    single = results.gather(lines).cells["1k-1k", Level(users=8), "dsl"].value(PER_DEVICE.of)
+    for line in lines:
+        if line["kind"] == "run":
+            line["devices"] = 2
+    double = results.gather(lines).cells["1k-1k", Level(users=8), "dsl"].value(PER_DEVICE.of)
+    assert single is not None
+    assert double is not None
+    assert double.median == single.median / 2
+
+
+def changed(kind: str, **changes: object) -> list[Record]:
+    """The example with other values in every line of a kind."""
+    lines = copy.deepcopy(EXAMPLE.records())
+    for line in lines:
+        if line["kind"] == kind:
+            line.update(changes)
+    return lines
+
+
+def with_figures(**changes: object) -> list[Record]:
+    """The example with other figures in one run: dsl, the first scenario, one user, the first round."""
+    lines = copy.deepcopy(EXAMPLE.records())
+    lines[1]["figures"] |= changes
+    return lines
+
+
+FAILED = {"kind": "failed", "backend": "dsl", "round": 1, "scenario": None, "message": "died under load: OOM"}
+WARNINGS: dict[str, tuple[list[Record], str]] = {
+    "cpu": (changed("environment", on_gpu=False), "This ran on a CPU"),
+    "one round": (changed("environment", rounds=1), "One round: ratios have no spread"),
+    "not committed": (changed("environment", modified=True), "changes that are not committed"),
+    "unfinished": (EXAMPLE.records()[:-1], "The run has not ended"),
+    "interrupted": (changed("end", reason="interrupted"), "did not get to its end: interrupted"),
+    "failed": ([*EXAMPLE.records(), FAILED], "dsl, round 2: died under load: OOM"),
+    "errors": (
+        with_figures(errors={"HTTP status": 3}, details={"HTTP status": "500: boom"}),
+        "dsl, 1k-1k, 1 user: 3 requests: HTTP status (500: boom)",
+    ),
+    "client": (
+        with_figures(client={"processes": 1, "busy": 1.0, "late_ms": 50.0, "limit": "100% of a core"}),
+        "the client, not the server, may be the limit; most in dsl, 1k-1k, 1 user: 100% of a core",
+    ),
+    "few": (with_figures(sent=0), "1 user dsl"),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_warnings(name: str) -> None:
+    lines, says = WARNINGS[name]
+    assert says in plain(rendered(lines))
+
+
+def test_a_limited_client_takes_the_colour_away() -> None:
+    markup = rendered(WARNINGS["client"][0])
+    assert re.search(r'class="open">1\.10×† ', markup)
+    assert "circle-open" in markup
+    assert "circle-open" not in rendered(EXAMPLE.records())
+
+
+def test_few_requests_are_marked() -> None:
+    lines = EXAMPLE.records()
+    assert "360*" not in plain(rendered(lines))
+    for line in lines:
+        if line["kind"] == "run":
+            line["figures"]["sent"] = 20
+    assert "60*" in plain(rendered(lines))
+
+
+def test_markup_in_what_others_wrote_stays_text() -> None:
+    evil = "</script><script>document.title='hit'</script>"
+    lines = changed("environment", model=evil, backends=[*EXAMPLE.BACKENDS, evil])
+    lines += [{**copy.deepcopy(lines[1]), "backend": evil}, FAILED | {"message": evil}]
+    markup = page.render(lines)
+    assert evil not in markup
+    assert "&lt;/script&gt;" in markup
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    full = page.render(EXAMPLE.records())
+    tags = re.findall(
+        r"<(?:script|link|img|iframe|source)\b[^>]*>", full[: full.index("<script>")] + rendered(EXAMPLE.records())
+    )
+    assert not [tag for tag in tags if "http" in tag or "//" in tag]
+    assert "@import" not in page.STYLE
+
+
+def test_offline_page() -> None:
+    lines = [EXAMPLE.environment(offline=True, scenarios=EXAMPLE.environment()["scenarios"][:1])]
+    for backend, rate in (("dsl", 300.0), ("FLASH_ATTN", 200.0)):
+        lines += [
+            {
+                **EXAMPLE.run(backend, "1k-1k", 8, 0.0, number),
+                "mode": "offline",
+                "figures": {"output_per_s": rate + number},
+            }
+            for number in range(3)
+        ]
+    words = plain(rendered([*lines, {"kind": "end", "status": 0, "reason": ""}]))
+    assert "301.0 300.0–302.0" in words
+    assert "1.50× 1.50–1.50" in words
+    assert page.ratio_lines(lines) == ["1k-1k, 8 users: dsl over FLASH_ATTN: tokens/s 1.50x (1.50 to 1.50)"]
+
+
+def test_no_results(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no file of loadtests"):
+        page.render([{"kind": "run"}])
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"kind": "environment"}\n{"kind": "ru')
+    assert results.read(path) == [{"kind": "environment"}]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """Every chart is drawn, nothing is logged as an error, and the picture is not blank."""
+    path = tmp_path / "page.html"
+    page.write(EXAMPLE.records(), path)
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1440,1900", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    body = done.stdout[done.stdout.index("<body>") :]
+    # plotly draws a chart as three layers of this class.
+    charts = len(re.findall(r'class="js-plotly-plot|class="plotly-graph-div js-plotly-plot', body))
+    assert charts == 6
+    assert body.count("Throughput against what a user sees</text>") == 2
+    assert "Uncaught" not in done.stderr
+    picture = tmp_path / "page.png"
+    subprocess.run([*command, f"--screenshot={picture}", path.as_uri()], capture_output=True, timeout=120, check=True)
+    assert picture.stat().st_size > 100_000

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test has a cache of its own, and nothing in memory."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsl_backend import log
+from dsl_backend.runtime import cache, compile, key, precompile
+from dsl_backend.runtime.compiles import compiles
+
+# The self-test kernels are a module, which spawned processes import too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+# Tests put others in its place.
+SOURCES_OF = key.sources_of
+
+
+def fresh() -> None:
+    """As in a new process."""
+    compile.forget()
+    compiles.clear()
+    cache.stats = cache.Stats()
+    log.warning_once.cache_clear()
+    SOURCES_OF.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the cache will be."""
+    monkeypatch.setenv("DSL_BACKEND_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("DSL_BACKEND_CACHE", raising=False)
+    monkeypatch.setattr(precompile, "_families", {})
+    # Files may be edited while tests run.
+    monkeypatch.setattr(key, "LOADED", float("inf"))
+    fresh()
+    yield tmp_path / "cache" / cache.FOLDER
+    fresh()
+
+
+@pytest.fixture
+def unedited() -> Iterator[None]:
+    """For tests whose processes each read the sources: says so where somebody edits them meanwhile."""
+    before = SOURCES_OF(key.PACKAGE)
+    yield
+    SOURCES_OF.cache_clear()
+    if SOURCES_OF(key.PACKAGE) != before:
+        pytest.fail("sources of the package were edited while this test ran: run it again", pytrace=False)

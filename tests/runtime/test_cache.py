@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk cache: what is stored is found, what is wrong is a miss and said once, and nothing else happens."""
+
+import errno
+import json
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import cache
+from dsl_backend.runtime.cache import DiskCache, Entry, Rejected
+from dsl_backend.runtime.key import FORMAT, Identity
+
+DATA = b"\x7fELF an object file" * 100
+ROOT = os.geteuid() == 0
+
+
+def identity(name: str = "Scale", **parts: Any) -> Identity:
+    return Identity(
+        f"kernels.{name}", "Key()", "sm_90a", {"kernel": name, "format": FORMAT, "versions": ["1"], **parts}
+    )
+
+
+@pytest.fixture
+def disk() -> DiskCache:
+    made = cache.open_cache()
+    assert made.store(identity(), DATA, 1.5)
+    return made
+
+
+def found(disk: DiskCache, wanted: Identity | None = None) -> Entry | None:
+    with disk.opened(wanted or identity()) as opened:
+        return None if opened is None else opened[1]
+
+
+def test_what_is_stored_is_found(disk: DiskCache) -> None:
+    with disk.opened(identity()) as opened:
+        assert opened is not None
+        descriptor, entry = opened
+        assert os.pread(descriptor, len(DATA), 0) == DATA, "the file begins with the object file"
+    assert (entry.size_bytes, entry.compile_s) == (len(DATA), 1.5)
+    assert (entry.digest, entry.kernel) == (identity().digest, "Scale")
+    assert found(disk, identity("Other")) is None
+    assert (cache.stats.stores, cache.stats.rejected) == (1, 0), "one that is not there is nobody's fault"
+    assert (cache.stats.written_bytes, cache.stats.read_bytes) == (len(DATA), len(DATA))
+
+
+def test_modes(disk: DiskCache) -> None:
+    assert stat.S_IMODE(disk.path.stat().st_mode) == 0o700
+    with disk.lock(identity()):
+        assert {stat.S_IMODE(path.stat().st_mode) for path in disk.path.iterdir()} == {0o600}
+
+
+def test_nothing_but_the_entry_stays(disk: DiskCache) -> None:
+    assert [path.name for path in disk.path.iterdir()] == [f"{identity().digest}.o"]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def link(path: Path) -> None:
+    elsewhere = path.with_name("elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def other(path: Path) -> None:
+    """Another version's entry under this name."""
+    disk = DiskCache(path.parent)
+    newer = identity(versions=["2"])
+    disk.store(newer, DATA, 1.0)
+    disk.place(newer.digest).replace(path)
+
+
+WRONG = {
+    "cut": (cut, "it is cut off, or was not written by this package"),
+    "empty": (lambda path: os.truncate(path, 0), "it has 0 bytes"),
+    "foreign": (lambda path: path.write_bytes(b"#!/bin/sh\n" * 50), "was not written by this package"),
+    "code": (lambda path: flip(path, 200), "its content is not what was written"),
+    "description": (lambda path: flip(path, len(DATA)), "cannot be read"),
+    "checksum": (lambda path: flip(path, path.read_bytes().index(b'"sha256": "') + 12), "its content is not what"),
+    "length": (lambda path: flip(path, path.stat().st_size - 10), "it is cut off"),
+    "version": (other, "another kernel's, or another version's"),
+    "link": (link, "symbolic link"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "not a file"),
+    "writable": (lambda path: path.chmod(0o622), "others may write it: its mode is 0622"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_wrong_is_a_miss(kind: str, disk: DiskCache, caplog: pytest.LogCaptureFixture) -> None:
+    spoil, reason = WRONG[kind]
+    path = disk.place(identity().digest)
+    spoil(path)
+    with caplog.at_level(logging.WARNING, logger="vllm.dsl_backend"):
+        assert found(disk) is None
+    assert cache.stats.rejected == 1
+    (record,) = caplog.records
+    assert str(path) in record.message
+    assert reason in record.message
+    if kind != "folder":
+        assert disk.store(identity(), DATA, 1.0), "it is written anew"
+        assert found(disk) is not None
+
+
+def fake_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root gives files away")
+def test_a_foreign_owner_of_an_entry(disk: DiskCache, caplog: pytest.LogCaptureFixture) -> None:
+    os.chown(disk.place(identity().digest), 12345, -1)
+    assert found(disk) is None
+    assert "it belongs to user 12345" in caplog.text
+
+
+@pytest.mark.skipif(not ROOT, reason="only root gives files away")
+def test_a_foreign_owner_of_the_folder(disk: DiskCache) -> None:
+    os.chown(disk.path, 12345, -1)
+    with pytest.raises(Rejected, match="it belongs to user 12345 and not to user 0"):
+        cache.open_cache()
+    with pytest.raises(Rejected, match="it belongs to user 12345"):
+        cache.existing()
+
+
+def test_foreign_owners(disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The same for who is not root: everything is somebody else's."""
+    fake_owner(monkeypatch)
+    assert found(disk) is None
+    assert f"it belongs to user {os.getuid()}" in caplog.text
+    with pytest.raises(Rejected, match=f"belongs to user {os.getuid()} and not to user {os.getuid() + 1}"):
+        cache.open_cache()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+def test_a_folder_that_is_not_private(disk: DiskCache, mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    disk.path.chmod(mode)
+    with pytest.raises(Rejected, match=f"its mode is {mode:04o}: chmod 700 makes it private"):
+        cache.open_cache()
+    assert cache.usable() is None
+    assert cache.usable() is None
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_a_folder_that_is_none(folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(tempfile.gettempdir())
+    with pytest.raises(Rejected, match="it is not a folder"):
+        cache.open_cache()
+    folder.unlink()
+    folder.write_text("")
+    with pytest.raises(Rejected, match=r"File exists|not a folder"):
+        cache.open_cache()
+
+
+def test_no_space(disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing half written stays, and the entry that was there does."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert not disk.store(identity(), b"new", 1.0)
+    assert not disk.store(identity("Other"), b"new", 1.0)
+    assert [record.message for record in caplog.records] == [
+        f"compiled kernels are not kept in {disk.path}: No space left on device"
+    ]
+    assert len(list(disk.path.iterdir())) == 1
+    entry = found(disk)
+    assert entry is not None
+    assert entry.size_bytes == len(DATA)
+
+
+def test_a_folder_that_cannot_be_written(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries are read from it, as from an image that was filled before; no lock can be had, and none is needed."""
+    if ROOT:
+        # Root writes into every folder: the calls that would fail for others are made to.
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(tempfile, "mkstemp", refuse)
+        monkeypatch.setattr(cache.filelock.FileLock, "acquire", refuse)
+    disk.path.chmod(0o500)
+    try:
+        made = cache.open_cache()
+        assert found(made) is not None
+        with made.lock(identity("Other")):
+            assert not made.store(identity("Other"), DATA, 1.0)
+    finally:
+        disk.path.chmod(0o700)
+    assert len(caplog.records) == 1
+    assert "compiled kernels are not kept in" in caplog.text
+
+
+def test_a_lock_that_nobody_gives_back(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "LOCK_TIMEOUT_S", 0.05)
+    with disk.lock(identity()), disk.lock(identity()):
+        assert "not waiting" in caplog.text
+
+
+def test_locks_are_of_kernels(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "LOCK_TIMEOUT_S", 0.05)
+    with disk.lock(identity()), disk.lock(identity("Other")):
+        assert caplog.text == ""
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+    assert cache.usable() is None
+    assert not folder.exists()
+    assert not caplog.records, "who switched it off knows"
+
+
+@pytest.mark.parametrize(("name", "value"), [("DSL_BACKEND_CACHE", "maybe"), ("DSL_BACKEND_CACHE_DIR", "here")])
+def test_bad_settings(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInput, match=f"{name}='{value}' is not accepted: use"):
+        cache.open_cache()
+
+
+def test_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSL_BACKEND_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.folder() == Path("/somewhere/dsl-backend/kernels")
+
+
+def test_clear(disk: DiskCache) -> None:
+    disk.store(identity("Other"), DATA, 1.0)
+    old, young = disk.path / f"{cache.SCRATCH_PREFIX}old", disk.path / f"{cache.SCRATCH_PREFIX}young"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    with disk.lock(identity()):
+        pass
+    assert disk.clear(frozenset({disk.place(identity("Other").digest)})) == 1
+    assert not old.exists()
+    assert young.exists(), "it may be about to be renamed"
+    assert found(disk) is not None
+    assert disk.clear() == 1
+    assert list(disk.entries()) == []
+    assert list(disk.path.glob("*.lock")), "a lock that is removed while it is held is none"
+
+
+def test_what_an_entry_says_is_json(disk: DiskCache) -> None:
+    (_, entry), *_ = disk.entries()
+    assert isinstance(entry, Entry)
+    assert json.loads(json.dumps(dict(entry.parts))) == dict(identity().parts)

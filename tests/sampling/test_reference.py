@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's definition: vLLM's masks, known random numbers, weights that are what they say, fair draws."""
+
+import pytest
+import torch
+
+from dsl_backend.sampling import fixed, reference
+from dsl_backend.sampling.spec import Parameters
+
+
+def parameters(rows: int, **values: torch.Tensor | None) -> Parameters:
+    ids = torch.arange(rows)
+    return Parameters(**{"seeds": ids, "positions": ids, **values})
+
+
+def random_logits(kind: str, rows: int, vocab: int, generator: torch.Generator) -> torch.Tensor:
+    x = torch.randn(rows, vocab, generator=generator) * 3
+    return {
+        "spread": x,
+        "ties": x.round(),
+        "bf16": x.bfloat16().float(),
+        "equal": x * 0,
+        "infinite": x.where(x > 0, -torch.inf),
+    }[kind]
+
+
+# Philox 4x32-10 of Random123's known answers: counter and key all zeros give 6627e8d5 e169c58d; the counter here has a
+# stream in its third word, so that the first is checked with the stream taken out.
+def test_philox_known_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed, "STREAM", 0)
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert reference.philox(zero, zero).item() == (0x6627E8D5 >> 1 << 31) | (0xE169C58D >> 1)
+    monkeypatch.setattr(fixed, "STREAM", 0x13198A2E)
+    # Counter 243f6a88 85a308d3 13198a2e 03707344 differs in its last word, which is always 0 here; both halves of seed
+    # and position must matter.
+    ones = torch.full((1,), -1)
+    answers = {reference.philox(a, b).item() for a in (zero, ones, ones << 32) for b in (zero, ones, ones << 32)}
+    assert len(answers) == 9
+    assert all(0 <= answer < 1 << 62 for answer in answers)
+
+
+def test_multiply_high_is_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(0, 1 << 62, (2000,), generator=generator)
+    b = torch.randint(0, 1 << 62, (2000,), generator=generator) >> torch.randint(0, 40, (2000,), generator=generator)
+    a[0], b[0] = (1 << 62) - 1, (1 << 62) - 1
+    found = reference.multiply_high(a, b).tolist()
+    assert found == [x * y >> 62 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+
+
+def test_weights_are_exponentials() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randint(0, int(fixed.FARTHEST * 2**fixed.DISTANCE_BITS), (100_000,), generator=generator)
+    v[:2] = torch.tensor([0, int(fixed.FARTHEST * 2**fixed.DISTANCE_BITS)])
+    exact = (-v.double() / 2**fixed.DISTANCE_BITS).exp() * 2**fixed.WEIGHT_BITS
+    w = reference.weights(v)
+    assert w[0] == 1 << fixed.WEIGHT_BITS
+    assert w[1] == 0
+    assert ((w - exact).abs() <= 1 + 1e-7 * exact).all()
+
+
+def test_weights_never_grow_with_the_distance() -> None:
+    """Over the two octaves that have every fraction, and the seam between them."""
+    v = torch.arange(int(1.5 * 2**fixed.DISTANCE_BITS))
+    assert (reference.weights(v).diff() <= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["spread", "ties", "bf16", "infinite"])
+@pytest.mark.parametrize("vocab", [1, 2, 7, 100, 3000])
+@pytest.mark.parametrize("use", ["k", "p", "kp", "m", "mkp"])
+def test_masks_are_those_of_vllm(kind: str, vocab: int, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sort is free to order ties as it likes; a stable one is what the definition says."""
+    ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    rows = 64
+    generator = torch.Generator().manual_seed(vocab)
+    x = random_logits(kind, rows, vocab, generator)
+    if kind == "infinite":
+        x[:, 0] = 1.0  # a row of nothing else has no mask
+    k = torch.randint(1, vocab + 1, (rows,), generator=generator)
+    k[:8] = torch.arange(1, 9).clamp(max=vocab)
+    p = torch.rand(rows, generator=generator) * 0.999 + 1e-4
+    p[8:16] = torch.tensor([1e-12, 1e-3, 0.25, 0.5, 0.75, 0.9, 0.99, 0.9999])
+    min_p = torch.rand(rows, generator=generator) ** 3
+    use_k, use_p = (k if "k" in use else None), (p if "p" in use else None)
+    # In float64, so that its sums and its softmax do not round the mask away from the real one.
+    exact = x.double()
+    if "m" in use:
+        chance = exact.softmax(-1)
+        exact = exact.masked_fill(chance < chance.amax(-1, keepdim=True) * min_p.double().unsqueeze(1), -torch.inf)
+    sort = torch.Tensor.sort
+    with monkeypatch.context() as stable:
+        stable.setattr(torch.Tensor, "sort", lambda tensor, **options: sort(tensor, stable=True, **options))
+        expected = ops.apply_top_k_top_p_pytorch(exact, use_k, use_p).isfinite()
+    rows_of = parameters(rows, top_k=use_k, top_p=use_p, min_p=min_p if "m" in use else None)
+    found = reference.kept(x, rows_of) & x.isfinite()
+    assert torch.equal(found, expected)
+
+
+def test_min_p_is_that_of_vllm_at_round_values() -> None:
+    """One half of the largest is kept, the next lower is not."""
+    x = torch.tensor([[0.0, -0.6931471, -0.6931475, -5.0]])
+    keep = reference.kept(x, parameters(1, min_p=torch.tensor([0.5])))
+    assert keep.tolist() == [[True, True, False, False]]
+
+
+def chi_square(counts: torch.Tensor, chance: torch.Tensor) -> tuple[float, int]:
+    """Statistic and degrees of freedom, of what has at least 20 draws expected; the rest is one class."""
+    expected = chance * counts.sum()
+    often = expected >= 20
+    seen = torch.cat([counts[often], counts[~often].sum().reshape(1)]).double()
+    wanted = torch.cat([expected[often], expected[~often].sum().reshape(1)])
+    some = wanted > 0
+    return ((seen - wanted)[some] ** 2 / wanted[some]).sum().item(), int(some.sum()) - 1
+
+
+DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", marks=pytest.mark.full)]
+SETTINGS = {
+    "all": {},
+    "hot": {"temperature": 1.7},
+    "k": {"temperature": 0.8, "top_k": 10},
+    "p": {"top_p": 0.9},
+    "kp": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "min-p": {"min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) -> None:
+    """Of one row, by as many seeds or as many positions of one seed."""
+    x = torch.randn(1, 50, generator=torch.Generator().manual_seed(5)) * 2
+    one = {key: torch.tensor([value]) for key, value in SETTINGS[name].items()}
+    rows = parameters(1, **one)
+    chance = reference.probabilities(x, rows)[0]
+    z, _, _ = reference.scaled(x, rows.temperature)
+    w = reference.weights(reference.distances(z)) * reference.kept(z, rows)
+    counts = torch.zeros(50, dtype=torch.int64)
+    for start in range(0, draws, 100_000):
+        count = torch.arange(start, start + 100_000)
+        fixed_one = torch.full_like(count, 42)
+        drawn = parameters(1, **{"seeds": fixed_one, "positions": fixed_one, along: count})
+        counts += torch.bincount(reference.draw(w.expand(len(count), -1), drawn), minlength=50)
+    assert counts.sum() == draws
+    assert (counts[chance == 0] == 0).all()
+    statistic, freedom = chi_square(counts, chance)
+    # Five standard deviations of a chi-square above its mean.
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+    cosine = torch.nn.functional.cosine_similarity(counts.double(), chance, dim=0)
+    assert cosine > 0.999
+
+
+def test_probabilities_are_float64() -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    found = reference.probabilities(x, parameters(1, temperature=torch.tensor([2.0])))
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, (x.double() / 2).softmax(-1), rtol=1e-15)

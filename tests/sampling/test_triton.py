@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton gives the definition's tokens, whatever else is in the batch; bad rows and arguments have a defined end."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.sampling import reference
+from dsl_backend.sampling.api import Parameters, SamplingSpec, plan, run
+
+ROWS = 9
+
+
+def problem(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, Parameters]:
+    """Rows of ties, of equal logits, of NaN, -inf and inf; greedy rows and filters out of range among them."""
+    x = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    x[3], x[4], x[5], x[6], x[7, 0] = x[3].round(), 0, float("nan"), float("-inf"), float("inf")
+    rows = Parameters(
+        seeds=torch.arange(ROWS, device=device) - 4,
+        positions=torch.arange(ROWS, device=device) * 7 + 2**33,
+        temperature=torch.tensor([0.8, 0, 1.3, 0.7, 1, 1, 1, 1, 2.0], device=device),
+        top_k=torch.tensor([50, 3, 0, 5, 20, 4, 3, 9, 9999], dtype=torch.int32, device=device),
+        top_p=torch.tensor([0.9, 0.9, 0.5, 0.8, 0.7, 0.9, 0.9, 1.5, 0.0], device=device),
+        min_p=torch.tensor([0.01, 0, 0, 0.1, 0, 0, 0, -1, float("nan")], device=device),
+    )
+    return x.to(device, dtype), rows
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 300, 777])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_is_the_definition(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, top=min(3, vocab))
+    x, rows = problem(vocab, dtype, device)
+    tokens, logprobs = reference.sample(x, rows)
+    found = run(plan(spec, ROWS, device, "triton"), x, rows)
+    assert found.logprobs is not None
+    assert found.top_logprobs is not None
+    assert torch.equal(found.tokens, tokens)
+    assert torch.equal(found.logprobs.isfinite(), logprobs.isfinite())
+    torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.top_logprobs, logprobs.sort(descending=True).values[:, : spec.top])
+
+
+def test_a_token_depends_on_its_row_alone(device: torch.device) -> None:
+    x, rows = problem(300, torch.float32, device)
+    sampler = plan(SamplingSpec(vocab=300), 2 * ROWS, device, "triton")
+    expected = run(sampler, x, rows).tokens.clone()
+    order = torch.tensor([8, 0, 3, 3, 1, 2], device=device)
+    some = Parameters(**{name: value[order] for name, value in vars(rows).items()})
+    wide = torch.full((len(order), 400), 9.0, device=device)
+    wide[:, :300] = x[order]
+    assert torch.equal(run(sampler, wide[:, :300], some).tokens, expected[order])
+    assert run(sampler, x[:0], Parameters(**{n: v[:0] for n, v in vars(rows).items()})).tokens.shape == (0,)
+
+
+def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
+    x, rows = problem(300, torch.float32, device)
+    with pytest.raises(InvalidInput, match="9 rows are not accepted: the plan has room for 8"):
+        run(plan(SamplingSpec(vocab=300), 8, device), x, rows)
+    sampler = plan(SamplingSpec(vocab=300), ROWS, device)
+    with pytest.raises(InvalidInput, match=r"logits are torch.float16 \(9, 300\)"):
+        run(sampler, x.half(), rows)
+    with pytest.raises(InvalidInput, match=r"seeds is torch.int64 \(9,\): contiguous \[8\]"):
+        run(sampler, x[:8], rows)
+    with pytest.raises(InvalidInput, match=r"self.vocab=0 is not accepted"):
+        SamplingSpec(vocab=0)

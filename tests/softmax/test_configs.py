@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rows are spread: every width is served, and what cannot run is refused in words."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.softmax.configs import ACCESS_BYTES, RowConfig, default_config
+from dsl_backend.softmax.spec import DTYPES, MOST_WIDTH, SoftmaxSpec
+
+SMEM_BYTES = 227 * 1024
+WIDTHS = sorted(
+    {
+        *range(1, 70),
+        *(2**n + d for n in range(6, 20) for d in (-1, 0, 1, 8)),
+        128256,
+        151936,
+        201088,
+        262144,
+        MOST_WIDTH,
+    }
+)
+
+
+def spec(width: int, dtype: torch.dtype = torch.bfloat16, out_dtype: torch.dtype | None = None) -> SoftmaxSpec:
+    return SoftmaxSpec(width=width, dtype=dtype, out_dtype=out_dtype or dtype, vector=math.gcd(8, width))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        problem = spec(width, dtype, out_dtype)
+        config = default_config(problem)
+        assert config.objections(problem, SMEM_BYTES) == [], f"{problem}: {config}"
+        assert config.vector * max(dtype.itemsize, out_dtype.itemsize) <= ACCESS_BYTES
+        assert config.streamed == (width > 262144), f"{problem}: {config}"
+        # No thread of a row is without work, but for the rounding to powers of two.
+        assert config.streamed or config.tile - width < max(width, config.threads_per_row * config.cluster * 8)
+
+
+def test_levels() -> None:
+    def level(width: int) -> tuple[int, int]:
+        config = default_config(spec(width))
+        return config.threads_per_row, config.cluster
+
+    assert level(8) == (1, 1)
+    assert level(128) == (8, 1)
+    assert level(1024) == (32, 1)
+    assert level(4096) == (128, 1)
+    assert level(16384) == (512, 1)
+    assert level(32768) == (512, 2)
+    assert level(151936) == (512, 8)
+
+
+FITS = RowConfig(vector=8, vectors=4, threads_per_row=32, rows_per_block=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vectors": 3}, "holds 768 elements of 1000"),
+        ({"vector": 16}, "vectors of 16 elements: rows are aligned to 8, and 8 are 16 bytes"),
+        ({"threads_per_row": 33}, "threads_per_row 33 is not a power of two"),
+        ({"rows_per_block": 64}, "2048 threads a block are not a multiple of 32 up to 1024"),
+        ({"cluster": 32, "rows_per_block": 1}, "clusters of 32 blocks: 16 are the most"),
+        ({"cluster": 2}, "a cluster shares one row, with whole warps: not 4 rows a block"),
+        ({"vectors": 40}, "504 registers for each of 128 threads: 255 a thread"),
+        ({"vectors": 0}, "0 vectors a thread: one is needed"),
+    ],
+)
+def test_what_is_refused(change: dict[str, int], message: str) -> None:
+    assert FITS.objections(spec(1000), SMEM_BYTES) == []
+    assert any(message in reason for reason in replace(FITS, **change).objections(spec(1000), SMEM_BYTES))
+
+
+def test_shared_memory_is_counted() -> None:
+    config = RowConfig(vector=8, vectors=1, threads_per_row=512, rows_per_block=1, cluster=16)
+    assert config.smem_bytes == 8 * 16 * 16 + 8
+    assert "2056 bytes of shared memory: 2000 are the most" in config.objections(spec(1000), 2000)
+    assert FITS.smem_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 0}, "width 0 is not from 1 to"),
+        ({"width": 2**31}, "width 2147483648 is not from 1 to"),
+        ({"dtype": torch.int8}, "x is int8: one of float32, float16, bfloat16 is needed"),
+        ({"vector": 3}, "vector 3 is not 1, 2, 4 or 8"),
+        ({"width": 12, "vector": 8}, "width 12 is not a multiple of the vector 8"),
+    ],
+)
+def test_specs_that_are_none(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        SoftmaxSpec(**{"width": 8, "dtype": torch.float32, "out_dtype": torch.float32, **fields})
