@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import StandIn, serving
+from server_stand_in import StandIn, serving
 
 from loadtests import client, records
 from loadtests.client import ClientError, Load, ServerGoneError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import serving
+from server_stand_in import serving
 
 from loadtests import client, compare, offline, servers
 from loadtests.figures import Figures, Window, summarize

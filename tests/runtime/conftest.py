@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test has a cache of its own, and nothing in memory."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,6 @@ import pytest
 from dsl_backend import log
 from dsl_backend.runtime import cache, compile, key, precompile
 from dsl_backend.runtime.compiles import compiles
-
-# The self-test kernels are a module, which spawned processes import too.
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 # Tests put others in its place.
 SOURCES_OF = key.sources_of

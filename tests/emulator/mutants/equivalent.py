@@ -84,7 +84,7 @@ EQUIVALENT: Rows = [
     (
         "FlashAttention-4 sm_100a",
         "drop wait: line 528,",
-        "the wait for the buffer of the next tile's first keys, in front of it, already orders all reads of the queries",
+        "the wait for the buffer of the next tile's first keys, before it, already orders all reads of the queries",
     ),
     (
         "FlashAttention-4 sm_100a",

@@ -11,16 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from equivalent import EQUIVALENT, UNSEEN, reason
+from flash import FLASH, installed
+from judge import Verdict, judge, mutants_of, original
+from judged import KERNELS
+from mutate import selection
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from equivalent import EQUIVALENT, UNSEEN, reason  # noqa: E402  of this folder
-from flash import FLASH, installed  # noqa: E402
-from judge import Verdict, judge, mutants_of, original  # noqa: E402
-from judged import KERNELS  # noqa: E402
-from mutate import selection  # noqa: E402
-
 QUICK = 4  # of each kernel
 SHARDS = 4
 LIMIT_S = 3600

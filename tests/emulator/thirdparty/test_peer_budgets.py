@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets of the cases of others' kernels: what they let through and what not."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from peer_budgets import Expected, judge
 
 EXACT = torch.tensor([[1.0, -2.0, 3.0], [100.0, 200.0, 300.0]], dtype=torch.float64)

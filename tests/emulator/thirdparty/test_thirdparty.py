@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from peer_cases import SCHEDULES
+from run_case import CASES, PEERS
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from peer_cases import SCHEDULES  # noqa: E402  of this folder
-from run_case import CASES, PEERS  # noqa: E402
-
 LIMIT_S = 600
 ALL = [
     pytest.param(arch, name, marks=() if arch in case.quick else pytest.mark.full, id=f"{name}-{arch}")
