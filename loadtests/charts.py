@@ -6,39 +6,17 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from benchmarks import document
+from benchmarks.document import FAINT, INK, dress, escaped, look
 from loadtests.figures import PERCENTS, frontier
-from loadtests.results import PER_DEVICE, PER_USER, Cell, Results, percentile_of
+from loadtests.results import PER_DEVICE, PER_USER, Cell, Results, Value, percentile_of
 from loadtests.scenario import Level, Scenario
-
-# Okabe and Ito's colours, which colour-blind readers tell apart; the symbols differ as well.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")
-GRID, INK, FAINT = "#e6e8eb", "#1c2733", "#5f6b7a"
-HEIGHT = 400
 
 
 def style(results: Results, backend: str) -> dict[str, str]:
     """The same colour and symbol for a backend in every picture."""
     place = ([results.ours] if results.ours else []) + results.peers
-    index = place.index(backend)
-    return {"color": COLOURS[index % len(COLOURS)], "symbol": SYMBOLS[index % len(SYMBOLS)]}
-
-
-def dress(figure: Any, title: str, x: str, y: str) -> Any:
-    figure.update_layout(
-        title={"text": title, "font": {"size": 15, "color": INK}, "x": 0, "xref": "paper", "y": 0.97},
-        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        height=HEIGHT,
-        margin={"l": 64, "r": 16, "t": 48, "b": 88},
-        legend={"orientation": "h", "y": -0.22, "x": 0, "title": None},
-        hoverlabel={"font": {"size": 12}},
-    )
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#b8c0c8", "ticks": "outside", "tickcolor": "#b8c0c8"}
-    figure.update_xaxes(title={"text": x, "font": {"color": FAINT}}, **axis)
-    figure.update_yaxes(title={"text": y, "font": {"color": FAINT}}, **axis)
-    return figure
+    return look(place.index(backend))
 
 
 def device_word(results: Results) -> str:
@@ -58,14 +36,14 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
                 doubtful.append(cell.limited)
         if not found:
             continue
-        look = style(results, backend)
-        symbols = [look["symbol"] + "-open" * doubt for doubt in doubtful]
+        shown = style(results, backend)
+        symbols = [shown["symbol"] + "-open" * doubt for doubt in doubtful]
         line = frontier([(x.median, y.median) for (_, x, y), doubt in zip(found, doubtful, strict=True) if not doubt])
         figure.add_scatter(
             x=[x for x, _ in line],
             y=[y for _, y in line],
             mode="lines",
-            line={"color": look["color"], "width": 2},
+            line={"color": shown["color"], "width": 2},
             legendgroup=backend,
             showlegend=False,
             hoverinfo="skip",
@@ -79,10 +57,10 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
             mode="markers+text" if first else "markers",
             text=[short(level) for level, _, _ in found],
             textposition="top right",
-            textfont={"size": 11, "color": look["color"]},
-            marker={"size": 9, "color": look["color"], "symbol": symbols},
-            error_x=bars([x for _, x, _ in found], look["color"]),
-            error_y=bars([y for _, _, y in found], look["color"]),
+            textfont={"size": 11, "color": shown["color"]},
+            marker={"size": 9, "color": shown["color"], "symbol": symbols},
+            error_x=bars([x for _, x, _ in found], shown["color"]),
+            error_y=bars([y for _, _, y in found], shown["color"]),
             hovertemplate="%{text}: %{y:.1f} tokens/s, %{x:.1f} a user<extra>" + escaped(backend) + "</extra>",
         )
     figure = dress(figure, "Throughput against what a user sees", "tokens/s/user", f"tokens/s/{device_word(results)}")
@@ -90,21 +68,10 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
     return figure.update_yaxes(rangemode="tozero")
 
 
-def escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
-def bars(values: Sequence[Any], colour: str) -> dict[str, Any]:
+def bars(values: Sequence[Value], colour: str) -> dict[str, Any]:
     """From the lowest round to the highest."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [value.high - value.median for value in values],
-        "arrayminus": [value.median - value.low for value in values],
-        "thickness": 1,
-        "width": 3,
-        "color": colour,
-    }
+    middle, low, high = zip(*((value.median, value.low, value.high) for value in values), strict=True)
+    return document.bars(middle, low, high, colour)
 
 
 def short(level: Level) -> str:
@@ -122,7 +89,7 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
     levels = results.levels(scenario.name)
     count = len(results.backends)
     for index, backend in enumerate(results.backends):
-        look = style(results, backend)
+        shown = style(results, backend)
         places, values = [], []
         for place, level in enumerate(levels):
             cell = results.cells.get((scenario.name, level, backend), Cell())
@@ -137,7 +104,7 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
             y=[row[0] for row in values],
             name=backend,
             mode="markers",
-            marker={"size": 9, **look},
+            marker={"size": 9, **shown},
             error_y={
                 "type": "data",
                 "symmetric": False,
@@ -145,7 +112,7 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
                 "arrayminus": [0] * len(values),
                 "thickness": 2,
                 "width": 0,
-                "color": look["color"],
+                "color": shown["color"],
             },
             customdata=values,
             legendgroup=backend,
@@ -157,7 +124,7 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
             x=places,
             y=[row[2] for row in values],
             mode="markers",
-            marker={"symbol": "line-ew", "size": 11, "line": {"width": 2, "color": look["color"]}},
+            marker={"symbol": "line-ew", "size": 11, "line": {"width": 2, "color": shown["color"]}},
             legendgroup=backend,
             showlegend=False,
             hoverinfo="skip",
@@ -187,12 +154,12 @@ def batch_chart(results: Results, scenario: Scenario) -> Any:
         found = [results.cells.get((scenario.name, level, backend), Cell()).value(PER_DEVICE.of) for level in levels]
         kept = [(level, value) for level, value in zip(levels, found, strict=True) if value]
         if kept:
-            look = style(results, backend)
+            shown = style(results, backend)
             figure.add_bar(
                 x=[f"batch of {level.users}" for level, _ in kept],
                 y=[value.median for _, value in kept],
                 name=backend,
-                marker={"color": look["color"]},
+                marker={"color": shown["color"]},
                 error_y=bars([value for _, value in kept], INK),
             )
     figure.update_layout(barmode="group", bargroupgap=0.1)

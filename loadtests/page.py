@@ -5,15 +5,13 @@ python -m loadtests.page results.jsonl page.html
 """
 
 import argparse
-import html
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
+from benchmarks import document
+from benchmarks.document import facts_line, labelled, table, text
 from loadtests import charts
 from loadtests.figures import PERCENTS, Ratio, milliseconds
 from loadtests.results import COMPARED, PER_DEVICE, PER_USER, Cell, Record, Results, Value, gather, percentile_of, read
@@ -25,39 +23,6 @@ LEGEND = (
 )
 DOUBT = "†"
 FEW = 100  # requests below which a 99th percentile is little more than the slowest one
-STYLE = """
-:root { --ink: #1c2733; --faint: #5f6b7a; --line: #e1e5ea; --good: #00704a; --bad: #b3420a; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1440px; padding: 32px 32px 64px; color: var(--ink); background: #fff;
-       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-h1 { font-size: 27px; line-height: 1.25; margin: 0 0 4px; }
-h2 { font-size: 20px; margin: 48px 0 4px; padding-top: 20px; border-top: 1px solid var(--line); }
-h3 { font-size: 15px; margin: 24px 0 8px; }
-p { margin: 4px 0 12px; max-width: 900px; }
-.faint, caption { color: var(--faint); }
-.facts { color: var(--faint); font-size: 13px; margin: 0 0 6px; max-width: none; }
-code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.notes { border-left: 4px solid var(--bad); background: #fdf5ef; padding: 10px 16px; margin: 20px 0; }
-.notes ul { margin: 4px 0; padding-left: 20px; }
-.charts { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 12px; margin: 12px 0; }
-@media (max-width: 1050px) { .charts { grid-template-columns: 1fr; } }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding-bottom: 6px; font-size: 13px; }
-th, td { padding: 4px 12px 4px 0; text-align: right; white-space: nowrap; vertical-align: top; }
-th { font-weight: 600; border-bottom: 1px solid #9aa4af; vertical-align: bottom; }
-.figures th { white-space: normal; max-width: 105px; }
-td { border-top: 1px solid transparent; }
-tr.first td { border-top-color: var(--line); }
-th.group { text-align: center; border-bottom: 0; color: var(--faint); font-weight: 400; }
-tbody tr:last-child td { border-bottom: 1px solid var(--line); }
-.name { text-align: left; }
-.better { color: var(--good); font-weight: 600; }
-.worse { color: var(--bad); font-weight: 600; }
-.range { color: var(--faint); font-weight: 400; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; max-width: 1000px; font-size: 13px; }
-dt { font-weight: 600; } dd { margin: 0; }
-"""
 MEANING = {
     "tokens": "counted by the server (usage in the stream), at the moment they arrive; never guessed from pieces.",
     "tokens/s": "output tokens that arrived in the window, by its seconds and the devices that the server uses.",
@@ -74,10 +39,7 @@ MEANING = {
 
 
 def write(records: Sequence[Record], path: Path) -> None:
-    """Write the page, in one go: who looks at it meanwhile sees the old one or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(render(records))
-    os.replace(part, path)
+    document.write(render(records), path)
 
 
 def render(records: Sequence[Record]) -> str:
@@ -88,44 +50,32 @@ def render(records: Sequence[Record]) -> str:
     """
     results = gather(records)
     title = f"{results.environment['model']} on {results.environment['device']}"
-    parts = [header(results), notes(results)]
+    parts = [header(results), document.notes(complaints(results))]
     if results.ours and results.peers:
         parts.append(summary(results))
     parts += [section(results, scenario) for scenario in results.scenarios]
-    words = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in MEANING.items())
-    parts.append(f"<h2>What the words mean</h2><dl>{words}</dl>")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{text(title)}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
-
-
-def text(value: object) -> str:
-    return html.escape(str(value))
+    parts.append(document.words(MEANING))
+    return document.document(title, parts)
 
 
 def header(results: Results) -> str:
     """What the figures were taken with."""
     facts = results.environment
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
-    changed = ", with changes that are not committed" if facts.get("modified") else ""
-    commit = f"commit {facts['commit'][:12]}{changed}" if facts.get("commit") else "commit unknown"
     cores = f"{facts['cores']} cores"
     machine = ", ".join([facts["device"], *([f"driver {facts['driver']}"] if facts.get("driver") else []), cores])
     rounds = f"{facts['rounds']} round{'' if facts['rounds'] == 1 else 's'}"
     processes = f"{facts['processes']} process{'' if facts['processes'] == 1 else 'es'}"
     kind = "engines without servers" if facts["offline"] else f"client of up to {processes}"
     lines = [
-        f"{machine}; {facts['date'].replace('T', ' ')}; {commit}; {rounds}, interleaved; {kind}; seed {facts['seed']}",
-        versions,
+        f"{machine}; {facts['date'].replace('T', ' ')}; {document.commit_of(facts)}; {rounds}, interleaved; {kind}; "
+        f"seed {facts['seed']}",
+        document.versions_of(facts),
     ]
     backends = ", ".join(results.backends)
     return (
         f"<h1>{text(facts['model'])} on {text(facts['device'])}</h1>"
         f"<p>Attention backends under the same load: {text(backends)}.</p>"
-        + "".join(f'<p class="facts">{text(line)}</p>' for line in lines)
+        + "".join(map(facts_line, lines))
         + f'<p class="facts"><code>{text(shlex.join(facts["command"]))}</code></p>'
         + f'<p class="facts">Every server: <code>{text(shlex.join(facts["flags"]) or "vLLM’s defaults")}</code></p>'
     )
@@ -171,13 +121,6 @@ def client_limits(results: Results) -> list[str]:
     where, worst = max(limited, key=lambda pair: pair[1]["late_ms"])
     of = f"{len(limited)} of {len(runs)} loads"
     return [f"In {of} the client, not the server, may be the limit; most in {where}: {worst['limit']}"]
-
-
-def notes(results: Results) -> str:
-    found = complaints(results)
-    if not found:
-        return ""
-    return f'<div class="notes"><b>Before you read on</b><ul>{"".join(f"<li>{text(f)}</li>" for f in found)}</ul></div>'
 
 
 def ratio_cell(found: Ratio | None, doubtful: bool) -> str:
@@ -251,7 +194,7 @@ def describe(scenario: Scenario) -> str:
 def section(results: Results, scenario: Scenario) -> str:
     head = f"<h2>{text(scenario.name)}</h2><p>{text(scenario.why)}</p>"
     if not results.levels(scenario.name):
-        return f'{head}<p class="facts">{text(describe(scenario))}</p><p>No figures.</p>'
+        return f"{head}{facts_line(describe(scenario))}<p>No figures.</p>"
     if results.environment["offline"]:
         shape = f"{scenario.prompt} tokens in, {scenario.output} out; greedy; all requests handed over at once"
         figures = [charts.batch_chart(results, scenario)]
@@ -262,11 +205,9 @@ def section(results: Results, scenario: Scenario) -> str:
             charts.latency_chart(results, scenario, "ttft", "Time to first token", "ttft_ms"),
             charts.latency_chart(results, scenario, "tpot", "Time per output token", "tpot_ms"),
         ]
-    options = {"full_html": False, "include_plotlyjs": False, "config": {"responsive": True, "displayModeBar": False}}
-    drawn = "".join(f"<div>{figure.to_html(**options)}</div>" for figure in figures)
-    legend = "" if results.environment["offline"] else f'<p class="facts">{LEGEND}</p>'
-    table = offline_table(results, scenario) if results.environment["offline"] else served_table(results, scenario)
-    return f'{head}<p class="facts">{text(shape)}</p><div class="charts">{drawn}</div>{legend}{table}'
+    legend = "" if results.environment["offline"] else facts_line(LEGEND)
+    rows = offline_table(results, scenario) if results.environment["offline"] else served_table(results, scenario)
+    return f"{head}{facts_line(shape)}{document.charts(figures)}{legend}{rows}"
 
 
 def ranged(value: Value | None) -> str:
@@ -337,21 +278,6 @@ def offline_table(results: Results, scenario: Scenario) -> str:
     ]
     caption = "Median of the rounds, then the lowest and the highest."
     return table(caption, ["batch", "backend"], [f"tokens/s/{charts.device_word(results)}"], rows)
-
-
-def labelled(group: str, row: str, first: bool) -> str:
-    """The beginning of a row; a group's name stands in its first one."""
-    start = '<tr class="first">' if first else "<tr>"
-    return f'{start}<td class="name">{text(group) if first else ""}</td><td class="name">{text(row)}</td>'
-
-
-def table(caption: str, names: Sequence[str], heads: Sequence[str], rows: Sequence[str]) -> str:
-    top = "".join(f'<th class="name">{text(name)}</th>' for name in names)
-    top += "".join(f"<th>{text(name)}</th>" for name in heads)
-    return (
-        f'<div class="scroll"><table class="figures"><caption>{text(caption)}</caption>'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
 
 
 def main() -> None:

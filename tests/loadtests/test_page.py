@@ -2,35 +2,21 @@
 """The page of a comparison: what it says, what it warns of, and what a browser makes of it."""
 
 import copy
-import importlib.util
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import example_results
 import pytest
 
+from benchmarks import document
+from integration import browser
 from loadtests import page, results
 from loadtests.results import PER_DEVICE, TTFT
 from loadtests.scenario import Level
 
 Record = dict[str, Any]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_results", Path(__file__).parent / "example_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = example()
 
 
 def rendered(records: list[Record]) -> str:
@@ -64,7 +50,7 @@ def plain(markup: str) -> str:
 
 
 def test_what_the_figures_were_taken_with() -> None:
-    words = plain(rendered(EXAMPLE.records()))
+    words = plain(rendered(example_results.records()))
     for fact in (
         "llama-8b on NVIDIA Example",
         "driver 580.1",
@@ -88,7 +74,7 @@ def test_what_the_figures_were_taken_with() -> None:
 
 def test_ratios_on_the_page() -> None:
     """Speeds are 1.1, 1.0 and 0.8, and a round's drift meets all alike."""
-    gathered = results.gather(EXAMPLE.records())
+    gathered = results.gather(example_results.records())
     level = Level(users=32)
     over = {peer: gathered.ratio("1k-1k", level, peer, PER_DEVICE) for peer in gathered.peers}
     assert {peer: (round(one.median, 3), one.rounds) for peer, one in over.items() if one} == {
@@ -98,13 +84,13 @@ def test_ratios_on_the_page() -> None:
     times = gathered.ratio("1k-1k", level, "TRITON_ATTN", TTFT)
     assert times is not None
     assert (round(times.median, 3), times.verdict) == (1.375, "better")
-    markup = rendered(EXAMPLE.records())
+    markup = rendered(example_results.records())
     assert re.search(r'class="better">1\.10× <span class="range">1\.10–1\.10', markup)
     assert 'class="worse">1' not in markup
 
 
 def test_a_ratio_that_rounds_disagree_on_has_no_colour() -> None:
-    lines = EXAMPLE.records()
+    lines = example_results.records()
     for line in lines:
         if line["kind"] == "run" and line["backend"] == "dsl" and line["round"] == 1:
             line["figures"]["output_per_s"] /= 2
@@ -115,7 +101,7 @@ def test_a_ratio_that_rounds_disagree_on_has_no_colour() -> None:
 
 
 def test_values_are_per_device() -> None:
-    lines = EXAMPLE.records()
+    lines = example_results.records()
     single = results.gather(lines).cells["1k-1k", Level(users=8), "dsl"].value(PER_DEVICE.of)
     for line in lines:
         if line["kind"] == "run":
@@ -128,7 +114,7 @@ def test_values_are_per_device() -> None:
 
 def changed(kind: str, **changes: object) -> list[Record]:
     """The example with other values in every line of a kind."""
-    lines = copy.deepcopy(EXAMPLE.records())
+    lines = copy.deepcopy(example_results.records())
     for line in lines:
         if line["kind"] == kind:
             line.update(changes)
@@ -137,7 +123,7 @@ def changed(kind: str, **changes: object) -> list[Record]:
 
 def with_figures(**changes: object) -> list[Record]:
     """The example with other figures in one run: dsl, the first scenario, one user, the first round."""
-    lines = copy.deepcopy(EXAMPLE.records())
+    lines = copy.deepcopy(example_results.records())
     lines[1]["figures"] |= changes
     return lines
 
@@ -147,9 +133,9 @@ WARNINGS: dict[str, tuple[list[Record], str]] = {
     "cpu": (changed("environment", on_gpu=False), "This ran on a CPU"),
     "one round": (changed("environment", rounds=1), "One round: ratios have no spread"),
     "not committed": (changed("environment", modified=True), "changes that are not committed"),
-    "unfinished": (EXAMPLE.records()[:-1], "The run has not ended"),
+    "unfinished": (example_results.records()[:-1], "The run has not ended"),
     "interrupted": (changed("end", reason="interrupted"), "did not get to its end: interrupted"),
-    "failed": ([*EXAMPLE.records(), FAILED], "dsl, round 2: died under load: OOM"),
+    "failed": ([*example_results.records(), FAILED], "dsl, round 2: died under load: OOM"),
     "errors": (
         with_figures(errors={"HTTP status": 3}, details={"HTTP status": "500: boom"}),
         "dsl, 1k-1k, 1 user: 3 requests: HTTP status (500: boom)",
@@ -172,11 +158,11 @@ def test_a_limited_client_takes_the_colour_away() -> None:
     markup = rendered(WARNINGS["client"][0])
     assert re.search(r'class="open">1\.10×† ', markup)
     assert "circle-open" in markup
-    assert "circle-open" not in rendered(EXAMPLE.records())
+    assert "circle-open" not in rendered(example_results.records())
 
 
 def test_few_requests_are_marked() -> None:
-    lines = EXAMPLE.records()
+    lines = example_results.records()
     assert "360*" not in plain(rendered(lines))
     for line in lines:
         if line["kind"] == "run":
@@ -186,7 +172,7 @@ def test_few_requests_are_marked() -> None:
 
 def test_markup_in_what_others_wrote_stays_text() -> None:
     evil = "</script><script>document.title='hit'</script>"
-    lines = changed("environment", model=evil, backends=[*EXAMPLE.BACKENDS, evil])
+    lines = changed("environment", model=evil, backends=[*example_results.BACKENDS, evil])
     lines += [{**copy.deepcopy(lines[1]), "backend": evil}, FAILED | {"message": evil}]
     markup = page.render(lines)
     assert evil not in markup
@@ -194,20 +180,21 @@ def test_markup_in_what_others_wrote_stays_text() -> None:
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    full = page.render(EXAMPLE.records())
+    full = page.render(example_results.records())
     tags = re.findall(
-        r"<(?:script|link|img|iframe|source)\b[^>]*>", full[: full.index("<script>")] + rendered(EXAMPLE.records())
+        r"<(?:script|link|img|iframe|source)\b[^>]*>",
+        full[: full.index("<script>")] + rendered(example_results.records()),
     )
     assert not [tag for tag in tags if "http" in tag or "//" in tag]
-    assert "@import" not in page.STYLE
+    assert "@import" not in document.STYLE
 
 
 def test_offline_page() -> None:
-    lines = [EXAMPLE.environment(offline=True, scenarios=EXAMPLE.environment()["scenarios"][:1])]
+    lines = [example_results.environment(offline=True, scenarios=example_results.environment()["scenarios"][:1])]
     for backend, rate in (("dsl", 300.0), ("FLASH_ATTN", 200.0)):
         lines += [
             {
-                **EXAMPLE.run(backend, "1k-1k", 8, 0.0, number),
+                **example_results.run(backend, "1k-1k", 8, 0.0, number),
                 "mode": "offline",
                 "figures": {"output_per_s": rate + number},
             }
@@ -227,22 +214,19 @@ def test_no_results(tmp_path: Path) -> None:
     assert results.read(path) == [{"kind": "environment"}]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+@browser.needs_chromium
 def test_in_a_browser(tmp_path: Path) -> None:
-    """Every chart is drawn, nothing is logged as an error, and the picture is not blank."""
     path = tmp_path / "page.html"
-    page.write(EXAMPLE.records(), path)
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1440,1900", "--virtual-time-budget=10000"]
-    done = subprocess.run(
-        [*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    body = done.stdout[done.stdout.index("<body>") :]
-    # plotly draws a chart as three layers of this class.
-    charts = len(re.findall(r'class="js-plotly-plot|class="plotly-graph-div js-plotly-plot', body))
-    assert charts == 6
-    assert body.count("Throughput against what a user sees</text>") == 2
-    assert "Uncaught" not in done.stderr
-    picture = tmp_path / "page.png"
-    subprocess.run([*command, f"--screenshot={picture}", path.as_uri()], capture_output=True, timeout=120, check=True)
-    assert picture.stat().st_size > 100_000
+    page.write(example_results.records(), path)
+    shown = browser.require_shown(path, tmp_path / "page.png", 6)
+    assert shown.body.count("Throughput against what a user sees</text>") == 2
+
+
+@browser.needs_chromium
+def test_a_page_that_fails_in_a_browser(tmp_path: Path) -> None:
+    """What is thrown, and a figure that is not drawn, are seen."""
+    path = tmp_path / "page.html"
+    path.write_text('<!doctype html><html><body><div id="a" class="plotly-graph-div"></div><script>no()</script>')
+    shown = browser.show(path, tmp_path / "page.png")
+    assert any("no is not defined" in line for line in shown.console)
+    assert (shown.places, shown.drawn) == (1, 0)

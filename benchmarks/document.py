@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all pages of figures are made of: one HTML file with everything inside, tables, and the look of charts."""
+
+import html
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; the symbols differ as well.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")
+GRID, INK, FAINT = "#e6e8eb", "#1c2733", "#5f6b7a"
+HEIGHT = 400
+STYLE = """
+:root { --ink: #1c2733; --faint: #5f6b7a; --line: #e1e5ea; --good: #00704a; --bad: #b3420a; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1440px; padding: 32px 32px 64px; color: var(--ink); background: #fff;
+       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
+h1 { font-size: 27px; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 20px; margin: 48px 0 4px; padding-top: 20px; border-top: 1px solid var(--line); }
+h3 { font-size: 15px; margin: 24px 0 8px; }
+p { margin: 4px 0 12px; max-width: 900px; }
+.faint, caption { color: var(--faint); }
+.facts { color: var(--faint); font-size: 13px; margin: 0 0 6px; max-width: none; }
+code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+.notes { border-left: 4px solid var(--bad); background: #fdf5ef; padding: 10px 16px; margin: 20px 0; }
+.notes ul { margin: 4px 0; padding-left: 20px; }
+.charts { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 12px; margin: 12px 0; }
+.charts .wide { grid-column: 1 / -1; }
+@media (max-width: 1050px) { .charts { grid-template-columns: 1fr; } }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
+caption { text-align: left; padding-bottom: 6px; font-size: 13px; }
+th, td { padding: 4px 12px 4px 0; text-align: right; white-space: nowrap; vertical-align: top; }
+th { font-weight: 600; border-bottom: 1px solid #9aa4af; vertical-align: bottom; }
+.figures th { white-space: normal; max-width: 105px; }
+td { border-top: 1px solid transparent; }
+tr.first td { border-top-color: var(--line); }
+th.group { text-align: center; border-bottom: 0; color: var(--faint); font-weight: 400; }
+tbody tr:last-child td { border-bottom: 1px solid var(--line); }
+th.name, td.name { text-align: left; }
+.better { color: var(--good); font-weight: 600; }
+.worse { color: var(--bad); font-weight: 600; }
+.range { color: var(--faint); font-weight: 400; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; max-width: 1000px; font-size: 13px; }
+dt { font-weight: 600; } dd { margin: 0; }
+"""
+
+
+def text(value: object) -> str:
+    """A value as HTML."""
+    return html.escape(str(value))
+
+
+def write(markup: str, path: Path) -> None:
+    """Write a page in one go: who looks at it meanwhile sees the old one or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(markup)
+    os.replace(part, path)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """The page, with the script that draws its charts."""
+    from plotly.offline import get_plotlyjs
+
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{text(title)}</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def facts_line(line: str) -> str:
+    return f'<p class="facts">{text(line)}</p>'
+
+
+def commit_of(facts: dict[str, Any]) -> str:
+    """The commit that `facts.gather` found, in words."""
+    changed = ", with changes that are not committed" if facts.get("modified") else ""
+    return f"commit {facts['commit'][:12]}{changed}" if facts.get("commit") else "commit unknown"
+
+
+def versions_of(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+
+
+def notes(found: Sequence[str]) -> str:
+    """What a reader has to know before believing a figure; nothing where that is nothing."""
+    if not found:
+        return ""
+    items = "".join(f"<li>{text(one)}</li>" for one in found)
+    return f'<div class="notes"><b>Before you read on</b><ul>{items}</ul></div>'
+
+
+def words(meaning: dict[str, str]) -> str:
+    rows = "".join(f"<dt>{text(name)}</dt><dd>{text(sense)}</dd>" for name, sense in meaning.items())
+    return f"<h2>What the words mean</h2><dl>{rows}</dl>"
+
+
+def table(caption: str, names: Sequence[str], heads: Sequence[str], rows: Sequence[str]) -> str:
+    """A table whose first columns are names."""
+    top = "".join(f'<th class="name">{text(name)}</th>' for name in names)
+    top += "".join(f"<th>{text(name)}</th>" for name in heads)
+    return (
+        f'<div class="scroll"><table class="figures"><caption>{text(caption)}</caption>'
+        f"<thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def labelled(group: str, row: str, first: bool) -> str:
+    """The beginning of a row; a group's name stands in its first one."""
+    start = '<tr class="first">' if first else "<tr>"
+    return f'{start}<td class="name">{text(group) if first else ""}</td><td class="name">{text(row)}</td>'
+
+
+def charts(figures: Sequence[Any], wide: bool = False) -> str:
+    """Plotly's figures side by side, or each as wide as the page."""
+    options = {"full_html": False, "include_plotlyjs": False, "config": {"responsive": True, "displayModeBar": False}}
+    kind = ' class="wide"' if wide else ""
+    drawn = "".join(f"<div{kind}>{figure.to_html(**options)}</div>" for figure in figures)
+    return f'<div class="charts">{drawn}</div>'
+
+
+def escaped(label: str) -> str:
+    """A label for plotly, which takes some HTML in its texts."""
+    return label.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def look(index: int) -> dict[str, str]:
+    """Colour and symbol of the index-th of what a page compares."""
+    return {"color": COLOURS[index % len(COLOURS)], "symbol": SYMBOLS[(index + index // len(COLOURS)) % len(SYMBOLS)]}
+
+
+def bars(middle: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> dict[str, Any]:
+    """Error bars from the lowest to the highest value."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [top - value for top, value in zip(high, middle, strict=True)],
+        "arrayminus": [value - bottom for bottom, value in zip(low, middle, strict=True)],
+        "thickness": 1,
+        "width": 3,
+        "color": colour,
+    }
+
+
+def dress(figure: Any, title: str, x: str, y: str) -> Any:
+    """Give a figure its title, its axes' names and the look of all of them."""
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15, "color": INK}, "x": 0, "xref": "paper", "y": 0.97},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        height=HEIGHT,
+        margin={"l": 64, "r": 16, "t": 48, "b": 88},
+        legend={"orientation": "h", "y": -0.22, "x": 0, "title": None},
+        hoverlabel={"font": {"size": 12}},
+    )
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#b8c0c8", "ticks": "outside", "tickcolor": "#b8c0c8"}
+    figure.update_xaxes(title={"text": x, "font": {"color": FAINT}}, **axis)
+    figure.update_yaxes(title={"text": y, "font": {"color": FAINT}}, **axis)
+    return figure
