@@ -78,6 +78,13 @@ ARCH = Variable[str | None](
     "the GPU's own architecture or one below sm_90, such as sm_80",
     "Choose kernels as if the GPU were of this architecture.",
 )
+SAMPLER = Variable(
+    "DSL_BACKEND_SAMPLER",
+    True,
+    switch,
+    "0 or 1",
+    "Draw the tokens too, in a vLLM whose attention backend is dsl.",
+)
 # Other programs' variables.
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET",
@@ -91,7 +98,7 @@ VLLM_PLUGINS = Variable[str | None](
     "VLLM_PLUGINS", None, str, "names, separated by commas", "The only plugins that vLLM loads."
 )
 
-OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH)
+OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, SAMPLER)
 
 
 def starting_with(prefix: str) -> dict[str, str]:

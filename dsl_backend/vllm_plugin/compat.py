@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +120,16 @@ def _only_leading_prefills_are_merged() -> bool:
     return context is not None and any(
         field.name == "prefill_tokens_with_context" for field in dataclasses.fields(context)
     )
+
+
+def _runners_choose_their_sampler() -> bool:
+    spec = importlib.util.find_spec("vllm.v1.worker.gpu_model_runner")
+    return spec is not None and spec.origin is not None and "self.sampler = Sampler(" in Path(spec.origin).read_text()
+
+
+def _discarded_draws_are_taken_back() -> bool:
+    spec = importlib.util.find_spec("vllm.v1.worker.gpu_model_runner")
+    return spec is not None and spec.origin is not None and "gen.set_offset(" in Path(spec.origin).read_text()
 
 
 def _eager_is_not_monitored() -> bool:
@@ -241,6 +252,21 @@ LEDGER: tuple[Entry, ...] = (
         needed=_providers_are_asked,
     ),
     Entry(
+        name="samplers",
+        what="sampler.install wraps two methods of each model runner's class, and changes the class of its sampler",
+        why="a runner makes its sampler itself, of a class that it imports by name, before or after there is a model",
+        remove_when="a plugin can give a runner its sampler",
+        needed=_runners_choose_their_sampler,
+    ),
+    Entry(
+        name="discarded_draws",
+        what="compat.advance moves the generators of requests with seeds as vLLM's own draw would",
+        why="the V1 model runner moves them back by one draw where it discards a token of an unfinished prompt; one "
+        "that was never used has nothing before it",
+        remove_when="the runner does not touch generators",
+        needed=_discarded_draws_are_taken_back,
+    ),
+    Entry(
         name="eager_monitor",
         what="compat.warm_up_is_over looks at the garbage collector where vLLM's monitor of compilations stays off",
         why="the monitor starts when warm-up is over; 0.32 leaves it off with --enforce-eager, but freezes the heap at "
@@ -338,3 +364,19 @@ def ragged_decode_limit(vllm_config: Any) -> int | None:
 
     limit = getattr(backend, "max_decode_query_len", None)
     return None if limit is None else limit(vllm_config)
+
+
+DRAW = 4
+
+
+def advance(generators: Mapping[int, torch.Generator]) -> None:
+    """Move CUDA generators on by a draw, on the host; those of a CPU have no place to move from."""
+    for generator in generators.values():
+        if generator.device.type == "cuda":
+            generator.set_offset(generator.get_offset() + DRAW)
+
+
+def last_positions(runner: Any, rows: int) -> torch.Tensor:
+    """Where each request's last scheduled token is in its sequence, int64 [rows], of the V1 model runner."""
+    last: torch.Tensor = runner.query_start_loc.gpu[1 : rows + 1] - 1
+    return runner.positions[last]

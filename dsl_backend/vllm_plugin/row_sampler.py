@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both of vLLM's samplers draw with: plans that persist, of all kinds that an engine may need."""
+
+import torch
+
+from dsl_backend.log import info_once
+from dsl_backend.sampling import api
+from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+
+
+class RowSampler:
+    """Draws the tokens of a step; holds the plans, and a tensor for each parameter that a batch does not use.
+
+    Kernels see all parameters at every step, off where they are: a batch with other filters needs no other kernel.
+
+    Args:
+        max_rows: of a step.
+        dtypes: that logits may have beside the first step's.
+        logprobs: whether log-probabilities may be asked for.
+    """
+
+    def __init__(
+        self, max_rows: int, device: torch.device, dtypes: tuple[torch.dtype, ...] = (), logprobs: bool = False
+    ) -> None:
+        self.max_rows, self.device, self.dtypes = max_rows, device, dtypes
+        self.kinds = (False, True) if logprobs else (False,)
+        self.plans: dict[tuple[int, torch.dtype, bool], api.SamplingPlan] = {}
+        self.off = {
+            "temperature": torch.ones(max_rows, device=device),
+            "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
+            "top_p": torch.ones(max_rows, device=device),
+            "min_p": torch.zeros(max_rows, device=device),
+        }
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        logprobs: bool = False,
+        **filters: torch.Tensor | None,
+    ) -> Sampled:
+        """One token of each row of logits [rows, vocab].
+
+        Args:
+            filters: temperature, top_k, top_p and min_p as in Parameters; None is off for all rows.
+
+        Returns:
+            Views that the next step overwrites.
+        """
+        rows = logits.shape[0]
+        given = {name: off[:rows] for name, off in self.off.items()}
+        given |= {name: tensor for name, tensor in filters.items() if tensor is not None}
+        return api.run(self.plan(logits, logprobs), logits, Parameters(seeds=seeds, positions=positions, **given))
+
+    def plan(self, logits: torch.Tensor, logprobs: bool) -> api.SamplingPlan:
+        key = (logits.shape[1], logits.dtype, logprobs)
+        if key not in self.plans:
+            for dtype in dict.fromkeys((logits.dtype, *self.dtypes)):
+                for kind in self.kinds:
+                    self.prepare(key[0], dtype, kind)
+        return self.plans[key]
+
+    def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool) -> None:
+        """Make a plan and launch it once, so that no later step compiles or allocates."""
+        spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=logprobs)
+        plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        row = torch.zeros(1, vocab, dtype=dtype, device=self.device)
+        api.run(plan, row, Parameters(seeds=zero, positions=zero, **{name: off[:1] for name, off in self.off.items()}))
+        info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_name}")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler of vLLM's V1 model runner, with one launch in the place of temperature, filters and draw."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.sample.sampler import Sampler
+
+from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.row_sampler import RowSampler
+
+INT64 = 2**64
+
+
+class RowSeeds:
+    """Each row's seed on the device: its request's own, or else a random one that is new at every step.
+
+    Only when requests with seeds come, go or move is anything sent to the device, and nothing is ever waited for.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.max_rows, self.device = max_rows, device
+        self.random = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self.sent: dict[int, int] = {}
+        self.own = torch.empty(0, dtype=torch.int64, device=device)
+        self.has_own = torch.empty(0, dtype=torch.bool, device=device)
+
+    def of(self, generators: Mapping[int, torch.Generator], rows: int) -> torch.Tensor:
+        """Int64 [rows].
+
+        Args:
+            generators: of the rows whose requests have a seed.
+        """
+        # By torch's own generator of the device, which is the same on all ranks: they must draw the same tokens.
+        random = self.random[:rows].random_()
+        if not generators:
+            return random
+        seeds = {row: signed(generator.initial_seed()) for row, generator in generators.items()}
+        if seeds != self.sent:
+            self.send(seeds)
+        return torch.where(self.has_own[:rows], self.own[:rows], random)
+
+    def send(self, seeds: dict[int, int]) -> None:
+        # New host memory each time: the last copy may not have happened yet.
+        pinned = self.device.type == "cuda"
+        own = torch.zeros(self.max_rows, dtype=torch.int64, pin_memory=pinned)
+        has_own = torch.zeros(self.max_rows, dtype=torch.bool, pin_memory=pinned)
+        for row, seed in seeds.items():
+            own[row], has_own[row] = seed, True
+        self.own = own.to(self.device, non_blocking=True)
+        self.has_own = has_own.to(self.device, non_blocking=True)
+        self.sent = seeds
+
+
+def signed(seed: int) -> int:
+    """A generator's seed, from 0 to 2**64 - 1, as int64."""
+    return seed - INT64 if seed >= INT64 // 2 else seed
+
+
+class DSLSampler(Sampler):
+    """Attributes:
+    runner: weak; it has the tokens' positions.
+    rows: draws.
+    seeds: by row.
+    """
+
+    runner: Any
+    rows: RowSampler
+    seeds: RowSeeds
+
+    @classmethod
+    def take_over(cls, runner: Any) -> None:
+        """Make a runner's sampler one of these, where it is."""
+        sampler = runner.sampler
+        sampler.__class__ = cls
+        sampler.runner = weakref.proxy(runner)
+        sampler.rows = RowSampler(
+            runner.max_num_reqs, runner.device, logprobs=sampler.logprobs_mode == "processed_logprobs"
+        )
+        sampler.seeds = RowSeeds(runner.max_num_reqs, runner.device)
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens [rows] int64, and the log-probabilities that they were drawn by where vLLM returns those."""
+        step = sampling_metadata
+        if step.all_greedy:
+            return super().sample(logits, step, *args, **kwargs)
+        asked = step.max_num_logprobs is not None or bool(step.logprob_token_ids)
+        logprobs = asked and self.logprobs_mode == "processed_logprobs"
+        drawn = self.rows.draw(
+            logits,
+            self.seeds.of(step.generators, logits.shape[0]),
+            compat.last_positions(self.runner, logits.shape[0]),
+            temperature=step.temperature,
+            top_k=step.top_k,
+            top_p=step.top_p,
+            min_p=min_p_of(step.logitsprocs),
+            logprobs=logprobs,
+        )
+        compat.advance(step.generators)
+        # vLLM copies the tokens; all log-probabilities of a row it may hand out as they are.
+        return drawn.tokens, drawn.logprobs.clone() if drawn.logprobs is not None else None
+
+
+def min_p_of(processors: Any) -> torch.Tensor | None:
+    """Float32 [rows]; None where no request has one."""
+    for processor in processors.argmax_invariant:
+        if processor.min_p_count:
+            return processor.min_p.view(-1)
+    return None
+
+
+def reasons_against(runner: Any) -> list[str]:
+    """A sampler or a logits processor that is not vLLM's own. Of those after the temperature the kernel does min-p."""
+    reasons = [] if type(runner.sampler) is Sampler else [f"{type(runner.sampler).__name__} is not a known sampler"]
+    processors = runner.input_batch.logitsprocs.argmax_invariant
+    others = [type(one).__name__ for one in processors if type(one) is not MinPLogitsProcessor]
+    return reasons + [f"logits processor {name} runs after the temperature" for name in others]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler of vLLM's V2 model runner, with one launch in the place of temperature, filters and draw.
+
+That runner keeps seeds and parameters of all its requests on the device; a step's rows are an index into them.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from dsl_backend.vllm_plugin.row_sampler import RowSampler
+
+# 0.26 passes fewer. What `sample` and `apply_sampling_params` share they take in the same order.
+NAMES = tuple(inspect.signature(Sampler.sample).parameters)[1:]
+
+
+class DSLSamplingStates(SamplingStates):
+    """Temperature and min-p are the kernel's: vLLM's passes over the logits for them are left out."""
+
+    def add_request(self, *args: Any, **kwargs: Any) -> bool:
+        super().add_request(*args, **kwargs)
+        # Nothing here needs vLLM to process the logits, which begins with a copy in float32.
+        return False
+
+    def apply_temperature(self, *args: Any) -> None:
+        """The kernel does it."""
+
+    def apply_min_p(self, *args: Any) -> None:
+        """The kernel does it."""
+
+
+class DSLSampler(Sampler):
+    """Attributes:
+    rows: draws.
+    """
+
+    rows: RowSampler
+
+    @classmethod
+    def take_over(cls, runner: Any) -> None:
+        """Make a runner's sampler one of these, where it is: requests may be known to it already."""
+        sampler = runner.sampler
+        sampler.__class__ = cls
+        sampler.sampling_states.__class__ = DSLSamplingStates
+        sampler.rows = RowSampler(
+            sampler.sampling_states.max_num_reqs,
+            runner.device,
+            # Logits are as the model computes them, or in float32 where vLLM has processed them.
+            dtypes=(torch.float32,),
+            logprobs=sampler.logprobs_mode == "processed_logprobs",
+        )
+
+    def sample(self, *args: Any, return_logprobs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [rows] int64; and the logits, or the log-probabilities that they were drawn by where asked for."""
+        step = dict(zip(NAMES, args, strict=False))
+        requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
+        logits = self.apply_sampling_params(*args, skip_top_k_top_p=True)
+        states = self.sampling_states
+        top_k, top_p = states.get_top_k_top_p(requests, in_batch)
+        drawn = self.rows.draw(
+            logits,
+            states.seeds.gpu[requests],
+            step["pos"],
+            temperature=states.temperature.gpu[requests] if np.any(states.temperature.np[in_batch] != 1.0) else None,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
+            logprobs=return_logprobs and self.logprobs_mode == "processed_logprobs",
+        )
+        # The tokens are read on another stream while the next step draws.
+        return drawn.tokens.clone(), logits if drawn.logprobs is None else drawn.logprobs
+
+
+def reasons_against(runner: Any) -> list[str]:
+    """A sampler that is not vLLM's own, such as one that watermarks. All logits processors run before the kernel."""
+    return [] if type(runner.sampler) is Sampler else [f"{type(runner.sampler).__name__} is not a known sampler"]
