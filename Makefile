@@ -25,7 +25,8 @@ serve: setup-serve ## Serve MODEL on PORT through dsl; sets up what it needs
 
 test: lint unit e2e ## Lint, types, unit tests and end-to-end checks; sets up what it needs
 
-setup: peers ## The environment of the checks, in VENV
+setup: peers ## The environment of the checks, in VENV, and their browser where apt can
+	@$(SYSTEM_PYTHON) tools/setup_browser.py
 
 setup-serve:
 	@$(SYSTEM_PYTHON) tools/setup_env.py serve
