@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers, forward: a product with bias, gated activation and residual in one kernel.
+
+    hidden = api.linear(x, gate_up_weight, activation=Swiglu())
+    api.linear(hidden, down_weight, residual=x, out=x)
+
+Sums, bias, activation and residual are float32, rounded once to the output's dtype. NaN and infinities propagate as in
+torch.
+"""
+
+import math
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.linear import plan
+from dsl_backend.linear.kernel import Operands
+from dsl_backend.linear.spec import DTYPES, MOST, SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu, require, short
+from dsl_backend.runtime import target as targets
+
+__all__ = ["SWIGLU_OAI", "Activation", "Geglu", "Swiglu", "linear"]
+
+
+def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
+    """Raises InvalidInput unless it has the shape (None is any), x's dtype and device, and neighbours side by side."""
+    require(isinstance(tensor, torch.Tensor), f"{name} is a {type(tensor).__name__}: a tensor is needed")
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    fits = tensor.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
+    require(fits, f"{name} has shape {tuple(tensor.shape)}: [{wanted}] is needed")
+    require(
+        tensor.dtype == like.dtype, f"{name} is {short(tensor.dtype)} and x {short(like.dtype)}: one dtype is needed"
+    )
+    require(tensor.device == like.device, f"{name} is on {tensor.device}, x on {like.device}")
+    require(
+        tensor.shape[-1] <= 1 or tensor.stride(-1) == 1,
+        f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed",
+    )
+    require(
+        not (tensor.requires_grad and torch.is_grad_enabled()),
+        f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it",
+    )
+
+
+def check_x(x: torch.Tensor) -> None:
+    require(isinstance(x, torch.Tensor), f"x is a {type(x).__name__}: a tensor is needed")
+    names = ", ".join(short(dtype) for dtype in DTYPES)
+    require(x.dtype in DTYPES, f"x is {short(x.dtype)}: one of {names} is needed")
+    check_tensor("x", x, (None, None), x)
+    require(x.shape[0] <= MOST, f"x has {x.shape[0]} rows: {MOST} are the most")
+    require(x.shape[1] >= 1, f"x has shape {tuple(x.shape)}: at least one column is needed")
+
+
+def columns(x: torch.Tensor, weight: torch.Tensor, activation: Activation | None) -> int:
+    """Columns of the output; raises InvalidInput where x or the weight does not fit."""
+    check_x(x)
+    if not (activation is None or isinstance(activation, (Swiglu, Geglu))):
+        raise InvalidInput(f"activation is {activation!r}: Swiglu(...), Geglu(...) or None is needed")
+    check_tensor("weight", weight, (None, x.shape[1]), x)
+    rows = weight.shape[0]
+    require(
+        activation is None or rows % 2 == 0,
+        f"weight has {rows} rows: gate and up need an even number",
+    )
+    return rows if activation is None else rows // 2
+
+
+def check_out(out: torch.Tensor, rows: int, n: int, x: torch.Tensor) -> None:
+    check_tensor("out", out, (rows, n), x)
+    require(rows <= 1 or out.stride(0) >= n, f"out has rows of {n} elements {out.stride(0)} apart: they overlap")
+
+
+def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
+    """The same matrix with strides that kernels expect: of a single column, or of a single row, any is allowed."""
+    rows, width = tensor.shape
+    if (width > 1 or tensor.stride(1) == 1) and (rows > 1 or tensor.stride(0) == width):
+        return tensor
+    return tensor.as_strided((rows, width), (tensor.stride(0) if rows > 1 else width, 1))
+
+
+def common_vector(n: int, k: int, operands: Operands) -> int:
+    """Neighbours that may be accessed at once in every row of every tensor: 1, 2, 4 or 8."""
+    common = math.gcd(8, n, k)
+    for tensor in (operands.x, operands.weight, operands.bias, operands.residual, operands.out):
+        if tensor is not None:
+            stride = tensor.stride(0) if tensor.dim() == 2 else 0
+            common = math.gcd(common, stride, tensor.data_ptr() // tensor.element_size())
+    return common
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    interleaved: bool = False,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """A layer: activation(x @ weight^T + bias) + residual.
+
+    Args:
+        x: [rows, k] float16 or bfloat16, neighbouring columns side by side, rows at any stride.
+        weight: [n, k]; with an activation [2 n, k], all gate rows first.
+        bias: one for each row of the weight.
+        residual: [rows, n], added behind the activation; may be out itself.
+        out: [rows, n], written in place and returned; may overlap no other tensor but as said. New by default.
+        activation: Swiglu(...) or Geglu(...); None is the plain product.
+        interleaved: the weight's and the bias' gate and up rows take turns: gate 0, up 0, gate 1, ...
+        kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
+
+    Rows of all tensors that start at multiples of 16 bytes, and n and k that are multiples of 8, are served fastest.
+
+    Raises:
+        InvalidInput: a tensor does not fit; the message names it.
+        Unsupported: no kernel serves the problem on x's device.
+    """
+    n = columns(x, weight, activation)
+    if torch.compiler.is_compiling():
+        return compiled(x, weight, bias, residual, out, activation, interleaved, kernel)
+    rows, k = x.shape
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), x)
+    if residual is not None:
+        check_tensor("residual", residual, (rows, n), x)
+    if out is None:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    else:
+        check_out(out, rows, n, x)
+    if rows and n:
+        operands = Operands(
+            side_by_side(x),
+            side_by_side(weight),
+            bias if bias is None or bias.stride(0) == 1 else bias.as_strided(bias.shape, (1,)),
+            None if residual is None else side_by_side(residual),
+            side_by_side(out),
+        )
+        spec = LinearSpec(
+            n=n,
+            k=k,
+            dtype=x.dtype,
+            activation=activation,
+            interleaved=interleaved,
+            bias=bias is not None,
+            residual=residual is not None,
+            vector=common_vector(n, k, operands),
+        )
+        stream = plan.current_stream(x.device)
+        plan.plan_of(spec, targets.detect(x.device), x.device, stream, kernel).run(operands)
+    return out
+
+
+def compiled(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    activation: Activation | None,
+    interleaved: bool,
+    kernel: str | None,
+) -> torch.Tensor:
+    """The same inside of torch.compile: one node of its graph."""
+    from dsl_backend.linear import ops
+
+    name, parameters = ops.encoded(activation)
+    if out is None:
+        return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, kernel)
+    if residual is out:
+        ops.LINEAR_ADD(x, weight, bias, out, name, parameters, interleaved, kernel)
+    else:
+        ops.LINEAR_OUT(x, weight, bias, residual, out, name, parameters, interleaved, kernel)
+    return out

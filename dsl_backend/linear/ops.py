@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers as operators that torch.compile sees as one node: `torch.ops.dsl_backend.linear` and two that write."""
+
+import torch
+
+from dsl_backend.linear import api
+from dsl_backend.linear.spec import Activation, Geglu, Swiglu
+from dsl_backend.runtime.op import register_op
+
+
+def encoded(activation: Activation | None) -> tuple[str, list[float]]:
+    """An activation as what an operator's schema can hold; `decoded` takes it back."""
+    if activation is None:
+        return "none", []
+    if isinstance(activation, Geglu):
+        return "geglu", [float(activation.tanh)]
+    limit = [] if activation.limit is None else [activation.limit]
+    return "swiglu", [activation.alpha, activation.beta, *limit]
+
+
+def decoded(name: str, parameters: list[float]) -> Activation | None:
+    if name == "none":
+        return None
+    if name == "geglu":
+        return Geglu(tanh=bool(parameters[0]))
+    return Swiglu(alpha=parameters[0], beta=parameters[1], limit=parameters[2] if len(parameters) > 2 else None)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> torch.Tensor:
+    chosen = decoded(activation, parameters)
+    return api.linear(x, weight, bias, residual, activation=chosen, interleaved=interleaved, kernel=kernel)
+
+
+def linear_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], api.columns(x, weight, decoded(activation, parameters))))
+
+
+def linear_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> None:
+    chosen = decoded(activation, parameters)
+    api.linear(x, weight, bias, residual, out, activation=chosen, interleaved=interleaved, kernel=kernel)
+
+
+def linear_out_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> None:
+    api.check_out(out, x.shape[0], api.columns(x, weight, decoded(activation, parameters)), x)
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> None:
+    """Adds to out."""
+    linear_out(x, weight, bias, out, out, activation, parameters, interleaved, kernel)
+
+
+def linear_add_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    kernel: str | None,
+) -> None:
+    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, kernel)
+
+
+LINEAR = register_op("linear", linear, fake=linear_fake)
+LINEAR_OUT = register_op("linear_out", linear_out, fake=linear_out_fake, mutates=("out",))
+LINEAR_ADD = register_op("linear_add", linear_add, fake=linear_add_fake, mutates=("out",))

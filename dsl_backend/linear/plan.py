@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided once for a layer and kept: the kernel, and its scratch."""
+
+from functools import cache
+
+import torch
+
+from dsl_backend.linear import dispatch
+from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime.target import Target
+
+
+class LinearPlan:
+    """A layer's kernel. Plans that share a workspace must run on one stream.
+
+    Args:
+        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec.
+
+    Raises:
+        InvalidInput, Unsupported: as dispatch.choose.
+    """
+
+    def __init__(self, spec: LinearSpec, target: Target, workspace: Workspace, kernel: str | None = None) -> None:
+        entry = dispatch.choose(spec, target, kernel)
+        self.spec, self.target, self.workspace = spec, target, workspace
+        self.kernel_name = entry.name
+        self._run = entry.load()
+
+    def run(self, operands: Operands) -> None:
+        """Writes operands.out; any rows. The operands are as the spec says, which nobody checks here."""
+        if operands.x.shape[0]:
+            self._run(operands, self.spec, self.target, self.workspace)
+
+
+@cache
+def workspace_of(device: torch.device, stream: int) -> Workspace:
+    """The scratch of all calls on a stream."""
+    return Workspace(device)
+
+
+@cache
+def plan_of(spec: LinearSpec, target: Target, device: torch.device, stream: int, kernel: str | None) -> LinearPlan:
+    """The plan of a problem, made once, since every call asks."""
+    return LinearPlan(spec, target, workspace_of(device, stream), kernel)
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream's handle; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of linear layers, for GPUs without CuTe DSL kernels."""

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A matrix product with bias, gated activation and residual: a program a tile."""
+
+import triton
+import triton.language as tl
+
+from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.spec import Geglu, LinearSpec
+from dsl_backend.runtime.target import Target, triton_interpreted
+
+INTERPRETED = tl.constexpr(triton_interpreted())
+NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)
+# Tiles of a column of tiles that run side by side, so that their weights are in L2.
+GROUP = 8
+
+
+@triton.jit
+def dot(a, b, acc):
+    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is widened."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """Float32 tiles; LIMIT None clamps nothing, and a comparison keeps NaN where a minimum might not."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if KIND == 1:
+        return gate * sigmoid(ALPHA * gate) * (up + BETA)
+    elif KIND == 2:
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        # (1 + tanh(u)) / 2 is sigmoid(2 u).
+        return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+
+
+@triton.jit
+def gemm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    weight_stride,
+    part_stride,
+    bias_stride,
+    bias_part,
+    residual_stride,
+    out_stride,
+    rows,
+    n,
+    k,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GROUPED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Strides are of rows; weights of a part lie part_stride apart: gate and up."""
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(n, N)
+    program = tl.program_id(0).to(tl.int64)
+    first = program // (GROUPED * tiles_n) * GROUPED
+    height = tl.minimum(tiles_m - first, GROUPED)
+    within = program % (GROUPED * tiles_n)
+    row = (first + within % height) * M + tl.arange(0, M)
+    column = within // height * N + tl.arange(0, N)
+    inner = tl.arange(0, K)
+    in_rows, in_columns = row < rows, column < n
+    # Rows and columns that are not there follow the last one.
+    x_ptrs = x_ptr + tl.minimum(row, rows - 1)[:, None] * x_stride + inner[None, :]
+    gate_ptrs = weight_ptr + tl.minimum(column, n - 1)[None, :] * weight_stride + inner[:, None]
+    gate = tl.zeros((M, N), tl.float32)
+    up = tl.zeros((M, N), tl.float32)
+    for start in range(0, k, K):
+        mask = inner < k - start
+        x = tl.load(x_ptrs + start, mask=mask[None, :], other=0.0)
+        gate = dot(x, tl.load(gate_ptrs + start, mask=mask[:, None], other=0.0), gate)
+        if KIND != 0:
+            up = dot(x, tl.load(gate_ptrs + part_stride + start, mask=mask[:, None], other=0.0), up)
+    if BIAS:
+        gate += tl.load(bias_ptr + column * bias_stride, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if KIND != 0:
+            up += tl.load(bias_ptr + column * bias_stride + bias_part, mask=in_columns, other=0.0).to(tl.float32)[
+                None, :
+            ]
+    if KIND != 0:
+        gate = activated(gate, up, KIND, ALPHA, BETA, LIMIT)
+    inside = in_rows[:, None] & in_columns[None, :]
+    if RESIDUAL:
+        residual_ptrs = residual_ptr + row[:, None] * residual_stride + column[None, :]
+        gate += tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * out_stride + column[None, :], gate.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def kind_of(spec: LinearSpec) -> tuple[int, float, float, float | None]:
+    """The activation as the kernel's constants: kind, alpha, beta, limit."""
+    if spec.activation is None:
+        return NONE, 1.0, 0.0, None
+    if isinstance(spec.activation, Geglu):
+        return GEGLU_TANH if spec.activation.tanh else GEGLU, 1.0, 0.0, None
+    return SWIGLU, spec.activation.alpha, spec.activation.beta, spec.activation.limit
+
+
+def part_stride(spec: LinearSpec, row_stride: int) -> tuple[int, int]:
+    """(from a gate row to the next one, from a gate row to its up row), of rows `row_stride` apart."""
+    if spec.interleaved:
+        return 2 * row_stride, row_stride
+    return row_stride, spec.n * row_stride
+
+
+def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Workspace) -> None:
+    """Writes operands.out."""
+    x, weight, bias, residual, out = (
+        operands.x,
+        operands.weight,
+        operands.bias,
+        operands.residual,
+        operands.out,
+    )
+    rows, k = x.shape
+    tile_m = min(128, max(16, triton.next_power_of_2(rows)))
+    # Two accumulators a tile: half as wide.
+    tile_n, tile_k = (64 if spec.parts == 2 or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
+    kind, alpha, beta, limit = kind_of(spec)
+    row_stride, part = part_stride(spec, weight.stride(0))
+    bias_stride, bias_part = part_stride(spec, 1)
+    gemm_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(spec.n, tile_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        x.stride(0),
+        row_stride,
+        part,
+        bias_stride,
+        bias_part,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        rows,
+        spec.n,
+        k,
+        KIND=kind,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GROUPED=GROUP,
+        M=tile_m,
+        N=tile_n,
+        K=tile_k,
+        num_warps=8 if tile_m * tile_n >= 8192 else 4,
+        num_stages=3,
+    )

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers as test cases: their tensors, their oracle, random ones."""
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsl_backend.linear import api, reference
+from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.testing.numerics import assert_within_budget
+
+F16, BF16 = torch.float16, torch.bfloat16
+SENTINEL = 77.0
+ACTIVATIONS: tuple[Activation | None, ...] = (
+    None,
+    Swiglu(),
+    SWIGLU_OAI,
+    Geglu(),
+    Geglu(tanh=True),
+    Swiglu(limit=1.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCase:
+    """A layer, and how it lies in memory.
+
+    Attributes:
+        pad_x, pad_weight, pad_out: elements between rows.
+        offset: elements that x begins after an aligned address.
+        gain: of x; products are of about this size.
+        special: rows of x get NaN, infinities and zeros.
+        in_place: the residual is the output.
+    """
+
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype = BF16
+    activation: Activation | None = None
+    interleaved: bool = False
+    bias: bool = False
+    residual: bool = False
+    in_place: bool = False
+    pad_x: int = 0
+    pad_weight: int = 0
+    pad_out: int = 0
+    offset: int = 0
+    gain: float = 1.0
+    special: bool = False
+    seed: int = 0
+
+    @property
+    def weight_rows(self) -> int:
+        return self.n if self.activation is None else 2 * self.n
+
+
+class Tensors(NamedTuple):
+    """A case's tensors on a device; `api.linear` has the shapes. Between rows lie sentinels."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    out: torch.Tensor
+
+
+def strided(values: torch.Tensor, pad: int, offset: int, device: str) -> torch.Tensor:
+    """A matrix in a buffer with gaps between its rows, full of sentinels."""
+    rows, width = values.shape
+    buffer = torch.full((offset + rows * (width + pad),), SENTINEL, dtype=values.dtype, device=device)
+    view = buffer[offset:].view(rows, width + pad)[:, :width]
+    view.copy_(values)
+    return view
+
+
+def tensors(case: LinearCase, device: str) -> Tensors:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int, gain: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * gain).to(case.dtype)
+
+    x = normal(case.rows, case.k, gain=case.gain)
+    if case.special:
+        plant(x)
+    out = strided(torch.full((case.rows, case.n), SENTINEL, dtype=case.dtype), case.pad_out, 0, device)
+    residual = None
+    if case.residual:
+        values = normal(case.rows, case.n)
+        residual = out.copy_(values) if case.in_place else values.to(device)
+    return Tensors(
+        strided(x, case.pad_x, case.offset, device),
+        strided(normal(case.weight_rows, case.k, gain=case.k**-0.5), case.pad_weight, 0, device),
+        normal(case.weight_rows).to(device) if case.bias else None,
+        residual,
+        out,
+    )
+
+
+def plant(x: torch.Tensor) -> None:
+    """One kind of trouble a row, as often as there are rows; some rows have none."""
+    kinds = (
+        lambda row: row[-1:].fill_(torch.nan),
+        lambda row: None,
+        lambda row: row[:1].fill_(torch.inf),
+        lambda row: row.zero_(),
+        lambda row: row[-1:].fill_(-torch.inf),
+    )
+    for index, row in enumerate(x):
+        kinds[index % len(kinds)](row)
+
+
+class Expected(NamedTuple):
+    """What a case's output is in float64, and what torch makes of it in the case's dtype."""
+
+    exact: torch.Tensor
+    naive: torch.Tensor
+
+
+def expected(case: LinearCase, given: Tensors) -> Expected:
+    """To be taken before the case runs: its residual may be its output."""
+    operands = (given.x, given.weight, given.bias, given.residual)
+    how = {"activation": case.activation, "interleaved": case.interleaved}
+    exact = reference.exact(*operands, **how)  # type: ignore[arg-type]
+    naive = reference.exact(*operands, **how, dtype=case.dtype)  # type: ignore[arg-type]
+    # What the output's type cannot hold is an infinity there.
+    rounded = exact.to(torch.float32).to(case.dtype).double()
+    return Expected(torch.where(rounded.isinf(), rounded, exact), naive)
+
+
+def judge(case: LinearCase, given: Tensors, wanted: Expected) -> None:
+    """The output's error fits, and nothing beside it was written."""
+    out = given.out
+    assert_within_budget(out, wanted.exact, wanted.naive, what=str(case))
+    stride = case.n + case.pad_out
+    whole = out.as_strided((case.rows, stride), (stride, 1))
+    assert bool((whole[:, case.n :] == SENTINEL).all()), f"{case}: elements between rows were written"
+
+
+def check_linear(case: LinearCase, kernel: str | None, device: str) -> None:
+    """Raises AssertionError where the kernel's result is wrong."""
+    given = tensors(case, device)
+    wanted = expected(case, given)
+    api.linear(*given, activation=case.activation, interleaved=case.interleaved, kernel=kernel)
+    judge(case, given, wanted)
+
+
+def random_case(draw: random.Random, most: int, *, aligned: bool = False) -> LinearCase:
+    """A random layer.
+
+    Args:
+        most: rows, n and k are up to about so many.
+        aligned: rows start at multiples of 16 bytes, and n and k are multiples of 8.
+    """
+
+    def size() -> int:
+        value = int(2 ** draw.uniform(0, (most + 1).bit_length() - 1))
+        if draw.random() < 0.3:
+            value = max(1, round(value / 64) * 64 + draw.choice((-1, 0, 1)))
+        return value
+
+    whole = aligned or draw.random() < 0.7
+
+    def width() -> int:
+        return -(-size() // 8) * 8 if whole else size()
+
+    def pad() -> int:
+        return draw.choice((0, 0, 0, 8, 40)) if whole else draw.choice((0, 0, 1, 3, 8))
+
+    activation = draw.choice(ACTIVATIONS)
+    residual = draw.random() < 0.25
+    return LinearCase(
+        rows=size(),
+        n=width(),
+        k=width(),
+        dtype=draw.choice((F16, BF16)),
+        activation=activation,
+        interleaved=activation is not None and draw.random() < 0.3,
+        bias=draw.random() < 0.25,
+        residual=residual,
+        in_place=residual and draw.random() < 0.5,
+        pad_x=pad(),
+        pad_weight=pad(),
+        pad_out=pad(),
+        offset=0 if whole else draw.choice((0, 0, 1, 4)),
+        gain=draw.choice((1.0, 1.0, 0.1, 5.0)),
+        special=draw.random() < 0.15,
+        seed=draw.randrange(2**31),
+    )

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of linear layers, their dispatch, their operators, and the kernels that run on any host."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.linear import api, dispatch, ops
+from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing.linear import ACTIVATIONS, BF16, F16, LinearCase, check_linear, random_case
+
+needs_triton = pytest.mark.skipif(
+    not (torch.cuda.is_available() or targets.triton_interpreted()),
+    reason="no CUDA device, and TRITON_INTERPRET is off",
+)
+KERNELS = ["reference", pytest.param("triton", marks=needs_triton), pytest.param("cute", marks=pytest.mark.gpu)]
+CASES = {
+    "plain": LinearCase(rows=5, n=24, k=40),
+    "swiglu": LinearCase(rows=5, n=24, k=40, activation=Swiglu()),
+    "one": LinearCase(rows=1, n=8, k=8, activation=Swiglu(), dtype=F16),
+    "smallest": LinearCase(rows=1, n=1, k=1, activation=Swiglu()),
+    "tiles": LinearCase(rows=130, n=136, k=200, activation=Swiglu()),
+    "tile-exactly": LinearCase(rows=128, n=128, k=128, activation=Swiglu(), dtype=F16),
+    "odd": LinearCase(rows=33, n=67, k=71, activation=Geglu(), bias=True, pad_x=1, pad_out=3, offset=1),
+    "all": LinearCase(rows=17, n=72, k=136, activation=SWIGLU_OAI, interleaved=True, bias=True, residual=True, gain=9),
+    "in-place": LinearCase(rows=17, n=72, k=72, residual=True, in_place=True, pad_out=8),
+    "special": LinearCase(rows=12, n=24, k=40, special=True),
+    **{
+        f"special-{i}": LinearCase(rows=12, n=24, k=40, special=True, activation=activation, gain=4)
+        for i, activation in enumerate(ACTIVATIONS)
+    },
+    "strides": LinearCase(rows=9, n=40, k=48, pad_x=8, pad_weight=16, pad_out=24, activation=Geglu(tanh=True)),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, kernel: str, device: torch.device) -> None:
+    case = CASES[name]
+    if kernel == "cute" and (case.n % 8 or case.k % 8):
+        pytest.skip("is for Triton")
+    check_linear(case, kernel, str(device))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fuzz(kernel: str, device: torch.device) -> None:
+    for seed in range(40):
+        check_linear(random_case(random.Random(seed), 150, aligned=kernel == "cute"), kernel, str(device))
+
+
+def test_halves_and_turns_are_the_same_layer() -> None:
+    x, weight = torch.randn(3, 16).to(BF16), torch.randn(12, 16).to(BF16)
+    turned = torch.stack(weight.chunk(2), 1).reshape(12, 16)
+    one = api.linear(x, weight, activation=Swiglu())
+    assert torch.equal(one, api.linear(x, turned, activation=Swiglu(), interleaved=True))
+    gate, up = (x.float() @ weight.float().T).chunk(2, -1)
+    torch.testing.assert_close(one, (functional.silu(gate) * up).to(BF16))
+
+
+def test_swiglu_oai_is_gpt_oss() -> None:
+    x, weight = 5 * torch.randn(3, 16).to(BF16), torch.randn(12, 16).to(BF16)
+    made = x.double() @ weight.double().T
+    gate, up = made[:, ::2].clamp(max=7.0), made[:, 1::2].clamp(-7.0, 7.0)
+    right = (up + 1) * gate * torch.sigmoid(gate * 1.702)
+    found = api.linear(x, weight, activation=SWIGLU_OAI, interleaved=True)
+    torch.testing.assert_close(found.double(), right, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(0, 8), (3, 0), (0, 0)])
+def test_nothing_to_do(rows: int, n: int) -> None:
+    out = api.linear(torch.empty(rows, 8, dtype=BF16), torch.empty(2 * n, 8, dtype=BF16), activation=Swiglu())
+    assert out.shape == (rows, n)
+
+
+def test_single_rows_and_columns_of_any_stride() -> None:
+    x, weight = torch.randn(6, 8).to(BF16), torch.randn(4, 8).to(BF16)
+    right = functional.linear(x.float(), weight.float())
+    row = x[:1].as_strided((1, 8), (3, 1))
+    torch.testing.assert_close(api.linear(row, weight).float(), right[:1], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        api.linear(x[:, 3:4], weight[:, 3:4]).float(),
+        x[:, 3:4].float() @ weight[:, 3:4].float().T,
+        rtol=1e-2,
+        atol=1e-2,
+    )
+    torch.testing.assert_close(api.linear(x, weight[:1]).float(), right[:, :1], rtol=1e-2, atol=1e-2)
+
+
+X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "message"),
+    [
+        (X[0], W, {}, r"x has shape \(8,\): \[any, any\] is needed"),
+        (X.float(), W, {}, "x is float32: one of float16, bfloat16 is needed"),
+        (X[:, :0], W[:, :0], {}, "at least one column is needed"),
+        (torch.zeros(8, 2, dtype=BF16).T, W, {}, "x has stride 2 in its last dimension: 1 is needed"),
+        (X, W.half(), {}, "weight is float16 and x bfloat16: one dtype is needed"),
+        (X, W[:, :4], {}, r"weight has shape \(6, 4\): \[any, 8\] is needed"),
+        (X, W[:5], {"activation": Swiglu()}, "weight has 5 rows: gate and up need an even number"),
+        (X, W, {"activation": "silu"}, r"activation is 'silu': Swiglu\(...\), Geglu\(...\) or None is needed"),
+        (X, W, {"interleaved": True}, "interleaved is about gate and up rows: an activation is needed"),
+        (X, W, {"bias": torch.zeros(3, dtype=BF16)}, r"bias has shape \(3,\): \[6\] is needed"),
+        (X, W, {"residual": X}, r"residual has shape \(2, 8\): \[2, 6\] is needed"),
+        (X, W, {"out": torch.zeros(3, 6, dtype=BF16)}, r"out has shape \(3, 6\): \[2, 6\] is needed"),
+        (X, W, {"out": torch.zeros(1, 6, dtype=BF16).expand(2, 6)}, "rows of 6 elements 0 apart: they overlap"),
+        (X, W.to("meta"), {}, "weight is on meta, x on cpu"),
+        (X, W, {"kernel": "fast"}, "no kernel 'fast': choose one of"),
+        (X, W.clone().requires_grad_(), {}, "weight requires a gradient, and there is no backward"),
+        (X, [[1.0]], {}, "weight is a list: a tensor is needed"),
+    ],
+)
+def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        api.linear(x, weight, **options)
+
+
+def test_activations_that_are_none() -> None:
+    with pytest.raises(InvalidInput, match="Swiglu's limit is nan: a finite number is needed"):
+        Swiglu(limit=float("nan"))
+
+
+def test_old_gpus_have_no_bfloat16() -> None:
+    spec = LinearSpec(n=8, k=8, dtype=BF16)
+    with pytest.raises(Unsupported, match=r"bfloat16 needs compute capability 8\.0"):
+        dispatch.choose(spec, targets.from_arch("sm_75"))
+    assert dispatch.choose(replace(spec, dtype=F16), targets.from_arch("sm_75")).name == "triton"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_operators_carry_activations(activation: object) -> None:
+    assert ops.decoded(*ops.encoded(activation)) == activation
+
+
+def test_torch_compile_sees_one_node() -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        fresh = api.linear(x + 1, weight, activation=SWIGLU_OAI)
+        api.linear(x, weight, residual=out, out=out)
+        return fresh, out
+
+    x, weight = torch.randn(3, 8).to(BF16), torch.randn(6, 8).to(BF16)
+    expected = function(x, weight, torch.ones(3, 6, dtype=BF16))
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, torch.ones(3, 6, dtype=BF16))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
