@@ -18,16 +18,18 @@ Values = np.ndarray[Any, Any]
 
 
 def combine(op: str, kind: str, old: Values, new: Values, other: Values | None) -> Values:
-    """The new content of a word; all of them unsigned integers of the type's width."""
+    """The new content of [1, count] words; all of them unsigned integers of the type's width."""
     if op == "exch":
         return new
     if op == "cas":
         # `cas` compares with b and stores c.
         assert other is not None
-        return np.where(old == new, other, old)
-    shape = old.shape
-    flat = copies.reduce(op, kind, old.ravel().view(np.uint8), new.ravel().view(np.uint8), cluster=False)
-    return flat.view(old.dtype).reshape(shape)
+        # 128 bits are two words, and one comparison.
+        return np.where((old == new).all(axis=1, keepdims=True), other, old)
+    # Packed halves are halves: each of them is atomic on its own.
+    element = kind.removesuffix("x2")
+    flat = copies.reduce(op, element, old.ravel().view(np.uint8), new.ravel().view(np.uint8), cluster=False)
+    return flat.view(old.dtype).reshape(old.shape)
 
 
 @executes("atom", "red")
@@ -37,8 +39,6 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
     source = instr["b"]
     assert source is not None
     bits = BITS[kind]
-    if bits == 128:
-        raise Unsupported(f"{instr.op.text}, on line {instr.line}")
     values = read_items(runner, items(source), bits)
     third = instr["c"] if "c" in instr.op.form.place else None
     others = None if third is None else read_items(runner, items(third), bits)

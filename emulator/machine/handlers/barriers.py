@@ -6,11 +6,12 @@ from functools import partial
 import numpy as np
 
 from emulator.core.program import RANK_SHIFT, SHARED_BASE
-from emulator.errors import Unsupported
+from emulator.core.warp import lanes_of
 from emulator.machine.access import touch_shared
-from emulator.machine.barriers import BarrierMisuse, MBarrier, NamedBarrier
+from emulator.machine.barriers import MAX_COUNT, BarrierMisuse, MBarrier, NamedBarrier
 from emulator.machine.cluster import OFFSET, Cta
 from emulator.machine.findings import Kind
+from emulator.machine.handlers.memory import mask_of
 from emulator.machine.handlers.registry import executes
 from emulator.machine.runner import Runner, Wait
 from emulator.ptx.ir import Address, Instr, Operand
@@ -249,11 +250,26 @@ def execute_inval(runner: Runner, instr: Instr) -> None:
         cta.shared.shadow.forget(np.array([offset >> 2, (offset >> 2) + 1]))
 
 
+# The opaque state of an arrival: the phase that it arrived at; of one that does not complete that, a flag and the
+# arrivals that were missing before it, too.
+STATE_PHASE = (1 << 40) - 1
+STATE_PENDING, STATE_HAS_PENDING = 40, 1 << 63
+
+
 def put_state(runner: Runner, instr: Instr, phase: int, mask: int) -> None:
-    """The opaque state of an arrival: the phase it arrived at."""
     to = instr["state"]
     if to is not None:
         runner.warp.put64(to, phase, mask)
+
+
+def put_pending(runner: Runner, instr: Instr, barrier: MBarrier, mask: int, times: int) -> None:
+    """The states of lanes that are about to arrive, one after the other, without completing the phase."""
+    to = instr["state"]
+    if to is None:
+        return
+    before = barrier.pending - times * (np.cumsum(lanes_of(mask)) - 1)
+    state = np.uint64(STATE_HAS_PENDING | barrier.phase) | before.astype(np.uint64) << np.uint64(STATE_PENDING)
+    runner.warp.put64(to, state, mask)
 
 
 @executes("mbarrier.arrive", "mbarrier.arrive.noComplete", "mbarrier.arrive_drop", "mbarrier.arrive_drop.noComplete")
@@ -265,11 +281,15 @@ def execute_mbarrier_arrive(runner: Runner, instr: Instr) -> None:
     for address, mask in each(runner, instr["mbar"]):
         barrier = mbarrier(runner, address)
         arrivals = times * mask.bit_count()
-        if "noComplete" in instr.op.text and arrivals >= barrier.pending:
-            raise BarrierMisuse(f"{barrier}: {arrivals} arrivals that may not complete the phase")
+        if "noComplete" in instr.op.text:
+            if arrivals >= barrier.pending:
+                raise BarrierMisuse(f"{barrier}: {arrivals} arrivals that may not complete the phase")
+            put_pending(runner, instr, barrier, mask, times)
         if drop:
             barrier.expected -= arrivals
-        put_state(runner, instr, arrive_each(runner, barrier, clock is not None, times, mask.bit_count()), mask)
+        phase = arrive_each(runner, barrier, clock is not None, times, mask.bit_count())
+        if "noComplete" not in instr.op.text:
+            put_state(runner, instr, phase, mask)
     runner.run.profile.count("mbarrier arrivals", runner.count)
     runner.run.progress += 1
 
@@ -319,7 +339,7 @@ def execute_complete(runner: Runner, instr: Instr) -> None:
 
 def complete(barrier: MBarrier, parity: int | None, state: int | None) -> bool:
     if state is not None:
-        return barrier.phase > state
+        return barrier.phase > state & STATE_PHASE
     assert parity is not None
     return barrier.is_complete(parity)
 
@@ -368,4 +388,13 @@ def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
 
 @executes("mbarrier.pending_count")
 def execute_pending(runner: Runner, instr: Instr) -> None:
-    raise Unsupported(f"{instr.op.text}, on line {instr.line}")
+    """Only the state of an arrival that does not complete its phase has a count."""
+    state, to = instr["state"], instr["count"]
+    assert state is not None
+    assert to is not None
+    values = runner.warp.u64(state)
+    without = runner.mask & mask_of(np.flatnonzero(values < STATE_HAS_PENDING))
+    if without:
+        message = f"lanes {without:#010x} ask for the pending count of a state that is not of a .noComplete arrival"
+        runner.report(Kind.BARRIER, message)
+    runner.warp.put32(to, (values >> np.uint64(STATE_PENDING)).astype(np.uint32) & np.uint32(MAX_COUNT))

@@ -25,11 +25,24 @@ cp.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_
                : [d:dst], [a:src], size:b32, [mbar:dst]
 cp.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .cp_mask? \
                : [d:dst], [a:src], size:b32, policy:b64?hint, bytes:b16?cp_mask
-cp.reduce.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_tx::bytes .op=<ops> \
-               .type=s32|u32|s64|u64 \
-               : [d:dst], [a:src], size:b32, [mbar:dst]
-cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=<ops> .noftz? \
-               .type=f16|bf16|b32|u32|s32|b64|u64|s64|f32|f64 : [d:dst], [a:src], size:b32, policy:b64?hint
+cp.reduce.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_tx::bytes .op=and|or|xor \
+               .type=b32 : [d:dst], [a:src], size:b32, [mbar:dst]
+cp.reduce.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_tx::bytes .op=add \
+               .type=u32|s32|u64 : [d:dst], [a:src], size:b32, [mbar:dst]
+cp.reduce.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_tx::bytes .op=inc|dec \
+               .type=u32 : [d:dst], [a:src], size:b32, [mbar:dst]
+cp.reduce.async.bulk#cluster .dst=shared::cluster .src=shared::cta .mbarrier::complete_tx::bytes .op=min|max \
+               .type=u32|s32 : [d:dst], [a:src], size:b32, [mbar:dst]
+cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=and|or|xor \
+               .type=b32|b64 : [d:dst], [a:src], size:b32, policy:b64?hint
+cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=add \
+               .type=u32|s32|u64|f32|f64 : [d:dst], [a:src], size:b32, policy:b64?hint
+cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=add .noftz \
+               .type=f16|bf16 : [d:dst], [a:src], size:b32, policy:b64?hint
+cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=inc|dec \
+               .type=u32 : [d:dst], [a:src], size:b32, policy:b64?hint
+cp.reduce.async.bulk#store .dst=global .src=shared::cta .bulk_group .hint=L2::cache_hint? .op=min|max \
+               .type=u32|s32|u64|s64|f16|bf16 : [d:dst], [a:src], size:b32, policy:b64?hint
 cp.async.bulk.prefetch .L2 .src=global .hint=L2::cache_hint? : [a:src], size:b32, policy:b64?hint
 ; 9.7.9.27: tensors
 cp.async.bulk.tensor#load .dim=<dims> .dst=shared::cluster|shared::cta .src=global .mode=tile|tile::gather4? \

@@ -45,31 +45,62 @@ createpolicy.range .space=global? .first=<policy> .second=L2::evict_first|L2::ev
                : >policy:b64, [a:space], primary:u32, total:u32
 createpolicy.cvt .L2 .b64                                    : >policy:b64, a:b64
 ; 9.7.13.5 to 9.7.13.7
-atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=and|or|xor|exch|add|inc|dec|min|max \
-               .hint=L2::cache_hint? \
-               .type=<atomic> : >d:type, [a:space], b:type, policy:b64?hint
-atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=exch .hint=L2::cache_hint? .type=b128 \
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=and|or|xor .hint=L2::cache_hint? .type=b32|b64 \
                : >d:type, [a:space], b:type, policy:b64?hint
-atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=cas .hint=L2::cache_hint? .type=b16|<atomic>|b128 \
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=exch .hint=L2::cache_hint? .type=b32|b64|b128 \
+               : >d:type, [a:space], b:type, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=cas .hint=L2::cache_hint? .type=b16|b32|b64|b128 \
                : >d:type, [a:space], b:type, c:type, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=add .hint=L2::cache_hint? .type=<added> \
+               : >d:type, [a:space], b:type, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=inc|dec .hint=L2::cache_hint? .type=u32 \
+               : >d:type, [a:space], b:type, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=min|max .hint=L2::cache_hint? .type=<compared> \
+               : >d:type, [a:space], b:type, policy:b64?hint
 atom           .sem=<sems>? .scope=<scope>? .space=<where>? .op=add .noftz .hint=L2::cache_hint? .type=<half> \
                : >d:type, [a:space], b:type, policy:b64?hint
-atom           .sem=<sems>? .scope=<scope>? .space=global? .op=add|min|max .noftz? .hint=L2::cache_hint? .vec=v2|v4|v8 \
-               .type=f32|<half> : >d:type*vec, [a:space], b:type*vec, policy:b64?hint
-red            .sem=relaxed|release? .scope=<scope>? .space=<where>? .op=and|or|xor|add|inc|dec|min|max \
-               .hint=L2::cache_hint? .type=<atomic> : [a:space], b:type, policy:b64?hint
-red            .sem=relaxed|release? .scope=<scope>? .space=<where>? .op=add .noftz .hint=L2::cache_hint? .type=<half> \
+atom           .sem=<sems>? .scope=<scope>? .space=global? .op=add .hint=L2::cache_hint? .vec=v2|v4 .type=f32 \
+               : >d:type*vec, [a:space], b:type*vec, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=global? .op=add|min|max .noftz .hint=L2::cache_hint? \
+               .vec=v2|v4|v8 .type=f16|bf16 : >d:type*vec, [a:space], b:type*vec, policy:b64?hint
+atom           .sem=<sems>? .scope=<scope>? .space=global? .op=add|min|max .noftz .hint=L2::cache_hint? \
+               .vec=v2|v4 .type=f16x2|bf16x2 : >d:type*vec, [a:space], b:type*vec, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=<where>? .op=and|or|xor .hint=L2::cache_hint? .type=b32|b64 \
                : [a:space], b:type, policy:b64?hint
-red            .sem=relaxed|release? .scope=<scope>? .space=global? .op=add|min|max .noftz? .hint=L2::cache_hint? \
-               .vec=v2|v4|v8 .type=f32|<half> : [a:space], b:type*vec, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=<where>? .op=add .hint=L2::cache_hint? .type=<added> \
+               : [a:space], b:type, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=<where>? .op=inc|dec .hint=L2::cache_hint? .type=u32 \
+               : [a:space], b:type, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=<where>? .op=min|max .hint=L2::cache_hint? .type=<compared> \
+               : [a:space], b:type, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=<where>? .op=add .noftz .hint=L2::cache_hint? .type=<half> \
+               : [a:space], b:type, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=global? .op=add .hint=L2::cache_hint? .vec=v2|v4 .type=f32 \
+               : [a:space], b:type*vec, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=global? .op=add|min|max .noftz .hint=L2::cache_hint? \
+               .vec=v2|v4|v8 .type=f16|bf16 : [a:space], b:type*vec, policy:b64?hint
+red            .sem=<stores>? .scope=<scope>? .space=global? .op=add|min|max .noftz .hint=L2::cache_hint? \
+               .vec=v2|v4 .type=f16x2|bf16x2 : [a:space], b:type*vec, policy:b64?hint
 ; the compiler prints the space before the scope
-atom           .space=<where> .scope=<scope> .op=and|or|xor|exch|add|inc|dec|min|max .type=<atomic> \
-               : >d:type, [a:space], b:type
-atom           .space=<where> .scope=<scope> .op=cas .type=b16|<atomic> : >d:type, [a:space], b:type, c:type
-red            .space=<where> .scope=<scope> .op=and|or|xor|add|inc|dec|min|max .type=<atomic> : [a:space], b:type
-red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes \
-               .op=inc|dec|min|max|add|and|or|xor \
-               .type=u32|s32|u64|b32 : [a:space], b:type, [mbar:space]
+atom           .space=<where> .scope=<scope> .op=and|or|xor|exch .type=b32|b64 : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .op=cas .type=b16|b32|b64 : >d:type, [a:space], b:type, c:type
+atom           .space=<where> .scope=<scope> .op=add .type=<added> : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .op=add .noftz .type=<half> : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .op=inc|dec .type=u32 : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .op=min|max .type=<compared> : >d:type, [a:space], b:type
+red            .space=<where> .scope=<scope> .op=and|or|xor .type=b32|b64 : [a:space], b:type
+red            .space=<where> .scope=<scope> .op=add .type=<added> : [a:space], b:type
+red            .space=<where> .scope=<scope> .op=add .noftz .type=<half> : [a:space], b:type
+red            .space=<where> .scope=<scope> .op=inc|dec .type=u32 : [a:space], b:type
+red            .space=<where> .scope=<scope> .op=min|max .type=<compared> : [a:space], b:type
+red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=inc|dec \
+               .type=u32 : [a:space], b:type, [mbar:space]
+red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=min|max \
+               .type=u32|s32 : [a:space], b:type, [mbar:space]
+red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=and|or|xor \
+               .type=b32 : [a:space], b:type, [mbar:space]
+red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=add \
+               .type=u32|s32|u64 : [a:space], b:type, [mbar:space]
 """,
     {
         "from": "const|global|local|param::entry|param::func|param|<shared>",
@@ -81,7 +112,9 @@ red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::co
         "evict2": "L2::evict_normal|L2::evict_first|L2::evict_last",
         "policy": "L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged",
         "sems": "relaxed|acquire|release|acq_rel",
-        "atomic": "b32|b64|u32|u64|s32|s64|f32|f64",
+        "stores": "relaxed|release",
+        "added": "u32|s32|u64|f32|f64",
+        "compared": "u32|s32|u64|s64",
         "half": "f16|f16x2|bf16|bf16x2",
     },
 )

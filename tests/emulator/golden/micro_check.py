@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case on the emulator against what a chip answered, and what the emulator is known not to do."""
-
-import re
+"""A case on the emulator against what a chip answered."""
 
 import numpy as np
 from micro import Golden
@@ -9,18 +7,6 @@ from micro_case import Case, Sum
 from micro_compare import Comparison, compare_case
 from micro_emulate import emulate
 from micro_tensor import plain
-
-# Cases that the emulator refuses, by a pattern of their names, and why that is known. An entry that no longer holds
-# fails its tests.
-GAPS = {
-    r"atomic/.*\.b?f16x2": "atomics on packed halves are not emulated",
-    r"mbarrier/.*_pending": "mbarrier.pending_count is not emulated",
-    r"cluster/reduce_(and|or|xor)\.b32": "logical reductions into the cluster's shared memory are not in the forms",
-}
-
-
-def gap(name: str) -> str:
-    return next((why for pattern, why in GAPS.items() if re.match(pattern, name)), "")
 
 
 class Mismatch(Exception):

@@ -418,7 +418,10 @@ def cluster() -> list[Case]:
 
 
 def script(count: int, *lines: str) -> str:
-    """Lines: `phase` asks which parities have passed; `pending %rdN` and `done %rdN` ask about a state."""
+    """Lines: `phase` asks which parities have passed, `done %rdN` whether a state's phase has.
+
+    `pending %rdN` asks what was missing before a state's arrival, which must be one that does not complete its phase.
+    """
     body = START + "@!%p3 bra END;\n" + f"mbarrier.init.shared.b64 [%r4], {count};\nmov.b32 %r30, 0;\n"
     place = 0
     for line in lines:
@@ -446,37 +449,30 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
         (
             "phase",
             ARRIVE.format(10),
-            "pending %rd10",
             "done %rd10",
             "phase",
             ARRIVE.format(11),
-            "pending %rd11",
             "done %rd10",
             "done %rd11",
             "phase",
             ARRIVE.format(12),
-            "pending %rd12",
             "done %rd12",
             "phase",
             ARRIVE.format(13),
             "phase",
             "done %rd12",
-            "pending %rd13",
         ),
     ),
     "count": (
         6,
         (
             "mbarrier.arrive.shared.b64 %rd10, BAR, 4",
-            "pending %rd10",
             "phase",
             "mbarrier.arrive.shared.b64 %rd11, BAR, 2",
-            "pending %rd11",
             "phase",
             "done %rd10",
             "mbarrier.arrive.shared.b64 %rd12, BAR, 6",
             "phase",
-            "pending %rd12",
         ),
     ),
     "no_complete": (
@@ -485,40 +481,61 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "mbarrier.arrive.noComplete.shared.b64 %rd10, BAR, 3",
             "pending %rd10",
             "phase",
-            ARRIVE.format(11),
+            "mbarrier.arrive.noComplete.shared.b64 %rd11, BAR, 1",
             "pending %rd11",
-            "phase",
             ARRIVE.format(12),
             "phase",
             "done %rd10",
+            "mbarrier.arrive.noComplete.shared.b64 %rd12, BAR, 2",
+            "pending %rd12",
+            "done %rd12",
+        ),
+    ),
+    "drop_no_complete": (
+        6,
+        (
+            "mbarrier.arrive_drop.noComplete.shared.b64 %rd10, BAR, 2",
+            "pending %rd10",
+            "mbarrier.arrive.shared.b64 %rd11, BAR, 4",
+            "phase",
+            "mbarrier.arrive.noComplete.shared.b64 %rd12, BAR, 1",
+            "pending %rd12",
+            "mbarrier.arrive.noComplete.shared.b64 %rd13, BAR, 2",
+            "pending %rd13",
+            "phase",
+        ),
+    ),
+    "no_complete_wide": (
+        1048575,
+        (
+            "mbarrier.arrive.noComplete.shared.b64 %rd10, BAR, 1048573",
+            "pending %rd10",
+            "mbarrier.arrive.noComplete.shared.b64 %rd11, BAR, 1",
+            "pending %rd11",
+            "phase",
         ),
     ),
     "drop": (
         3,
         (
             "mbarrier.arrive_drop.shared.b64 %rd10, BAR",
-            "pending %rd10",
             ARRIVE.format(11),
             ARRIVE.format(12),
             "phase",
             ARRIVE.format(13),
-            "pending %rd13",
             "phase",
             ARRIVE.format(14),
             "phase",
-            "pending %rd14",
         ),
     ),
     "drop_count": (
         6,
         (
             "mbarrier.arrive_drop.shared.b64 %rd10, BAR, 2",
-            "pending %rd10",
             "mbarrier.arrive.shared.b64 %rd11, BAR, 4",
             "phase",
             "mbarrier.arrive.shared.b64 %rd12, BAR, 4",
             "phase",
-            "pending %rd12",
             "mbarrier.arrive_drop.noComplete.shared.b64 %rd13, BAR, 1",
             "pending %rd13",
         ),
@@ -528,7 +545,6 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
         (
             "mbarrier.expect_tx.relaxed.cta.shared.b64 BAR, 64",
             ARRIVE.format(10),
-            "pending %rd10",
             "phase",
             "mbarrier.complete_tx.relaxed.cta.shared.b64 BAR, 48",
             "phase",
@@ -537,7 +553,6 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "done %rd10",
             "mbarrier.arrive.expect_tx.shared.b64 %rd11, BAR, 32",
             "phase",
-            "pending %rd11",
             "mbarrier.complete_tx.relaxed.cta.shared.b64 BAR, 32",
             "phase",
             "done %rd11",
@@ -559,7 +574,6 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
         2,
         (
             "mbarrier.arrive_drop.expect_tx.shared.b64 %rd10, BAR, 16",
-            "pending %rd10",
             ARRIVE.format(11),
             "phase",
             "mbarrier.complete_tx.relaxed.cta.shared.b64 BAR, 16",
@@ -577,7 +591,6 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "mbarrier.init.shared.b64 BAR, 3",
             "phase",
             ARRIVE.format(11),
-            "pending %rd11",
             "phase",
         ),
     ),
@@ -585,7 +598,6 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
         1048575,
         (
             "mbarrier.arrive.shared.b64 %rd10, BAR, 1048574",
-            "pending %rd10",
             "phase",
             ARRIVE.format(11),
             "phase",
@@ -597,11 +609,8 @@ SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
 def barriers() -> list[Case]:
     found = []
     for name, (count, lines) in SCRIPTS.items():
-        without = tuple(line for line in lines if not line.startswith("pending"))
-        for title, some in ((f"mbarrier/{name}", without), (f"mbarrier/{name}_pending", lines)):
-            if title.endswith("pending") and some == without:
-                continue
-            found.append(Case(title, script(count, *some), (), (result(title, 24),), block=32, shared=SHARED))
+        title = f"mbarrier/{name}"
+        found.append(Case(title, script(count, *lines), (), (result(title, 24),), block=32, shared=SHARED))
     body = START + INPUT + "ld.global.b32 %r10, [%rd4];\nsetp.lt.s32 %p4, %r10, 0;\nsetp.ge.u32 %p5, %r1, 0;\n"
     body += "bar.red.popc.u32 %r11, 0, %p4;\nbar.red.and.pred %p6, 1, %p5;\nbar.red.or.pred %p7, 2, %p4;\n"
     body += (

@@ -7,6 +7,7 @@ from ptx_kernels import SCHEDULES, errors, kinds, run, zeros
 
 from emulator.machine import Machine
 from emulator.machine.findings import Kind
+from emulator.ptx import Refused
 
 START = """
 mov.u32 %r1, %tid.x;
@@ -118,7 +119,8 @@ def test_reductions_of_four_ctas(schedule: str, op: str, wanted) -> None:
 
 def test_reductions_that_there_are_not() -> None:
     reduce = "@%p3 cp.reduce.async.bulk.global.shared::cta.bulk_group.and.f32 [%rd1], [%r3], 256;\n"
-    assert kinds(go(FILL + reduce + DONE)[0]) == [Kind.COPY]
+    with pytest.raises(Refused, match=r"not together"):
+        go(FILL + reduce + DONE)
 
 
 # The neighbour in a pair of CTAs: its memory is %r23, its mbarrier %r24. The words lie at 0, and arrive at 1024.
@@ -142,13 +144,29 @@ ACROSS = (
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduces", [False, True])
-def test_between_ctas(schedule: str, reduces: bool) -> None:
-    copy = ACROSS.format(reduce=".reduce" if reduces else "", op=".add.u32" if reduces else "")
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [
+        ("", lambda new: new),
+        (".add.u32", lambda new: new + 7),
+        (".add.s32", lambda new: new + 7),
+        # A carry out of the low word does not come about.
+        (".add.u64", lambda new: new + 7),
+        (".and.b32", lambda new: new & 7),
+        (".or.b32", lambda new: new | 7),
+        (".xor.b32", lambda new: new ^ 7),
+        (".min.u32", lambda new: np.minimum(new, 7)),
+        (".max.s32", lambda new: np.maximum(new, 7)),
+        (".inc.u32", lambda new: np.where(new <= 7, 0, 8)),
+        (".dec.u32", lambda new: np.where(new < 7, new, 6)),
+    ],
+)
+def test_between_ctas(schedule: str, op: str, wanted) -> None:
+    """What was at the destination is 7."""
+    copy = ACROSS.format(reduce=".reduce" if op else "", op=op)
     machine, _, second = go(EXPECT + PAIR + END + copy + WAIT + MINE + OUT + END, schedule, grid=2, cluster=2)
     assert not errors(machine)
-    wanted = np.concatenate([np.arange(100, 164), np.arange(64)]) + (7 if reduces else 0)
-    assert (second == wanted).all()
+    assert (second == wanted(np.concatenate([np.arange(100, 164), np.arange(64)]))).all()
 
 
 def test_between_ctas_without_order() -> None:

@@ -198,6 +198,56 @@ def test_an_mbarrier_hands_over(schedule: str, changes: dict[str, object], expec
         assert set(kinds(machine)) & allowed
 
 
+def test_pending_counts() -> None:
+    """Each lane's state has what was missing before its own arrival, and says when the phase is over."""
+    body = (
+        THREAD
+        + """
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 mbarrier.init.shared.b64 [%r5], 100;
+    bar.sync 0;
+    mbarrier.arrive.noComplete.shared.b64 %rd4, [%r5], 2;
+    mbarrier.pending_count.b64 %r9, %rd4;
+    st.global.b32 [%rd3], %r9;
+    mbarrier.test_wait.shared.b64 %p2, [%r5], %rd4;
+    @%p1 mbarrier.arrive.shared.b64 _, [%r5], 36;
+    bar.warp.sync -1;
+    mbarrier.test_wait.shared.b64 %p3, [%r5], %rd4;
+    @%p1 mbarrier.arrive_drop.noComplete.shared.b64 %rd5, [%r5], 60;
+    @%p1 mbarrier.arrive.noComplete.shared.b64 %rd6, [%r5], 39;
+    selp.b32 %r10, 10, 20, %p2;
+    selp.b32 %r11, 1, 2, %p3;
+    add.s32 %r10, %r10, %r11;
+    st.global.b32 [%rd3+128], %r10;
+    @!%p1 ret;
+    mbarrier.pending_count.b64 %r9, %rd5;
+    mbarrier.pending_count.b64 %r10, %rd6;
+    mbarrier.arrive.shared.b64 _, [%r5];
+    mbarrier.arrive.noComplete.shared.b64 %rd6, [%r5], 1;
+    mbarrier.pending_count.b64 %r11, %rd6;
+    st.global.b32 [%rd1+256], %r9;
+    st.global.b32 [%rd1+260], %r10;
+    st.global.b32 [%rd1+264], %r11;
+    mbarrier.arrive.shared.b64 _, [%r5], 39;
+    """
+    )
+    out = zeros(68)
+    machine = run(body, out)
+    assert not errors(machine)
+    assert sorted(out[:32].tolist()) == list(range(38, 101, 2))
+    assert (out[32:64] == 21).all()
+    assert out[64:67].tolist() == [100, 40, 40]
+
+
+@pytest.mark.parametrize("arrive", ["arrive.shared.b64 %rd4, [%r5]", "arrive_drop.shared.b64 %rd4, [%r5], 2"])
+def test_pending_counts_are_of_arrivals_that_do_not_complete(arrive: str) -> None:
+    init = "@%p1 mbarrier.init.shared.b64 [%r5], 4;\nbar.warp.sync -1;\n@!%p1 ret;\n"
+    body = THREAD + "setp.eq.u32 %p1, %r1, 0;\n" + init + f"mbarrier.{arrive};\nmbarrier.pending_count.b64 %r9, %rd4;"
+    (finding,) = errors(run(body, zeros(32)))
+    assert finding.kind is Kind.BARRIER
+    assert ".noComplete" in finding.message
+
+
 def test_a_deadlock_says_where_everybody_is() -> None:
     parts = {"count": 33, "sync": "bar.sync 0;", "arrive": ARRIVE, "wait": WAIT.format(parity=0)}
     machine = run(THREAD + MBARRIER.format(**parts), zeros(64), block=64)

@@ -173,6 +173,75 @@ def test_forms_that_kernels_may_hold(line: str):
     assert len(code(line)) == 1
 
 
+TYPES = [
+    "b16",
+    "u16",
+    "s16",
+    "f16",
+    "bf16",
+    "b32",
+    "u32",
+    "s32",
+    "f16x2",
+    "bf16x2",
+    "f32",
+    "b64",
+    "u64",
+    "s64",
+    "f64",
+    "b128",
+]
+LOGIC = dict.fromkeys(("and", "or", "xor"), "b32 b64")
+COUNTING = dict.fromkeys(("inc", "dec"), "u32")
+ORDER = dict.fromkeys(("min", "max"), "u32 s32 u64 s64")
+ADDED = "u32 s32 u64 f32 f64"
+VECTOR = {"add.v2": "f32", "add.v4": "f32"}
+VECTOR |= {f"{op}.noftz.v{count}": "f16 bf16 f16x2 bf16x2" for op in ("add", "min", "max") for count in (2, 4)}
+VECTOR |= {f"{op}.noftz.v8": "f16 bf16" for op in ("add", "min", "max")}
+HALVES = {"add.noftz": "f16 bf16 f16x2 bf16x2"}
+# As ptxas of CUDA 13.4 takes them; red.async's .s64 is in no table of the ISA.
+REDUCTIONS = {
+    "atom.relaxed.gpu.global.{}": LOGIC
+    | COUNTING
+    | ORDER
+    | VECTOR
+    | HALVES
+    | {"add": ADDED, "exch": "b32 b64 b128", "cas": "b16 b32 b64 b128"},
+    "atom.shared.{}": LOGIC
+    | COUNTING
+    | ORDER
+    | HALVES
+    | {"add": ADDED, "exch": "b32 b64 b128", "cas": "b16 b32 b64 b128"},
+    "red.relaxed.gpu.global.{}": LOGIC | COUNTING | ORDER | VECTOR | HALVES | {"add": ADDED},
+    "red.shared.{}": LOGIC | COUNTING | ORDER | HALVES | {"add": ADDED},
+    "red.shared.cta.{}": LOGIC | COUNTING | ORDER | HALVES | {"add": ADDED},
+    "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{}": dict.fromkeys(LOGIC, "b32")
+    | COUNTING
+    | dict.fromkeys(ORDER, "u32 s32")
+    | {"add": "u32 s32 u64"},
+    "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{}": dict.fromkeys(LOGIC, "b32")
+    | COUNTING
+    | dict.fromkeys(ORDER, "u32 s32")
+    | {"add": "u32 s32 u64"},
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.{}": LOGIC
+    | COUNTING
+    | dict.fromkeys(ORDER, "u32 s32 u64 s64 f16 bf16")
+    | {"add": ADDED, "add.noftz": "f16 bf16"},
+}
+
+
+@pytest.mark.parametrize("opcode", REDUCTIONS)
+def test_types_of_reductions(opcode: str):
+    """Every operation with every type: taken where the table has it, and nowhere else."""
+    plain = {*LOGIC, *COUNTING, *ORDER, "add", "exch", "cas"}
+    operations = plain | {f"{op}.noftz" for op in plain} | {f"{op}.{vec}" for op in plain for vec in ("v2", "v4", "v8")}
+    operations |= {f"{op}.noftz.{vec}" for op in plain for vec in ("v2", "v4", "v8")}
+    wanted = {(op, kind) for op, kinds in REDUCTIONS[opcode].items() for kind in kinds.split()}
+    assert {op for op, _ in wanted} <= operations
+    taken = {(op, kind) for op in operations for kind in TYPES if candidates(f"{opcode.format(op)}.{kind}")}
+    assert taken == wanted
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
