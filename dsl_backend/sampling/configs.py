@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes of the Triton sampler: a frozen configuration with a pure default for a spec and a target."""
+"""How a row is spread over threads and blocks: frozen configurations, each with a pure default."""
 
 from dataclasses import dataclass
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.spec import SamplingSpec
 
+WARP = 32
+ACCESS_BYTES = 16
+MOST_CLUSTER = 16
+MOST_GROUPS = 256
+BINS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
-    """One program for a row.
+    """Of the Triton kernel: one program for a row.
 
     Attributes:
         block: logits that a program looks at in one go; at least 256, as many as it has histogram bins.
@@ -23,3 +29,59 @@ class RowConfig:
     def default(cls, spec: SamplingSpec, target: Target) -> "RowConfig":
         wide = min(4096, max(256, 1 << (spec.vocab - 1).bit_length()))
         return cls(block=wide, num_warps=4 if wide < 2048 else 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Of the CuTe DSL kernel: a cluster for a row. Every warp has a run of neighbouring logits of its own.
+
+    Attributes:
+        cluster: blocks that share a row; above 8 a launch is non-portable, and SM90 and SM100 have it.
+        threads: of a block.
+        vector: neighbouring logits of one access.
+        loads: accesses that a thread has in flight.
+        room: candidates that are sampled from without looking at the row again.
+    """
+
+    cluster: int
+    threads: int
+    vector: int
+    loads: int = 8
+    room: int = 512
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.threads // WARP
+
+    @property
+    def groups(self) -> int:
+        """Parts of a row, each with a largest logit: the k-th largest of these bounds the row's from below."""
+        return min(MOST_GROUPS, self.cluster * self.threads)
+
+    @property
+    def lanes_per_group(self) -> int:
+        return self.cluster * self.threads // self.groups
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block: groups, histograms, candidates (28 bytes each), sums of warps, and scalars."""
+        return 4 * MOST_GROUPS + 8 * BINS + 28 * self.room + 12 * self.warps + 4 * 8 * WARP + 256
+
+    def objections(self, spec: SamplingSpec, target: Target) -> list[str]:
+        """Why a problem cannot be run so; empty where it can."""
+        reasons = []
+        widest = ACCESS_BYTES // spec.dtype.itemsize
+        if self.vector > widest or spec.vocab % self.vector:
+            reasons.append(f"vectors of {self.vector} logits: a divisor of {spec.vocab} up to {widest} is needed")
+        counts = {name: getattr(self, name) for name in ("cluster", "threads", "vector", "loads")}
+        reasons += [f"{name} {n} is not a power of two" for name, n in counts.items() if n < 1 or n & (n - 1)]
+        if not WARP <= self.threads <= 1024:
+            reasons.append(f"{self.threads} threads a block are not from {WARP} to 1024")
+        if self.cluster > MOST_CLUSTER:
+            reasons.append(f"clusters of {self.cluster} blocks: {MOST_CLUSTER} are the most")
+        if self.lanes_per_group > WARP:
+            reasons.append(f"{self.cluster * self.threads} threads a row: {WARP * MOST_GROUPS} are the most")
+        if self.smem_bytes > target.smem_bytes:
+            reasons.append(f"{self.smem_bytes} bytes of shared memory: {target.smem_bytes} are the most")
+        return reasons
