@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of many rows for SM90: a persistent GEMM whose epilogue has gate and up in the same registers.
+
+A block has a producer warp, which copies tiles by TMA, and two consumer warp groups, which multiply. A tile's weights
+are two boxes of rows. With a gated activation they are gate rows and up rows of the same output columns, so that one
+wgmma makes both, and a thread finds them box_n columns apart among its accumulators.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import warpgroup as wgmma
+from cutlass.utils import LayoutEnum, hopper_helpers
+
+from dsl_backend.linear.configs import (
+    BLOCK_K,
+    CONSUMER_REGISTERS,
+    GROUPS,
+    MMA_M,
+    PRODUCER_REGISTERS,
+    WARPGROUP,
+    GemmConfig,
+)
+from dsl_backend.linear.epilogue import epilogue_of
+from dsl_backend.linear.spec import Activation
+from dsl_backend.primitives.copy import load_vector
+from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.schedule import raster
+
+NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+# Named barriers: the consumers' own, then those that give a consumer its turn.
+OWN, TURN = 1, 1 + GROUPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmKey:
+    """All that the kernel's code depends on; see `spec.LinearSpec`."""
+
+    dtype: str
+    activation: Activation | None
+    interleaved: bool
+    bias: bool
+    residual: bool
+    config: GemmConfig
+
+
+@dataclass(frozen=True)
+class GemmArgs:
+    """What the kernel's roles work with.
+
+    Attributes:
+        x_load, weight_load, out_store: copies of [rows, 64], [box_n, 64] and [64, columns].
+        mX: coordinates [m, k].
+        mW: coordinates [n, k, parts].
+        mOut: coordinates [m, n].
+        bias: [parts * n]. residual: [m, n]. Either may be missing.
+    """
+
+    x_load: cute.CopyAtom
+    mX: cute.Tensor
+    weight_load: cute.CopyAtom
+    mW: cute.Tensor
+    out_store: cute.CopyAtom
+    mOut: cute.Tensor
+    bias: cute.Tensor | None
+    residual: cute.Tensor | None
+
+
+def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tensor:
+    """Weights [parts * n, k] as [n, k, parts]."""
+    n, k = weight.shape[0] // parts, weight.shape[1]
+    stride = weight.stride[0]
+    strides = (stride * parts, 1, stride) if interleaved else (stride, 1, n * stride)
+    return cute.make_tensor(weight.iterator, cute.make_layout((n, k, parts), stride=strides))
+
+
+class Gemm:
+    """out [m, n] = activation(x [m, k] @ weight [parts * n, k]^T + bias) + residual; m, n, k > 0."""
+
+    def __init__(self, key: GemmKey):
+        config = key.config
+        self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
+        self.pingpong, self.cluster, self.band = config.pingpong, config.cluster, config.band
+        self.rows, self.repeats = config.rows, config.repeats
+        self.gated, self.interleaved = key.activation is not None, key.interleaved
+        self.activate = epilogue_of(key.activation) if key.activation is not None else None
+        self.parts = 2 if self.gated else 1
+        self.columns = config.columns(self.parts)
+        self.dtype = NUMERIC[key.dtype]
+        self.stage_bytes = config.stage_bytes
+        # Whole tiles in turn, or halves of every tile.
+        self.consumers = 1 if self.pingpong else GROUPS
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        out: cute.Tensor,
+        blocks: cutlass.Int32,
+        stream,
+    ):
+        """At most `blocks` blocks, a multiple of the cluster's."""
+        width = 2 * self.box_n
+        x_staged = hopper_helpers.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (self.tile_m, width, BLOCK_K), self.dtype, self.stages
+        )
+        weight_staged = hopper_helpers.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (self.tile_m, width, BLOCK_K), self.dtype, self.stages
+        )
+        box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.tile_m, self.box_n, BLOCK_K), self.dtype, 1)
+        out_staged = hopper_helpers.make_smem_layout_epi(
+            self.dtype, LayoutEnum.ROW_MAJOR, (MMA_M, self.columns), GROUPS
+        )
+        product = hopper_helpers.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, cutlass.Float32, (1, 1, 1), (MMA_M, width)
+        )
+        x_load, mX = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(x_staged, (None, None, 0)), (self.tile_m, BLOCK_K)
+        )
+        shared = cutlass.const_expr(self.cluster > 1)
+        load = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+        weight_load, mW = cpasync.make_tiled_tma_atom(
+            load,
+            parts_view(weight, self.parts, self.interleaved),
+            cute.slice_(box, (None, None, 0)),
+            (self.box_n, BLOCK_K),
+        )
+        out_store, mOut = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_staged, (None, None, 0)), (MMA_M, self.columns)
+        )
+        clusters = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * cute.ceil_div(out.shape[1], self.columns)
+        args = GemmArgs(x_load, mX, weight_load, mW, out_store, mOut, bias, residual)
+        self.kernel(args, product, x_staged, weight_staged, out_staged).launch(
+            grid=(cutlass.min(clusters * self.cluster, blocks), 1, 1),
+            block=((GROUPS + 1) * WARPGROUP, 1, 1),
+            cluster=(self.cluster, 1, 1) if shared else None,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        args: GemmArgs,
+        product: cute.TiledMma,
+        x_staged: cute.ComposedLayout,
+        weight_staged: cute.ComposedLayout,
+        out_staged: cute.ComposedLayout,
+    ):
+        shared = cutlass.utils.SmemAllocator()
+        sX = shared.allocate_tensor(self.dtype, x_staged.outer, byte_alignment=1024, swizzle=x_staged.inner)
+        sW = shared.allocate_tensor(self.dtype, weight_staged.outer, byte_alignment=1024, swizzle=weight_staged.inner)
+        sOut = shared.allocate_tensor(self.dtype, out_staged.outer, byte_alignment=1024, swizzle=out_staged.inner)
+        full = shared.allocate_array(cutlass.Int64, self.stages)
+        empty = shared.allocate_array(cutlass.Int64, self.stages)
+        ring = Ring(full, empty, self.stages, self.consumers * self.cluster)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                ring.open()
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        group = warp // (WARPGROUP // 32)
+        if group == GROUPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == GROUPS * (WARPGROUP // 32):
+                self.load(args, sX, sW, ring)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.multiply(args, product, sX, sW, sOut, ring, group)
+        if cutlass.const_expr(self.cluster > 1):
+            # The other block may still arrive here, or copy.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def extent(self, args: GemmArgs):
+        """(rows of clusters' tiles, columns of tiles, blocks of k)."""
+        return (
+            cute.ceil_div(args.mX.shape[0], self.tile_m * self.cluster),
+            cute.ceil_div(args.mOut.shape[1], self.columns),
+            cute.ceil_div(args.mX.shape[1], BLOCK_K),
+        )
+
+    def turns(self, height, width):
+        """(this cluster, all clusters, tiles that this cluster makes)."""
+        first = cute.arch.block_idx()[0] // self.cluster
+        clusters = cute.arch.grid_dim()[0] // self.cluster
+        return first, clusters, cute.ceil_div(height * width - first, clusters)
+
+    @cute.jit
+    def load(self, args: GemmArgs, sX: cute.Tensor, sW: cute.Tensor, ring: Ring):
+        """The producer's warp: x's tile, and both boxes of weights, or one of them for the whole cluster."""
+        height, width, blocks = self.extent(args)
+        first, clusters, turns = self.turns(height, width)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        one = cute.make_layout(1)
+        gX = cute.local_tile(args.mX, (self.tile_m, BLOCK_K), (None, None))
+        gW = cute.local_tile(args.mW, (self.box_n, BLOCK_K), (None, None, None))
+        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
+        sXIn, gXIn = cpasync.tma_partition(args.x_load, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        sWIn, gWIn = cpasync.tma_partition(
+            args.weight_load, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+        )
+        for turn in cutlass.range(turns, unroll=1):
+            row, column = raster(first + turn * clusters, height, width, self.band)
+            row = row * self.cluster + rank
+            for block in cutlass.range(blocks, unroll=1):
+                position = turn * blocks + block
+                stage = ring.stage(position)
+                arrived = ring.acquire(position, self.stage_bytes)
+                cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=arrived)
+                if cutlass.const_expr(self.cluster > 1):
+                    cute.copy(
+                        args.weight_load,
+                        self.box(gWIn, column, block, rank),
+                        sWIn[None, rank, stage],
+                        tma_bar_ptr=arrived,
+                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                    )
+                else:
+                    for i in cutlass.range_constexpr(2):
+                        cute.copy(
+                            args.weight_load,
+                            self.box(gWIn, column, block, i),
+                            sWIn[None, i, stage],
+                            tma_bar_ptr=arrived,
+                        )
+
+    def box(self, gWIn: cute.Tensor, column, block, index):
+        """Box 0 or 1 of a column of tiles: gate or up rows, or the first or second half of its rows."""
+        if self.gated:
+            return gWIn[None, column, block, index]
+        return gWIn[None, 2 * column + index, block, 0]
+
+    @cute.jit
+    def multiply(
+        self,
+        args: GemmArgs,
+        product: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        sOut: cute.Tensor,
+        ring: Ring,
+        group: cutlass.Int32,
+    ):
+        """A consumer warp group: all tiles' rows that are its, or every other tile."""
+        height, width, blocks = self.extent(args)
+        first, clusters, turns = self.turns(height, width)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        mine = product.get_slice(thread)
+        # Ping-pong: all of a tile's rows.
+        part = 0 if cutlass.const_expr(self.pingpong) else group
+        fX = product.make_fragment_A(mine.partition_A(cute.local_tile(sX, (self.rows, BLOCK_K), (part, 0, None))))
+        fW = product.make_fragment_B(mine.partition_B(sW))
+        sums = cute.make_rmem_tensor(product.partition_shape_C((self.rows, 2 * self.box_n)), cutlass.Float32)
+        if cutlass.const_expr(self.pingpong):
+            if group == 1:
+                self.pass_turn(0)
+            for pair in cutlass.range(cute.ceil_div(turns, GROUPS), unroll=1):
+                turn = pair * GROUPS + group
+                cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+                if turn < turns:
+                    self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
+                # The last turn of all is nobody's.
+                if group == 0 or pair * GROUPS + GROUPS < turns:
+                    self.pass_turn(1 - group)
+                if turn < turns:
+                    self.settle(ring, turn * blocks + blocks, thread)
+                    row, column = raster(first + turn * clusters, height, width, self.band)
+                    self.finish(args, sums, sOut, group, thread, (row * self.cluster + rank) * self.tile_m, column)
+        else:
+            for turn in cutlass.range(turns, unroll=1):
+                self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
+                self.settle(ring, turn * blocks + blocks, thread)
+                row, column = raster(first + turn * clusters, height, width, self.band)
+                top = (row * self.cluster + rank) * self.tile_m + group * self.rows
+                self.finish(args, sums, sOut, group, thread, top, column)
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def pass_turn(self, group):
+        """Let the other consumer issue its products."""
+        cute.arch.barrier_arrive(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def products(
+        self,
+        product: cute.TiledMma,
+        sums: cute.Tensor,
+        fX: cute.Tensor,
+        fW: cute.Tensor,
+        ring: Ring,
+        start: cutlass.Int32,
+        blocks: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Issue a tile's products from position `start`; the last ones are still under way when this returns."""
+        product.set(wgmma.Field.ACCUMULATE, False)
+        for block in cutlass.range(blocks, unroll=1):
+            position = start + block
+            stage = ring.stage(position)
+            ring.wait(position)
+            wgmma.fence()
+            for i in cutlass.range_constexpr(cute.size(fX, mode=[2])):
+                cute.gemm(product, sums, fX[None, None, i, stage], fW[None, None, i, stage], sums)
+                product.set(wgmma.Field.ACCUMULATE, True)
+            wgmma.commit_group()
+            # The block before this one is done.
+            wgmma.wait_group(1)
+            if block > 0:
+                ring.release(position - 1, thread, self.cluster)
+
+    @cute.jit
+    def settle(self, ring: Ring, end: cutlass.Int32, thread: cutlass.Int32):
+        """Wait for the last products, and give their stage back."""
+        wgmma.wait_group(0)
+        ring.release(end - 1, thread, self.cluster)
+
+    @cute.jit
+    def finish(
+        self,
+        args: GemmArgs,
+        sums: cute.Tensor,
+        sOut: cute.Tensor,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+        top: cutlass.Int32,
+        column: cutlass.Int32,
+    ):
+        """Sums to the output, 64 rows at a time, from row `top` on."""
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        shape = hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (MMA_M, self.columns),
+        )
+        to_shared = cute.make_tiled_copy_C(store, shape).get_slice(thread)
+        gOut = cute.local_tile(args.mOut, (MMA_M, self.columns), (None, None))
+        sOutOut, gOutOut = cpasync.tma_partition(
+            args.out_store, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
+        )
+        rounded = cute.make_rmem_tensor(shape.partition_shape_C((MMA_M, self.columns)), self.dtype)
+        for repeat in cutlass.range_constexpr(self.repeats):
+            self.results(args, sums, rounded, repeat, thread, top + repeat * MMA_M, column * self.columns)
+            # The copy out of this buffer that was issued last has read it.
+            if thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+            cute.copy(store, to_shared.retile(rounded), to_shared.partition_D(sOut[None, None, group]))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+            if thread < 32:
+                cute.copy(args.out_store, sOutOut[None, group], gOutOut[None, top // MMA_M + repeat, column])
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def results(
+        self,
+        args: GemmArgs,
+        sums: cute.Tensor,
+        rounded: cute.Tensor,
+        repeat: cutlass.Constexpr[int],
+        thread: cutlass.Int32,
+        top: cutlass.Int32,
+        left: cutlass.Int32,
+    ):
+        """64 rows of sums through bias, activation and residual.
+
+        wgmma's accumulators: a thread has columns 8 j + 2 (lane % 4) + a of rows 16 warp + lane / 4 + 8 b.
+        """
+        lane = thread % 32
+        row = top + thread // 32 * 16 + lane // 4
+        m, n = args.mOut.shape
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        for j in cutlass.range_constexpr(self.columns // 8):
+            column = left + 8 * j + 2 * (lane % 4)
+            for b in cutlass.range_constexpr(2):
+                values = [sums[(a, b, j), repeat, 0] for a in range(2)]
+                ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for a in range(2)] if self.gated else values
+                if cutlass.const_expr(args.bias is not None):
+                    for a in cutlass.range_constexpr(2):
+                        values[a] += self.bias(args.bias, column + a, 0, n)
+                        if cutlass.const_expr(self.gated):
+                            ups[a] += self.bias(args.bias, column + a, 1, n)
+                if cutlass.const_expr(self.gated):
+                    values = [self.activate(value, up) for value, up in zip(values, ups, strict=True)]
+                if cutlass.const_expr(args.residual is not None):
+                    pair.fill(0.0)
+                    if row + 8 * b < m and column < n:
+                        start = cutlass.Int64(row + 8 * b) * args.residual.stride[0] + column
+                        load_vector(args.residual.iterator, start, pair)
+                    values = [value + pair[a].to(cutlass.Float32) for a, value in enumerate(values)]
+                for a in cutlass.range_constexpr(2):
+                    rounded[(a, b, j), 0, 0] = values[a].to(self.dtype)
+
+    @cute.jit
+    def bias(self, bias: cute.Tensor, column: cutlass.Int32, part: cutlass.Constexpr[int], n: cutlass.Int32):
+        """Of a column's gate (0) or up (1); any value past the last column."""
+        inside = cutlass.min(column, n - 1)
+        place = inside * self.parts + part if cutlass.const_expr(self.interleaved) else inside + part * n
+        return bias[place].to(cutlass.Float32)
