@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,9 +260,10 @@ LEDGER: tuple[Entry, ...] = (
     ),
     Entry(
         name="discarded_draws",
-        what="compat.advance moves the generators of requests with seeds as vLLM's own draw would",
-        why="the V1 model runner moves them back by one draw where it discards a token of an unfinished prompt; one "
-        "that was never used has nothing before it",
+        what="compat.seeds_of puts a compat.Seed in the place of each generator",
+        why="where the V1 model runner discards the token of an unfinished prompt, it moves the request's generator "
+        "back by a draw; one that was never used has nothing to go back to, and one of a CPU cannot be moved at all: "
+        "vLLM's engine ends there",
         remove_when="the runner does not touch generators",
         needed=_discarded_draws_are_taken_back,
     ),
@@ -366,14 +367,28 @@ def ragged_decode_limit(vllm_config: Any) -> int | None:
     return None if limit is None else limit(vllm_config)
 
 
-DRAW = 4
+class Seed:
+    """All that is needed of a request's torch.Generator, in its place."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        seed = generator.initial_seed()
+        # From 0 to 2**64 - 1 there, int64 here.
+        self.value = seed - 2**64 if seed >= 2**63 else seed
+
+    def get_offset(self) -> int:
+        """VLLM subtracts a draw from it and sets the result."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Tokens depend on their position alone: nothing has to be taken back."""
 
 
-def advance(generators: Mapping[int, torch.Generator]) -> None:
-    """Move CUDA generators on by a draw, on the host; those of a CPU have no place to move from."""
-    for generator in generators.values():
-        if generator.device.type == "cuda":
-            generator.set_offset(generator.get_offset() + DRAW)
+def seeds_of(generators: MutableMapping[int, Any]) -> dict[int, int]:
+    """Row -> seed, int64, of the V1 model runner's generators; the mapping holds no generator afterwards."""
+    for row, generator in generators.items():
+        if not isinstance(generator, Seed):
+            generators[row] = Seed(generator)
+    return {row: seed.value for row, seed in generators.items()}
 
 
 def last_positions(runner: Any, rows: int) -> torch.Tensor:

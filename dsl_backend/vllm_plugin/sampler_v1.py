@@ -2,7 +2,6 @@
 """The sampler of vLLM's V1 model runner, with one launch in the place of temperature, filters and draw."""
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from vllm.v1.sample.sampler import Sampler
 
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.row_sampler import RowSampler
-
-INT64 = 2**64
 
 
 class RowSeeds:
@@ -28,17 +25,16 @@ class RowSeeds:
         self.own = torch.empty(0, dtype=torch.int64, device=device)
         self.has_own = torch.empty(0, dtype=torch.bool, device=device)
 
-    def of(self, generators: Mapping[int, torch.Generator], rows: int) -> torch.Tensor:
+    def of(self, seeds: dict[int, int], rows: int) -> torch.Tensor:
         """Int64 [rows].
 
         Args:
-            generators: of the rows whose requests have a seed.
+            seeds: of the rows whose requests have one.
         """
         # By torch's own generator of the device, which is the same on all ranks: they must draw the same tokens.
         random = self.random[:rows].random_()
-        if not generators:
+        if not seeds:
             return random
-        seeds = {row: signed(generator.initial_seed()) for row, generator in generators.items()}
         if seeds != self.sent:
             self.send(seeds)
         return torch.where(self.has_own[:rows], self.own[:rows], random)
@@ -53,11 +49,6 @@ class RowSeeds:
         self.own = own.to(self.device, non_blocking=True)
         self.has_own = has_own.to(self.device, non_blocking=True)
         self.sent = seeds
-
-
-def signed(seed: int) -> int:
-    """A generator's seed, from 0 to 2**64 - 1, as int64."""
-    return seed - INT64 if seed >= INT64 // 2 else seed
 
 
 class DSLSampler(Sampler):
@@ -93,7 +84,7 @@ class DSLSampler(Sampler):
         logprobs = asked and self.logprobs_mode == "processed_logprobs"
         drawn = self.rows.draw(
             logits,
-            self.seeds.of(step.generators, logits.shape[0]),
+            self.seeds.of(compat.seeds_of(step.generators), logits.shape[0]),
             compat.last_positions(self.runner, logits.shape[0]),
             temperature=step.temperature,
             top_k=step.top_k,
@@ -101,7 +92,6 @@ class DSLSampler(Sampler):
             min_p=min_p_of(step.logitsprocs),
             logprobs=logprobs,
         )
-        compat.advance(step.generators)
         # vLLM copies the tokens; all log-probabilities of a row it may hand out as they are.
         return drawn.tokens, drawn.logprobs.clone() if drawn.logprobs is not None else None
 
