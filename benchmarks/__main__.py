@@ -10,9 +10,13 @@ from .engine import command as engine
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure an operator against its peers.")
-    parser.add_argument("op", choices=sorted(operators()))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure operators against their peers.")
+    parser.add_argument("op", nargs="*", metavar="OP", help=f"of {', '.join(sorted(operators()))}")
     parser.add_argument("--json", type=pathlib.Path, dest="json_path", help="write one JSON object a line")
+    parser.add_argument("--report", type=pathlib.Path, dest="report_path", help="write a page with pictures")
+    parser.add_argument(
+        "--from", type=pathlib.Path, dest="sources", default=[], action="append", help="picture an earlier run's JSON"
+    )
     parser.add_argument("--rows", help="regular expression over ids of rows, in any group (default: the table)")
     parser.add_argument("--peers", help="comma-separated names, all, or none")
     parser.add_argument("--kernels", help="comma-separated names of our kernels, each a column")

@@ -5,6 +5,7 @@ Nothing here knows an operator. An operator describes its problems with a type o
 with another (`InputsT`); the harness only hands them from one of its methods to the next.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -17,6 +18,7 @@ ProblemIn = TypeVar("ProblemIn", contravariant=True)
 InputsIn = TypeVar("InputsIn", contravariant=True)
 
 TABLE = "table"  # the group of rows that runs when nobody names one
+SMALLEST = "tiny"  # the group of rows that show what a launch costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class Case(Generic[ProblemT]):
         parameters: what the report says about it.
         traffic_bytes: bytes that one launch must move through device memory, reads and writes.
         flops: floating-point operations that one launch must do.
+        axis: the parameter that the rows of its group go over, where they are a sweep.
     """
 
     id: str
@@ -38,6 +41,18 @@ class Case(Generic[ProblemT]):
     parameters: Mapping[str, object]
     traffic_bytes: int
     flops: int
+    axis: str | None = None
+
+
+def select(cases: Sequence[Case], pattern: str | None, pictured: bool = False) -> list[Case]:
+    """The table, or every row of any group whose id the regular expression finds.
+
+    Args:
+        pictured: with the table, the sweeps and the smallest rows: what a report has pictures of.
+    """
+    if pattern is not None:
+        return [case for case in cases if re.search(pattern, case.id)]
+    return [case for case in cases if case.group == TABLE or (pictured and (case.axis or case.group == SMALLEST))]
 
 
 @dataclass(frozen=True)

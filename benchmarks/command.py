@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks OP`, which is also `dsl-backend bench OP`."""
 
+import importlib.util
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from . import attention, facts, report, runner, softmax
-from .case import Case, Provider
+from . import attention, facts, measured, report, runner, softmax
+from .case import Case, Provider, select
 
 
 def operators(page_size: int = 16) -> dict[str, Any]:
@@ -62,9 +64,11 @@ def run_rows(
 
 
 def main(
-    op: str,
+    op: str | Sequence[str],
     json_path: pathlib.Path | None = None,
     *,
+    report_path: pathlib.Path | None = None,
+    sources: Sequence[pathlib.Path] = (),
     rows: str | None = None,
     peers: str | None = None,
     kernels: str | None = None,
@@ -76,11 +80,14 @@ def main(
     only_list: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Measure an operator against its peers.
+    """Measure operators against their peers.
 
     Args:
-        op: an operator's name.
+        op: an operator's name, or several; none for all, where a report is asked for.
         json_path: takes one JSON object a line: the machine's facts first, then each row.
+        report_path: takes a page with pictures of all rows; by default rows are then the table, the sweeps and the
+            smallest ones.
+        sources: files that earlier runs wrote to their `json_path`: the report is made of them and nothing is run.
         rows: regular expression that finds ids of rows, in any group; by default the rows of the table.
         peers: comma-separated names, `all` or `none`; by default those that need no compilation of their own.
         kernels: comma-separated names of our kernels, each a column; by default what dispatch chooses.
@@ -95,42 +102,135 @@ def main(
     """
     console = console or Console()
     known = operators(page_size)
-    if op not in known:
-        report.say(console, f"no benchmark {op!r}: choose from {', '.join(known)}")
-        return 2
-    operator = known[op]
-    own_kernels = [name.strip() for name in kernels.split(",") if name.strip()] if kernels else []
-    available = operator.providers(own_kernels)
-    own = [provider.name for provider in available[: max(1, len(own_kernels))]]
-    cases = attention.rows.select(operator.cases(), rows)
+    names = [op] if isinstance(op, str) else list(op)
     try:
-        providers = choose_providers(available, peers, own)
-    except ValueError as error:
+        require_known(names, known, report_path, sources)
+        if report_path is not None and sources:
+            records = [record for source in sources for record in measured.read(source)]
+            kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
+            write_page(kept, report_path, console)
+            return 0
+        own_kernels = [name.strip() for name in kernels.split(",") if name.strip()] if kernels else []
+        chosen = [
+            choose(known[name], rows, peers, own_kernels, pictured=report_path is not None) for name in names or known
+        ]
+    except (OSError, ValueError) as error:
         report.say(console, str(error))
         return 2
     if only_list:
-        names = [f"{provider.name}{'' if provider.default else ' (by name only)'}" for provider in available]
-        report.say(console, f"providers: {', '.join(names)}")
-        for case in operator.cases():
-            report.say(console, f"{case.group:10} {case.id}")
+        for selection in chosen:
+            selection.print(console)
         return 0
-    if not cases:
-        report.say(console, f"no row of {op} matches {rows!r}")
-        return 2
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gathered = facts.gather(device)
     lines = report.JsonLines(json_path)
     lines.write({"kind": "environment", **gathered, "page_size": page_size, "seconds": seconds, "flush": flush})
     settings = runner.Settings(seconds=seconds, prepare_seconds=prepare_seconds, flush=flush, seed=seed)
-    title = f"{op} on {gathered['device']}, {len(cases)} rows"
-    with report.Progress(console, title, operator.unit, own[0]) as progress:
+    failed = False
+    for selection in chosen:
+        ended = measure(selection, device, settings, gathered, lines, console)
+        failed |= selection.failed(lines) or ended
+        if ended:
+            break
+    if report_path is not None:
+        write_page(lines.entries, report_path, console)
+    return 1 if failed else 0
+
+
+def require_known(
+    names: Sequence[str],
+    known: Mapping[str, Any],
+    report_path: pathlib.Path | None,
+    sources: Sequence[pathlib.Path],
+) -> None:
+    """Refuse what asks for nothing.
+
+    Raises:
+        ValueError: what is wrong, and what would be accepted.
+    """
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
+    if not names and report_path is None:
+        raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
+    if sources and report_path is None:
+        raise ValueError("--from is for --report: name the page that is to be made of these files")
+    if report_path is not None and importlib.util.find_spec("plotly") is None:
+        raise ValueError("a report needs plotly: pip install 'dsl-backend[bench]'")
+
+
+def write_page(records: Sequence[measured.Record], path: pathlib.Path, console: Console) -> None:
+    from . import page  # here, since only a report needs plotly
+
+    page.write(records, path)
+    report.say(console, str(path))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is run of an operator.
+
+    Attributes:
+        own: columns of this package.
+        available: every column there is.
+    """
+
+    operator: Any
+    cases: list[Case]
+    providers: list[Provider]
+    own: list[str]
+    available: list[Provider]
+
+    def print(self, console: Console) -> None:
+        """The rows and providers that there are to choose from."""
+        names = [f"{provider.name}{'' if provider.default else ' (by name only)'}" for provider in self.available]
+        report.say(console, f"{self.operator.name}, providers: {', '.join(names)}")
+        for case in self.operator.cases():
+            report.say(console, f"{case.group:10} {case.id}")
+
+    def failed(self, lines: report.JsonLines) -> bool:
+        """Whether a column of ours raised or was wrong in some row."""
+        return any(
+            cell["status"] in ("error", "wrong")
+            for entry in lines.entries
+            if entry.get("operator") == self.operator.name
+            for cell in entry["cells"]
+            if cell["provider"] in self.own
+        )
+
+
+def choose(operator: Any, rows: str | None, peers: str | None, kernels: Sequence[str], pictured: bool) -> Selection:
+    """Rows and columns of an operator.
+
+    Raises:
+        ValueError: an argument names nothing.
+    """
+    available = list(operator.providers(kernels))
+    own = [provider.name for provider in available[: max(1, len(kernels))]]
+    providers = choose_providers(available, peers, own)
+    cases = select(operator.cases(), rows, pictured)
+    if not cases:
+        raise ValueError(f"no row of {operator.name} matches {rows!r}")
+    return Selection(operator, cases, providers, own, available)
+
+
+def measure(
+    selection: Selection,
+    device: torch.device,
+    settings: runner.Settings,
+    gathered: dict[str, Any],
+    lines: report.JsonLines,
+    console: Console,
+) -> bool:
+    """Run an operator's rows, write each as it is done, print the table; whether the run had to end early."""
+    operator, own = selection.operator, selection.own[0]
+    title = f"{operator.name} on {gathered['device']}, {len(selection.cases)} rows"
+    with report.Progress(console, title, operator.unit, own) as progress:
 
         def finished(row: runner.Row) -> None:
-            lines.write(report.to_json(row, op, operator.unit, own[0]))
+            lines.write(report.to_json(row, operator.name, operator.unit, own))
             progress.add(row)
 
-        done, ended = run_rows(operator, cases, providers, device, settings, finished)
-    report.print_final(console, title, done, operator.unit, own[0], gathered, ended)
-    failed = any(cell.status in ("error", "wrong") for row in done for cell in row.cells if cell.provider in own)
-    return 1 if failed or ended else 0
+        done, ended = run_rows(operator, selection.cases, selection.providers, device, settings, finished)
+    report.print_final(console, title, done, operator.unit, own, gathered, ended)
+    return ended is not None

@@ -38,6 +38,7 @@ def to_json(row: Row, operator: str, unit: str, ours: str) -> dict[str, Any]:
                 "of_floor": median / row.floor_us if row.floor_us else None,
                 "rate": rate(row, median, unit),
                 "speedup": median / own if own else None,
+                "launch_us": cell.launch_us,
             }
         cells.append(entry)
     return {
@@ -45,6 +46,7 @@ def to_json(row: Row, operator: str, unit: str, ours: str) -> dict[str, Any]:
         "operator": operator,
         "id": row.case.id,
         "group": row.case.group,
+        "axis": row.case.axis,
         "parameters": dict(row.case.parameters),
         "traffic_bytes": row.case.traffic_bytes,
         "flops": row.case.flops,
@@ -56,15 +58,21 @@ def to_json(row: Row, operator: str, unit: str, ours: str) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Appends one JSON object a line as soon as it is known, so that an ended run leaves what it measured."""
+    """Appends one JSON object a line as soon as it is known, so that an ended run leaves what it measured.
+
+    Attributes:
+        entries: all of them.
+    """
 
     def __init__(self, path: pathlib.Path | None) -> None:
         self.path = path
+        self.entries: list[dict[str, Any]] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
 
     def write(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")

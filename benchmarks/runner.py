@@ -47,6 +47,7 @@ class Cell:
     Attributes:
         status: `ok`, `skipped` (it objects), `wrong` (it computes something else) or `error` (it raised).
         message: the objection, the error, or nothing.
+        launch_us: what a launch without a graph takes of the host's time.
     """
 
     provider: str
@@ -54,6 +55,7 @@ class Cell:
     message: str = ""
     time: timing.Summary | None = None
     error: check.Error | None = None
+    launch_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,15 @@ def check_layers(launch: Launch, results: Sequence[torch.Tensor], references: di
     return max(errors, key=lambda error: error.total)
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A provider that computes the right thing, with what is known before it is timed."""
+
+    timer: timing.Timer
+    error: check.Error
+    launch_us: float
+
+
 def make_ready(
     operator: Operator,
     provider: Provider,
@@ -124,7 +135,7 @@ def make_ready(
     layers: int,
     device: torch.device,
     settings: Settings,
-) -> tuple[timing.Timer, check.Error]:
+) -> Ready:
     """Prepare a provider, and check its results as they are launched and as its timer replays them."""
     limits = provider.limits(problem)
     with deadline(settings.prepare_seconds):
@@ -134,10 +145,11 @@ def make_ready(
         timing.synchronize(device)
     check_layers(launch, results, references, limits)
     del results
+    host_us = timing.launch_us(launch, layers, device)
     timer = timing.make_timer(launch, layers, device, settings.flush)
     operator.poison(inputs)
     timer.sample()
-    return timer, check_layers(launch, timer.results, references, limits)
+    return Ready(timer, check_layers(launch, timer.results, references, limits), host_us)
 
 
 def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[str, timing.Summary | Exception]:
@@ -170,8 +182,7 @@ def run_case(
     """
     floor = floor_us(case, device_name(device))
     cells: dict[str, Cell] = {}
-    ready: dict[str, timing.Timer] = {}
-    errors: dict[str, check.Error] = {}
+    ready: dict[str, Ready] = {}
 
     def fail(name: str, error: BaseException, status: str = "error") -> None:
         cells[name] = Cell(provider=name, status=status, message=short_message(error))
@@ -201,7 +212,7 @@ def run_case(
 
     def attempt(provider: Provider) -> None:
         try:
-            ready[provider.name], errors[provider.name] = make_ready(
+            ready[provider.name] = make_ready(
                 operator, provider, case.problem, inputs, references, layers, device, settings
             )
         except check.WrongResultError as error:
@@ -212,11 +223,13 @@ def run_case(
 
     for provider in candidates:
         attempt(provider)
-    for name, result in measure_in_turns(ready, settings.seconds).items():
+    timers = {name: one.timer for name, one in ready.items()}
+    for name, result in measure_in_turns(timers, settings.seconds).items():
         if isinstance(result, Exception):
             require_alive(device, result)
             fail(name, result)
         else:
-            cells[name] = Cell(provider=name, status="ok", time=result, error=errors[name])
+            one = ready[name]
+            cells[name] = Cell(provider=name, status="ok", time=result, error=one.error, launch_us=one.launch_us)
     ordered = tuple(cells[provider.name] for provider in providers)
     return Row(case=case, floor_us=floor, layers=layers, cells=ordered)

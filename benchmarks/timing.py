@@ -17,6 +17,9 @@ MOST_LAYERS = 64
 # A replay of at least this long makes the events' own cost (a few microseconds) small.
 REPLAY_US = 1500.0
 MOST_LAUNCHES = 512
+# Of the host's own time: enough for a median, and few enough for every queue.
+HOST_LAUNCHES = 100
+HOST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,22 @@ class GraphTimer:
         self._end.record()
         self._end.synchronize()
         return 1e3 * self._begin.elapsed_time(self._end) / self.launches
+
+
+def launch_us(launch: Launch, layers: int, device: torch.device) -> float:
+    """Median microseconds until a launch without a graph returns to the host; the device's queue never fills."""
+    samples = []
+    synchronize(device)
+    began = time.perf_counter()
+    for index in range(HOST_LAUNCHES):
+        start = time.perf_counter()
+        launch.run(index % layers)
+        end = time.perf_counter()
+        samples.append(1e6 * (end - start))
+        if end - began > HOST_SECONDS:
+            break
+    synchronize(device)
+    return summarize(samples).median_us
 
 
 def l2_bytes(device: torch.device) -> int:

@@ -67,9 +67,19 @@ def doctor(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(metavar="OP", help="An operation, such as decode; an unknown one lists all.")],
+    op: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP ...]", help="Operations, such as decode; none for all of a report."),
+    ] = None,
     json: Annotated[
         pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, one JSON object a line.")
+    ] = None,
+    report: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Write one HTML page with pictures of the rows.")
+    ] = None,
+    source: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option("--from", metavar="FILE", help="Picture an earlier run's --json, run nothing; may be repeated."),
     ] = None,
     rows: Annotated[str | None, typer.Option(help="Regular expression for the rows to run.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers, all, or none.")] = None,
@@ -79,11 +89,13 @@ def bench(
     flush: Annotated[bool, typer.Option("--flush", help="Overwrite the last-level cache before each replay.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Print the rows and peers, run nothing.")] = False,
 ) -> None:
-    """Measure an operation side by side with the peers that are installed."""
+    """Measure operations side by side with the peers that are installed."""
     raise typer.Exit(
         benchmarks().main(
-            op,
+            op or (),
             json,
+            report_path=report,
+            sources=source or (),
             rows=rows,
             peers=peers,
             kernels=kernels,

@@ -186,14 +186,18 @@ class TestBench:
     def test_arguments_arrive(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         called: dict[str, Any] = {}
 
-        def main(op: str, json_path: Any, **options: Any) -> int:
+        def main(op: list[str], json_path: Any, **options: Any) -> int:
             called.update(op=op, json_path=json_path, **options)
             return 1
 
         monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(main=main))
-        result = invoke("bench", "decode", "--json", str(tmp_path / "rows"), "--peers", "none", "--seconds", "0.1")
+        pictured = ("--report", str(tmp_path / "page"), "--from", str(tmp_path / "a"), "--from", str(tmp_path / "b"))
+        timed = ("--json", str(tmp_path / "rows"), "--peers", "none", "--seconds", "0.1")
+        result = invoke("bench", "decode", "softmax", *timed, *pictured)
         assert result.exit_code == 1
-        assert called["op"] == "decode"
+        assert called["op"] == ["decode", "softmax"]
+        assert called["report_path"] == tmp_path / "page"
+        assert called["sources"] == [tmp_path / "a", tmp_path / "b"]
         assert called["json_path"] == tmp_path / "rows"
         assert called["peers"] == "none"
         assert called["seconds"] == 0.1

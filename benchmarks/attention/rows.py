@@ -2,7 +2,6 @@
 """The rows of each attention benchmark: the table, and groups of further rows that a regular expression selects."""
 
 import random
-from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +14,7 @@ FP8 = torch.float8_e4m3fn
 DECODE_SHAPES = ((1, 8 * K), (1, 128 * K), (8, 8 * K), (64, 1 * K), (64, 8 * K), (256, 2 * K))
 # (head_dim, query heads, key heads): 8B models, gpt-oss, and a 70B model's share on one of eight GPUs.
 DECODE_HEADS = ((128, 32, 8), (64, 64, 8), (128, 8, 1))
+SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 128), (1, 4, 16, 64, 128)
 PREFILL_SHAPES = ((16, 1 * K), (4, 4 * K), (1, 16 * K))
 PREFILL_HEADS = ((128, 32, 8), (64, 64, 8), (256, 16, 2))
 LATENT_SHAPES = ((1, 8 * K), (8, 8 * K), (64, 4 * K), (128, 4 * K))
@@ -35,7 +35,7 @@ def zipf_lengths(count: int, shortest: int = 16, longest: int = 32 * K, seed: in
     return tuple(round(shortest * (longest / shortest) ** draw.random()) for _ in range(count))
 
 
-def case(id: str, problem: Problem, group: str = TABLE) -> Case[Problem]:
+def case(id: str, problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
     return Case(
         id=id if group == TABLE else f"{group}-{id}",
         group=group,
@@ -43,16 +43,27 @@ def case(id: str, problem: Problem, group: str = TABLE) -> Case[Problem]:
         parameters=problem.parameters,
         traffic_bytes=problem.traffic_bytes,
         flops=problem.flops,
+        axis=axis,
     )
 
 
 def decode_cases(page: int = 16) -> list[Case[Problem]]:
-    def row(h: tuple[int, int, int], batch: int, keys: int, group: str = TABLE, q: int = 1, **more: object) -> Case:
+    def row(
+        h: tuple[int, int, int],
+        batch: int,
+        keys: int,
+        group: str = TABLE,
+        q: int = 1,
+        axis: str | None = None,
+        **more: object,
+    ) -> Case:
         problem = dense(*h, [q] * batch, [keys] * batch, page_size=page, **more)  # type: ignore[arg-type]
-        return case(f"{heads(*h)}-b{batch}-k{length(keys)}", problem, group)
+        return case(f"{heads(*h)}-b{batch}-k{length(keys)}", problem, group, axis)
 
     main = DECODE_HEADS[0]
     cases = [row(h, *shape) for h in DECODE_HEADS for shape in DECODE_SHAPES]
+    cases += [row(h, b, 8 * K, "batch", axis="requests") for h in DECODE_HEADS for b in SWEEP_BATCHES]
+    cases += [row(h, 8, k * K, "length", axis="max_kv_len") for h in DECODE_HEADS for k in SWEEP_LENGTHS]
     for h in DECODE_HEADS:
         for batch in (8, 64, 256):
             problem = dense(*h, [1] * batch, zipf_lengths(batch, seed=batch), page_size=page)
@@ -67,13 +78,20 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
 
 def prefill_cases(page: int = 16) -> list[Case[Problem]]:
     def row(
-        h: tuple[int, int, int], batch: int, new: int, group: str = TABLE, context: int = 0, **more: object
+        h: tuple[int, int, int],
+        batch: int,
+        new: int,
+        group: str = TABLE,
+        context: int = 0,
+        axis: str | None = None,
+        **more: object,
     ) -> Case:
         problem = dense(*h, [new] * batch, [context + new] * batch, page_size=page, **more)  # type: ignore[arg-type]
-        return case(f"{heads(*h)}-{batch}x{length(new)}", problem, group)
+        return case(f"{heads(*h)}-{batch}x{length(new)}", problem, group, axis)
 
     main = PREFILL_HEADS[0]
-    cases = [row(h, *shape) for h in PREFILL_HEADS for shape in PREFILL_SHAPES]
+    # The same number of tokens, from many short requests to one long one.
+    cases = [row(h, *shape, axis="max_q_len") for h in PREFILL_HEADS for shape in PREFILL_SHAPES]
     for h in PREFILL_HEADS[:2]:
         lens = zipf_lengths(16, seed=2)
         cases.append(case(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))
@@ -95,6 +113,10 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
             for batch, keys in LATENT_SHAPES:
                 problem = latent(h, [q] * batch, [keys] * batch, page_size=page)
                 cases.append(case(f"h{h}-b{batch}-k{length(keys)}-q{q}", problem))
+        cases += [
+            case(f"h{h}-b{b}-k8k", latent(h, [1] * b, [8 * K] * b, page_size=page), "batch", "requests")
+            for b in SWEEP_BATCHES
+        ]
     for h in (16, 128):
         problem = latent(h, [1] * 64, zipf_lengths(64, seed=3), page_size=page)
         cases.append(case(f"h{h}-b64", problem, "ragged"))
@@ -108,7 +130,7 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
 
 
 def packed_cases(page: int = 16) -> list[Case[Problem]]:
-    cases = [case(f"h16-{b}x{length(n)}", packed(16, [n] * b)) for b, n in PREFILL_SHAPES]
+    cases = [case(f"h16-{b}x{length(n)}", packed(16, [n] * b), axis="max_q_len") for b, n in PREFILL_SHAPES]
     cases += [case(f"h128-{b}x{length(n)}", packed(128, [n] * b), "heads128") for b, n in ((8, K), (2, 4 * K))]
     cases.append(case("h16-b16", packed(16, zipf_lengths(16, seed=2)), "ragged"))
     cases.append(case("h2", packed(2, [7, 33]), "tiny"))
@@ -116,7 +138,7 @@ def packed_cases(page: int = 16) -> list[Case[Problem]]:
 
 
 def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
-    def row(id: str, problem: WriteProblem, group: str = TABLE) -> Case[WriteProblem]:
+    def row(id: str, problem: WriteProblem, group: str = TABLE, axis: str | None = None) -> Case[WriteProblem]:
         return Case(
             id=id if group == TABLE else f"{group}-{id}",
             group=group,
@@ -124,6 +146,7 @@ def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
             parameters=problem.parameters,
             traffic_bytes=problem.traffic_bytes,
             flops=0,
+            axis=axis,
         )
 
     def own(tokens: int, dtype: torch.dtype = torch.bfloat16) -> WriteProblem:
@@ -132,18 +155,9 @@ def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
     def mla(tokens: int) -> WriteProblem:
         return WriteProblem(tokens=tokens, heads_kv=1, head_dim=512, head_dim_v=64, page_size=page, latent=True)
 
-    cases = [row(f"hd128-h8-t{length(t)}", own(t)) for t in (1, 64, 256, 8 * K)]
-    cases += [row(f"mla-t{length(t)}", mla(t)) for t in (1, 64, 256, 8 * K)]
+    cases = [row(f"hd128-h8-t{length(t)}", own(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
+    cases += [row(f"mla-t{length(t)}", mla(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
     cases += [row(f"hd128-h8-t{length(t)}", own(t, FP8), "fp8") for t in (64, 8 * K)]
     tiny = WriteProblem(tokens=5, heads_kv=2, head_dim=64, head_dim_v=64, page_size=page)
     cases.append(row("hd64-h2-t5", tiny, "tiny"))
     return cases
-
-
-def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
-    """The table, or every row of any group whose id the regular expression finds."""
-    import re
-
-    if pattern is None:
-        return [case for case in cases if case.group == TABLE]
-    return [case for case in cases if re.search(pattern, case.id)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax's benchmark: ours beside quack, torch, and our own Triton kernel."""
+"""Softmax's benchmark: ours beside quack, torch, torch.compile, and our own Triton kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class SoftmaxOperator:
     def providers(self, kernels: Sequence[str]) -> Sequence[Column]:
         names: Sequence[str | None] = kernels or [None]
         ours = [providers.Ours(name) for name in names]
-        return [*ours, providers.Quack(), providers.Torch(), providers.Ours("triton", "Triton")]
+        peers = (providers.Quack(), providers.Torch(), providers.Compiled(), providers.Ours("triton", "Triton"))
+        return [*ours, *peers]
 
     def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
         return build(problem, layers, device, seed)

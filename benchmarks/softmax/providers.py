@@ -95,3 +95,23 @@ class Torch(Column):
             return layer.out
 
         return Launch(run)
+
+
+class Compiled(Column):
+    """The kernel that torch.compile makes for this very shape."""
+
+    name = "torch.compile"
+
+    def objections(self, problem: Problem) -> list[str]:
+        return [] if torch.cuda.is_available() else ["needs a CUDA device"]
+
+    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        function = torch.log_softmax if problem.log else torch.softmax
+        # Beyond a few shapes torch.compile gives up without a word and runs eagerly.
+        torch.compiler.reset()
+
+        def softmax(x: torch.Tensor) -> torch.Tensor:
+            return function(x, -1, dtype=torch.float32).to(problem.out_dtype)
+
+        compiled = torch.compile(softmax, dynamic=False, mode="max-autotune-no-cudagraphs")
+        return Launch(lambda index: compiled(inputs.layers[index].x))

@@ -12,10 +12,11 @@ F32, BF16 = torch.float32, torch.bfloat16
 MAIN = ((64, 128256), (256, 151936), (4 * K, 8 * K), (32 * K, 4 * K), (32 * K, 32 * K))
 GRID_ROWS = tuple(512 * 2**i for i in range(7))
 GRID_WIDTHS = (4 * K, 8 * K, 16 * K, 32 * K)
+NARROW = (8, 64, 128, 256, 512, 1000, 1024, 2048)
 VOCABULARIES = (32 * K, 128256, 151936, 256 * K)
 
 
-def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
+def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
     name = f"{problem.rows}x{problem.width}"
     return Case(
         id=name if group == TABLE else f"{group}-{name}",
@@ -24,20 +25,21 @@ def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
         parameters=problem.parameters,
         traffic_bytes=problem.traffic_bytes,
         flops=0,
+        axis=axis,
     )
 
 
 def cases() -> list[Case[Problem]]:
     found = [case(Problem(rows=rows, width=width)) for rows, width in MAIN]
-    found += [case(Problem(rows=rows, width=width), "grid") for rows in GRID_ROWS for width in GRID_WIDTHS]
+    found += [case(Problem(rows=rows, width=width), "grid", "rows") for rows in GRID_ROWS for width in GRID_WIDTHS]
     found += [case(Problem(rows=rows, width=width, dtype=F32, out_dtype=F32), "f32") for rows, width in MAIN[:4]]
     found += [case(Problem(rows=rows, width=width, log=True), "log") for rows, width in MAIN[:4]]
     found += [
-        case(Problem(rows=rows, width=width, dtype=F32, out_dtype=F32, log=True), "logprobs")
+        case(Problem(rows=rows, width=width, dtype=F32, out_dtype=F32, log=True), "logprobs", "width")
         for rows in (1, 16, 256)
         for width in VOCABULARIES
     ]
-    found += [case(Problem(rows=64 * K, width=width), "narrow") for width in (8, 64, 128, 256, 512, 1000, 1024, 2048)]
+    found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
     # Rows that start at no multiple of 16 bytes.
     found += [case(Problem(rows=rows, width=width), "odd") for rows, width in ((4 * K, 4099), (64, 128257))]
     found += [case(Problem(rows=rows, width=width), "tiny") for rows, width in ((3, 40), (2, 4099))]

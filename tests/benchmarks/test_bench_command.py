@@ -20,11 +20,12 @@ from benchmarks.attention.rows import case
 
 PACKAGE = pathlib.Path(benchmarks.__file__).parent
 ROW_KEYS = {
-    "kind", "operator", "id", "group", "parameters", "traffic_bytes", "flops", "floor_us", "unit", "layers", "cells",
+    "kind", "operator", "id", "group", "axis", "parameters", "traffic_bytes", "flops", "floor_us", "unit", "layers",
+    "cells",
 }  # fmt: skip
 TIMED_KEYS = {
     "provider", "status", "median_us", "p10_us", "p90_us", "samples", "error", "worst_row_error", "of_floor", "rate",
-    "speedup",
+    "speedup", "launch_us",
 }  # fmt: skip
 
 

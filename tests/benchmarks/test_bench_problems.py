@@ -10,7 +10,7 @@ import torch
 import benchmarks
 from benchmarks.attention import rows
 from benchmarks.attention.problems import WriteProblem, dense, keys_seen, latent, packed, twice_pairs
-from benchmarks.case import TABLE, Case
+from benchmarks.case import TABLE, Case, select
 from benchmarks.devices import CEILINGS, floor_us
 
 K = 1024
@@ -100,7 +100,7 @@ PACKED = ["h16-16x1k", "h16-4x4k", "h16-1x16k"]
 )
 def test_the_table_has_its_rows(operator: str, ids: list[str]) -> None:
     cases = benchmarks.operators()[operator].cases()
-    assert sorted(case.id for case in rows.select(cases, None)) == sorted(ids)
+    assert sorted(case.id for case in select(cases, None)) == sorted(ids)
 
 
 @pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode", "mla-prefill", "write-kv"])
@@ -108,7 +108,7 @@ def test_ids_are_unique_and_every_operator_has_a_tiny_row(operator: str) -> None
     cases = benchmarks.operators()[operator].cases()
     ids = [case.id for case in cases]
     assert len(set(ids)) == len(ids)
-    assert [case.group for case in rows.select(cases, "^tiny")] == ["tiny"]
+    assert [case.group for case in select(cases, "^tiny")] == ["tiny"]
     assert all(case.traffic_bytes > 0 for case in cases)
     assert all(case.problem.spec.page_size in (16, None) for case in cases)
 

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of earlier runs, read from their lines of JSON and sorted by operator, device and group."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .case import SMALLEST
+
+Record = dict[str, Any]
+OURS = "dsl"
+
+
+def is_ours(provider: str) -> bool:
+    """Whether a column is this package's: what dispatch chose, or a kernel by name."""
+    return provider == OURS or provider.startswith(f"{OURS}:")
+
+
+def read(path: Path) -> list[Record]:
+    """The lines of `bench --json`; a last one that was not finished is left out.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        records = []
+    if not records or not isinstance(records[0], dict) or records[0].get("kind") != "environment":
+        raise ValueError(f"{path}: no file of `bench OP --json`: its first line is not of kind `environment`")
+    strange = {str(record.get("kind")) for record in records} - {"environment", "row"}
+    if strange:
+        raise ValueError(f"{path}: lines of kind {', '.join(sorted(strange))}; a report is made of rows of `bench OP`")
+    return records
+
+
+@dataclass
+class Section:
+    """An operator on a device.
+
+    Attributes:
+        rows: id -> row; of a row that was measured twice the later one.
+    """
+
+    operator: str
+    device: str
+    rows: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator} on {self.device}"
+
+    @property
+    def groups(self) -> dict[str, list[Record]]:
+        """Group -> rows, without the smallest ones, which say nothing about rates."""
+        found: dict[str, list[Record]] = {}
+        for row in self.rows.values():
+            if row["group"] != SMALLEST:
+                found.setdefault(row["group"], []).append(row)
+        return found
+
+    @property
+    def smallest(self) -> Record | None:
+        """The row with the least traffic among those that are there to show what a launch costs."""
+        found = [row for row in self.rows.values() if row["group"] == SMALLEST and measured(row)]
+        return min(found, key=lambda row: row["traffic_bytes"], default=None)
+
+
+def gather(records: Sequence[Record]) -> tuple[list[Record], list[Section]]:
+    """The environments, and the sections by operator and device in the order of their first rows."""
+    environments: list[Record] = []
+    sections: dict[tuple[str, str], Section] = {}
+    for record in records:
+        if record["kind"] == "environment":
+            environments.append(record)
+            continue
+        key = (record["operator"], environments[-1]["device"])
+        sections.setdefault(key, Section(*key)).rows[record["id"]] = record
+    return environments, list(sections.values())
+
+
+def measured(row: Record) -> list[Record]:
+    """The cells that have a time."""
+    return [cell for cell in row["cells"] if "median_us" in cell]
+
+
+def order(rows: Sequence[Record]) -> list[str]:
+    """Providers that were measured in some row, ours first."""
+    names = dict.fromkeys(cell["provider"] for row in rows for cell in measured(row))
+    return sorted(names, key=lambda name: not is_ours(name))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours beside the fastest peer of a row.
+
+    Attributes:
+        ratio: the peer's time over ours: above one ours is faster.
+        verdict: `better` or `worse` where the ranges that hold 80 % of the samples do not meet, else `open`.
+    """
+
+    peer: str
+    ratio: float
+    verdict: str
+
+
+def compare(row: Record) -> Comparison | None:
+    """None where ours, or every peer, has no time. Ours is the first column: what dispatch chose, where that ran."""
+    ours = next((cell for cell in measured(row) if is_ours(cell["provider"])), None)
+    peers = [cell for cell in measured(row) if not is_ours(cell["provider"])]
+    if ours is None or not peers:
+        return None
+    best = min(peers, key=lambda cell: float(cell["median_us"]))
+    verdict = "better" if ours["p90_us"] < best["p10_us"] else "worse" if ours["p10_us"] > best["p90_us"] else "open"
+    return Comparison(best["provider"], best["median_us"] / ours["median_us"], verdict)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Comparisons of a group of rows.
+
+    Attributes:
+        middle: geometric mean of the ratios.
+        ahead, behind: rows with a verdict.
+    """
+
+    rows: int
+    middle: float
+    lowest: float
+    highest: float
+    ahead: int
+    behind: int
+
+
+def tally(rows: Sequence[Record]) -> Tally | None:
+    found = [one for row in rows if (one := compare(row))]
+    if not found:
+        return None
+    ratios = [one.ratio for one in found]
+    return Tally(
+        rows=len(found),
+        middle=statistics.geometric_mean(ratios),
+        lowest=min(ratios),
+        highest=max(ratios),
+        ahead=sum(one.verdict == "better" for one in found),
+        behind=sum(one.verdict == "worse" for one in found),
+    )
+
+
+def axis_of(rows: Sequence[Record]) -> str | None:
+    """The parameter that a group of rows goes over; None where it is no sweep."""
+    axes = {row.get("axis") for row in rows}
+    return axes.pop() if len(axes) == 1 else None
+
+
+def differing(rows: Sequence[Record]) -> list[str]:
+    """Parameters that are not the same in all rows."""
+    return [name for name in rows[0]["parameters"] if len({str(row["parameters"].get(name)) for row in rows}) > 1]
+
+
+def panels(rows: Sequence[Record], axis: str) -> Iterator[tuple[dict[str, object], list[Record]]]:
+    """Rows that differ in the axis alone, with the parameters that tell them from the others.
+
+    A parameter that the axis decides (a batch that shrinks as the length grows) tells nothing apart, and one that is
+    always equal to another says nothing new.
+    """
+
+    def decided(name: str) -> bool:
+        seen: dict[object, object] = {}
+        return all(
+            seen.setdefault(row["parameters"][axis], row["parameters"][name]) == row["parameters"][name] for row in rows
+        )
+
+    names: list[str] = []
+    for name in differing(rows):
+        twin = any(all(row["parameters"][name] == row["parameters"][kept] for row in rows) for kept in names)
+        if name != axis and not decided(name) and not twin:
+            names.append(name)
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for row in rows:
+        found.setdefault(tuple(row["parameters"][name] for name in names), []).append(row)
+    for values, members in found.items():
+        yield dict(zip(names, values, strict=True)), members

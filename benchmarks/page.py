@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTML page of what operators' benchmarks measured, with everything that it needs inside."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import charts, document
+from .case import TABLE
+from .document import facts_line, text
+from .measured import Comparison, Record, Section, axis_of, compare, differing, gather, measured, order, panels, tally
+from .report import microseconds
+
+MEANING = {
+    "rate": "bytes or operations that the problem needs, whatever a provider moves or computes, over the median time "
+    "of a launch; bars hold 80 % of the samples. Launches are replayed from a CUDA graph, over data that left the "
+    "cache.",
+    "ceiling": "the rate of a row at its floor: the longer of its bytes at the device's measured read bandwidth and "
+    "its operations at the measured rate of bf16 products. No line where the device was never measured.",
+    "best peer": "the fastest of all that are not this package's default in the row; above 1 dsl is faster. Coloured "
+    "where the two ranges that hold 80 % of the samples do not meet.",
+    "smallest problem": "its launches in a CUDA graph, one after another: what a kernel costs before it does any work.",
+    "host": "what a launch without a graph costs the processor until it returns: median of single calls.",
+}
+
+
+def write(records: Sequence[Record], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document.write(render(records), path)
+
+
+def render(records: Sequence[Record]) -> str:
+    """The page.
+
+    Args:
+        records: lines of `bench --json`, of one run or of several one after another.
+
+    Raises:
+        ValueError: there is no row among them.
+    """
+    environments, sections = gather(records)
+    if not sections:
+        raise ValueError("no row was measured: there is nothing to picture")
+    devices = list(dict.fromkeys(section.device for section in sections))
+    title = f"Kernels on {', '.join(devices)}"
+    parts = [f"<h1>{text(title)}</h1>", *map(facts_line, header(environments)), document.notes(complaints(records))]
+    titles = [section.name if len(devices) > 1 else section.operator for section in sections]
+    parts.append(summary(sections, titles))
+    parts += [section_part(section, name) for section, name in zip(sections, titles, strict=True)]
+    parts += [latencies(sections, device) for device in devices]
+    parts.append(document.words(MEANING))
+    return document.document(title, parts)
+
+
+def header(environments: Sequence[Record]) -> list[str]:
+    """What the figures were taken with; runs with the same facts are said once."""
+    lines: dict[tuple[str, str], str] = {}
+    for facts in environments:
+        driver = [f"driver {facts['driver']}"] if facts.get("driver") else []
+        flush = ["cache overwritten before each sample"] if facts.get("flush") else []
+        parts = [facts["device"], *driver, document.commit_of(facts), f"pages of {facts['page_size']} tokens", *flush]
+        lines.setdefault((", ".join(parts), document.versions_of(facts)), facts["date"].replace("T", " "))
+    return [line for (machine, versions), date in lines.items() for line in (f"{machine}; {date}", versions)]
+
+
+def complaints(records: Sequence[Record]) -> list[str]:
+    """What a reader has to know before believing a figure."""
+    environments, sections = gather(records)
+    found = []
+    if any(facts["device"] == "cpu" for facts in environments):
+        found.append("This ran on a CPU: it shows that the kernels' paths run, and says nothing about speed on a GPU.")
+    if len({facts.get("commit") for facts in environments}) > 1:
+        found.append("The figures come from several commits.")
+    rows = [row for section in sections for row in section.rows.values()]
+    without = sorted(
+        {section.device for section in sections if not any(charts.ceiling(r) for r in section.rows.values())}
+    )
+    found += [f"{name}: no ceiling, since nobody measured this device's" for name in without if name != "cpu"]
+    found += [
+        f"{row['operator']}, {row['id']}: {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
+        for row in rows
+        for cell in row["cells"]
+        if cell["status"] in ("wrong", "error")
+    ]
+    return found
+
+
+def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:
+    """Ours over the best peer, by operator and group."""
+    rows = []
+    for section, title in zip(sections, titles, strict=True):
+        first = True
+        for group, members in section.groups.items():
+            found = tally(members)
+            if found is None:
+                continue
+            cells = f"<td>{found.rows}</td><td>{found.middle:.2f}×</td>"
+            cells += f"<td>{found.lowest:.2f}–{found.highest:.2f}</td>"
+            cells += f'<td class="{"better" if found.ahead else ""}">{found.ahead}</td>'
+            cells += f'<td class="{"worse" if found.behind else ""}">{found.behind}</td></tr>'
+            rows.append(document.labelled(title, heading(group), first) + cells)
+            first = False
+    if not rows:
+        return ""
+    caption = "The best peer's time over dsl's: above 1 dsl is faster. Ahead and behind: rows beyond both ranges."
+    heads = ["rows", "geometric mean", "lowest to highest", "ahead", "behind"]
+    return "<h2>dsl beside the best peer</h2>" + document.table(caption, ["operator", "rows"], heads, rows)
+
+
+def latencies(sections: Sequence[Section], device: str) -> str:
+    """What a launch costs where there is next to nothing to do."""
+    rows = {one.operator: row for one in sections if one.device == device and (row := one.smallest)}
+    if not rows:
+        return ""
+    lines = []
+    for operator, row in rows.items():
+        for index, cell in enumerate(measured(row)):
+            label = f"{operator}, {row['id']}"
+            host = microseconds(cell["launch_us"]) if "launch_us" in cell else "-"
+            times = f"<td>{microseconds(cell['median_us'])}</td><td>{host}</td></tr>"
+            lines.append(document.labelled(label, cell["provider"], index == 0) + times)
+    table = document.table("Microseconds.", ["operator, row", "provider"], ["a launch", "host"], lines)
+    return f"<h2>Launches on {text(device)}</h2>{document.charts([charts.latency_chart(rows)], wide=True)}{table}"
+
+
+def section_part(section: Section, title: str) -> str:
+    rows = [row for members in section.groups.values() for row in members]
+    if not rows:
+        return ""
+    names = order(rows)
+    parts = [f"<h2>{text(title)}</h2>"]
+    for group, members in section.groups.items():
+        parts.append(f"<h3>{text(heading(group))}</h3>{facts_line(common(members))}")
+        parts.append(pictures(members, names))
+    parts.append(rows_table(section, rows, names))
+    return "".join(parts)
+
+
+def heading(group: str) -> str:
+    """A group's name for a reader: the table is the harness's word."""
+    return "usual shapes" if group == TABLE else group
+
+
+def pictures(rows: Sequence[Record], names: Sequence[str]) -> str:
+    """A picture for each panel of a sweep, or one of bars."""
+    shown = [row for row in rows if measured(row)]
+    if not shown:
+        return "<p>No provider was measured.</p>"
+    axis = axis_of(shown)
+    if axis is None:
+        return document.charts([charts.bar_chart(shown, names)], wide=True)
+    figures = [charts.line_chart(m, names, axis, parameters(apart)) for apart, m in panels(shown, axis)]
+    charts.level(figures)
+    return document.charts(figures)
+
+
+def parameters(values: dict[str, object]) -> str:
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )
+
+
+def common(rows: Sequence[Record]) -> str:
+    """The parameters that all rows of a group share; None is a feature that is off."""
+    apart = differing(rows)
+    shared = {name: value for name, value in rows[0]["parameters"].items() if name not in apart}
+    return parameters({name: value for name, value in shared.items() if value not in (None, False)})
+
+
+def rows_table(section: Section, rows: Sequence[Record], names: Sequence[str]) -> str:
+    """Every row with all times, and ours over the best peer."""
+    lines = []
+    groups = [heading(row["group"]) for row in rows]
+    for index, row in enumerate(rows):
+        floor = microseconds(row["floor_us"]) if row["floor_us"] else "-"
+        cells = [f"<td>{floor}</td>", *(time_cell(row, name) for name in names), *peer_cells(compare(row))]
+        first = index == 0 or groups[index] != groups[index - 1]
+        lines.append(document.labelled(groups[index], row["id"], first) + "".join(cells) + "</tr>")
+    caption = (
+        "Median microseconds of a launch, half of the range that holds 80 % of the samples, and for dsl the rate. "
+        "In bold the fastest. - not run; a reason shows under the pointer."
+    )
+    heads = ["floor", *names, "best peer", "its time over dsl's"]
+    return document.table(caption, ["rows", "row"], heads, lines)
+
+
+def time_cell(row: Record, name: str) -> str:
+    cell = next((cell for cell in row["cells"] if cell["provider"] == name), None)
+    if cell is None:
+        return "<td>-</td>"
+    if "median_us" not in cell:
+        shown, kind = ("-", "") if cell["status"] == "skipped" else (cell["status"], "worse")
+        return f'<td class="{kind}" title="{text(cell.get("message", ""))}">{text(shown)}</td>'
+    median = cell["median_us"]
+    spread = 50 * (cell["p90_us"] - cell["p10_us"]) / median
+    fastest = median == min(one["median_us"] for one in measured(row))
+    value = f"<b>{microseconds(median)}</b>" if fastest else microseconds(median)
+    rate = f", {cell['rate']:.3g} {row['unit']}" if cell is row["cells"][0] else ""
+    return f'<td>{value} <span class="range">±{spread:.1f}%{text(rate)}</span></td>'
+
+
+def peer_cells(found: Comparison | None) -> list[str]:
+    if found is None:
+        return ["<td>-</td>", "<td>-</td>"]
+    return [f"<td>{text(found.peer)}</td>", f'<td class="{found.verdict}">{found.ratio:.2f}×</td>']
