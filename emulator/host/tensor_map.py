@@ -7,7 +7,8 @@ types and ranks to see that each field comes back. A bit that was never seen set
 is not zero and im2col must be behind some of them.
 
     byte  0  address, u64
-          8  u32: [3:0] 2, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion, [21] large
+          8  u32: [3:0] 2, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion,
+             [19] 32-byte atoms, [21] large
          12  bits 4 to 35 of the strides 1 to 4, u32 each
          28  bits 36 to 39 of the strides 1 to 4, a nibble each
          32  dimensions - 1, u32 each
@@ -85,6 +86,7 @@ class TensorMap:
         swizzle: span of the pattern in bytes: 0, 32, 64 or 128.
         interleave: always 0, others are refused.
         fill: of elements out of bounds: always zero, others are refused.
+        atom: bytes that the swizzle keeps together: 16, or 32 with a swizzle of 128.
     """
 
     address: int
@@ -98,6 +100,7 @@ class TensorMap:
     promotion: Promotion
     interleave: int = 0
     fill: str = "zero"
+    atom: int = 16
 
     @property
     def rank(self) -> int:
@@ -129,7 +132,7 @@ def decode(data: bytes) -> TensorMap:
     address, flags, *rest = struct.unpack_from("<QI4II5I", data)
     low_strides, high_strides, sizes = rest[:4], rest[4], rest[5:]
     rank = field(flags, 4, 3) + 1
-    known = 0b11 << 17 | 1 << 16 | 0b111 << 13 | 0xF << 7 | 0b111 << 4 | 0xF | 1 << 21
+    known = 1 << 19 | 0b11 << 17 | 1 << 16 | 0b111 << 13 | 0xF << 7 | 0b111 << 4 | 0xF | 1 << 21
     number = field(flags, 7, 4)
     strides = tuple((low | field(high_strides, 4 * i, 4) << 32) << 4 for i, low in enumerate(low_strides))
     element_strides = int.from_bytes(data[52:54], "little")
@@ -158,8 +161,12 @@ def decode(data: bytes) -> TensorMap:
         tf32=bool(field(flags, 16, 1)),
         swizzle=(0, 32, 64, 128)[field(flags, 13, 3)],
         promotion=Promotion(field(flags, 17, 2)),
+        atom=32 if field(flags, 19, 1) else 16,
     )
-    refuse((found.tf32 and element is not Element.F32, f"tf32 of {element.name}"))
+    refuse(
+        (found.tf32 and element is not Element.F32, f"tf32 of {element.name}"),
+        (found.atom == 32 and found.swizzle != 128, f"32-byte atoms with a swizzle of {found.swizzle} bytes"),
+    )
     return found
 
 

@@ -29,7 +29,7 @@ Mask = NDArray[np.bool_]
 Data = NDArray[np.uint8]
 Values = NDArray[Any]
 
-CHUNK = 16  # bytes that a swizzle keeps together, and that sizes and addresses are multiples of
+CHUNK = 16  # bytes that every swizzle keeps together, and that sizes and addresses are multiples of
 SHARED_ALIGNMENT = 128
 # The swizzles look at no address bit above the ninth.
 PERIOD = 1024
@@ -268,7 +268,8 @@ def pattern_of(tensor: TensorMap, sizes: tuple[int, ...], unit: int, shared: int
     for size, step, every in zip(sizes[1:], tensor.strides, tensor.element_strides[1:], strict=True):
         offsets = np.arange(size, dtype=np.int64) * (every * step)
         source = (offsets.reshape(-1, *(1,) * source.ndim) + source[None]).astype(np.int64)
-    addresses = Swizzle(tensor.swizzle).apply(shared + (rows + row).reshape(-1))
+    swizzle = Swizzle.B128_ATOM_32 if tensor.atom == 2 * CHUNK else Swizzle(tensor.swizzle)
+    addresses = swizzle.apply(shared + (rows + row).reshape(-1))
     everything = np.ones(addresses.size, dtype=np.bool_)
     first, end = int(addresses.min()), int(addresses.max()) + unit
     dense = (first, end) if end - first == addresses.size * unit else None

@@ -18,7 +18,7 @@ Addresses = NDArray[np.int64]
 
 
 class Swizzle(enum.Enum):
-    """A pattern that moves 16-byte chunks (32-byte ones for ATOM_32) within rows of `value` bytes."""
+    """A pattern that moves 16-byte chunks (32-byte ones for ATOM_32) within rows of `row_bytes` bytes."""
 
     NONE = 0
     B32 = 32
@@ -31,12 +31,17 @@ class Swizzle(enum.Enum):
         """Bytes after which the pattern's next row begins; 16 without a swizzle: a core matrix's row."""
         return {Swizzle.NONE: 16, Swizzle.B32: 32, Swizzle.B64: 64}.get(self, 128)
 
+    @property
+    def rows(self) -> int:
+        """Of the pattern of a descriptor."""
+        return 4 if self is Swizzle.B128_ATOM_32 else 8
+
     def apply(self, addresses: Addresses) -> Addresses:
         """Bits of the row's number, above the chunk's, are XORed into the chunk's number."""
         if self is Swizzle.NONE:
             return addresses
         if self is Swizzle.B128_ATOM_32:
-            return addresses ^ ((addresses >> 3) & 0x60)
+            return addresses ^ ((addresses >> 2) & 0x60)
         mask = (self.row_bytes - 1) & ~0xF
         return addresses ^ ((addresses >> 3) & mask)
 
@@ -107,33 +112,34 @@ class MatrixDescriptor:
 
         Elements of 4 bits lie two in a byte; their addresses repeat.
         """
-        offsets = element_offsets(
-            rows, columns, element_bits, k_major, self.leading, self.stride, self.swizzle.row_bytes
-        )
+        pattern = (self.swizzle.rows, self.swizzle.row_bytes)
+        offsets = element_offsets(rows, columns, element_bits, k_major, self.leading, self.stride, pattern)
         return self.swizzle.apply(self.start + offsets)
 
 
 @lru_cache(maxsize=256)
 def element_offsets(
-    rows: int, columns: int, element_bits: int, k_major: bool, leading: int, stride: int, row_bytes: int
+    rows: int, columns: int, element_bits: int, k_major: bool, leading: int, stride: int, pattern: tuple[int, int]
 ) -> Addresses:
     """Byte offsets [rows, columns] from a matrix's start, before the swizzle.
 
-    A pattern is 8 rows of `row_bytes`. K-major: a row of it is one row's stretch of K, the next 8 rows lie `stride`
-    further. MN-major: a row of it is one column's stretch of M or N, the next stretch lies `leading` further and the
-    next 8 columns `stride`; without a swizzle these two change places.
+    A pattern is 8 rows of so many bytes, or 4. K-major: a row of it is one row's stretch of K, the next 8 rows lie
+    `stride` further. MN-major: a row of it is one column's stretch of M or N, the next stretch lies `leading` further
+    and the next 8 columns `stride`; without a swizzle these two change places.
     """
+    repeat, row_bytes = pattern
     row = np.arange(rows, dtype=np.int64)[:, None]
     column = np.arange(columns, dtype=np.int64)[None, :]
     plain = row_bytes == 16
     if k_major:
         byte = column * element_bits // 8
-        inside = row % 8 * row_bytes + row // 8 * stride
+        inside = row % repeat * row_bytes + row // repeat * stride
         # A pattern's rows hold all of K; core matrices, 16 bytes of it.
         return inside + (byte % 16 + byte // 16 * leading if plain else byte)
     per_row = row_bytes * 8 // element_bits
     along, across = (stride, leading) if plain else (leading, stride)
-    return (row % per_row) * element_bits // 8 + row // per_row * along + column % 8 * row_bytes + column // 8 * across
+    inside = row % per_row * element_bits // 8 + column % repeat * row_bytes
+    return inside + row // per_row * along + column // repeat * across
 
 
 def box_offsets(box: tuple[int, ...], element_bytes: int) -> Addresses:

@@ -217,11 +217,16 @@ def shared_operand(
 
     Raises:
         DescriptorError: the descriptor means nothing.
-        Unsupported: the 128-byte swizzle of 32-byte atoms.
+        Unsupported: a K-major matrix with the 128-byte swizzle of 32-byte atoms, which the ISA has no layout for.
     """
     descriptor = MatrixDescriptor.of_sm100(bits)
-    if descriptor.swizzle is Swizzle.B128_ATOM_32:
-        raise Unsupported("tcgen05: matrices with the 128-byte swizzle of 32-byte atoms")
+    atoms = descriptor.swizzle is Swizzle.B128_ATOM_32
+    if atoms and k_major:
+        raise Unsupported(f"tcgen05: {matrix.upper()}, K-major with the 128-byte swizzle of 32-byte atoms")
+    if not k_major and atoms != (width == 32):
+        # Of 9.7.16.10.3: M- or N-major elements of 32 bits have this swizzle, and no others have it.
+        swizzle = descriptor.swizzle.name
+        raise DescriptorError(f"descriptor {bits:#018x}: {width} bits, not K-major, with the swizzle {swizzle}")
     addresses = descriptor.addresses(rows, k, slot, k_major=k_major)
     addresses.flags.writeable = False
     if width < slot:

@@ -17,7 +17,7 @@ pytest.importorskip("cutlass")
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
-from tma_kernels import TensorMaps
+from tma_kernels import ATOMS_OF_32, TensorMaps
 
 ARCHES = ("sm_90a", "sm_100a")
 # Address 0x7f0012345670, 3 dimensions, bf16, 64-byte swizzle.
@@ -168,6 +168,12 @@ def test_tf32() -> None:
     assert asked == typed == replace(maps_of("sm_90a", tensor, ((64, 32), 0))[0], tf32=True)
 
 
+def test_32_byte_atoms() -> None:
+    """What M- and N-major operands of tf32 are loaded with."""
+    (found,) = maps_of("sm_100a", torch.zeros(128, 256), ((64, 32), ATOMS_OF_32), internal=cutlass.TFloat32)
+    assert (found.swizzle, found.atom, found.tf32) == (128, 32, True)
+
+
 def test_example() -> None:
     assert decode(EXAMPLE) == TensorMap(
         address=0x7F0012345670,
@@ -200,7 +206,8 @@ def test_every_bit_is_read_or_refused() -> None:
     [
         (8 * 8 + 11, "flags"),
         (8 * 8 + 12, "flags"),
-        (8 * 8 + 19, "flags"),
+        (8 * 8 + 19, "32-byte atoms with a swizzle of 64 bytes"),
+        (8 * 8 + 20, "flags"),
         (8 * 8, "kind"),
         (8 * 8 + 16, "tf32 of BF16"),
     ],

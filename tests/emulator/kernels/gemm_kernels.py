@@ -162,16 +162,24 @@ class HopperGemm:
 
 
 class BlackwellGemm:
-    """One CTA makes tiles [128, 64], a pair tiles [256, 64]; `tiles` tiles of a row, in two accumulators in turn."""
+    """One CTA makes tiles [128, 64], a pair tiles [256, 64]; `tiles` tiles of a row, in two accumulators in turn.
 
-    N, K = 64, 64
+    Operands are K-major halves, or with `tf32` M- and N-major floats; results are halves.
+    """
+
+    N = 64
     STAGES = 2
     ACCUMULATORS = 2
     COLUMNS = 128
     STORE, MULTIPLY, LOAD = 0, 4, 5  # first warp of each role
 
-    def __init__(self, ctas=1, tiles=3):
+    def __init__(self, ctas=1, tiles=3, tf32=False):
         self.ctas, self.tiles = ctas, tiles
+        self.operand, self.multiplied = (
+            (cutlass.Float32, cutlass.TFloat32) if tf32 else (cutlass.Float16, cutlass.Float16)
+        )
+        self.major = OperandMajorMode.MN if tf32 else OperandMajorMode.K
+        self.K = 1024 // self.operand.width
         self.group = tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
         self.tile = (128 * ctas, self.N, self.K)
 
@@ -179,18 +187,30 @@ class BlackwellGemm:
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):
         half = cutlass.Float16
         product = blackwell_helpers.make_trivial_tiled_mma(
-            half, half, OperandMajorMode.K, OperandMajorMode.K, cutlass.Float32, self.group, self.tile[:2]
+            self.multiplied, self.multiplied, self.major, self.major, cutlass.Float32, self.group, self.tile[:2]
         )
-        a_staged = blackwell_helpers.make_smem_layout_a(product, self.tile, half, self.STAGES)
-        b_staged = blackwell_helpers.make_smem_layout_b(product, self.tile, half, self.STAGES)
+        a_staged = blackwell_helpers.make_smem_layout_a(product, self.tile, self.operand, self.STAGES)
+        b_staged = blackwell_helpers.make_smem_layout_b(product, self.tile, self.operand, self.STAGES)
         c_staged = blackwell_helpers.make_smem_layout_epi(half, LayoutEnum.ROW_MAJOR, (128, self.N), 1)
         cluster = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (product.thr_id.shape,))
         load = cpasync.CopyBulkTensorTileG2SOp(self.group)
         a_load, mA = cute.nvgpu.make_tiled_tma_atom_A(
-            load, a, cute.slice_(a_staged, (None, None, None, 0)), self.tile, product, cluster.shape
+            load,
+            a,
+            cute.slice_(a_staged, (None, None, None, 0)),
+            self.tile,
+            product,
+            cluster.shape,
+            internal_type=self.multiplied,
         )
         b_load, mB = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.slice_(b_staged, (None, None, None, 0)), self.tile, product, cluster.shape
+            load,
+            b,
+            cute.slice_(b_staged, (None, None, None, 0)),
+            self.tile,
+            product,
+            cluster.shape,
+            internal_type=self.multiplied,
         )
         c_store, mC = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), c, cute.slice_(c_staged, (None, None, 0)), (128, self.N)
@@ -217,8 +237,8 @@ class BlackwellGemm:
         half = cutlass.Float16
         two = self.ctas == 2
         shared = cutlass.utils.SmemAllocator()
-        sA = shared.allocate_tensor(half, a_staged.outer, byte_alignment=1024, swizzle=a_staged.inner)
-        sB = shared.allocate_tensor(half, b_staged.outer, byte_alignment=1024, swizzle=b_staged.inner)
+        sA = shared.allocate_tensor(self.operand, a_staged.outer, byte_alignment=1024, swizzle=a_staged.inner)
+        sB = shared.allocate_tensor(self.operand, b_staged.outer, byte_alignment=1024, swizzle=b_staged.inner)
         sC = shared.allocate_tensor(half, c_staged.outer, byte_alignment=1024, swizzle=c_staged.inner)
         full = shared.allocate_array(cutlass.Int64, self.STAGES)
         empty = shared.allocate_array(cutlass.Int64, self.STAGES)
@@ -266,7 +286,8 @@ class BlackwellGemm:
                     cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                     if rank == 0:
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.tile[0] + self.N) * self.K * 2)
+                            # 128 bytes of each row.
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.tile[0] + self.N) * 128)
                     column = group * self.tiles + tile
                     cute.copy(a_load, gAIn[None, block], sAIn[None, stage], tma_bar_ptr=full + stage)
                     cute.copy(b_load, gBIn[None, column, block], sBIn[None, stage], tma_bar_ptr=full + stage)

@@ -41,6 +41,22 @@ class Shaped:
         out[block] = cutlass.Float32(cute.arch.block_idx_in_cluster() + 100 * block)
 
 
+class Totals:
+    """Every thread adds its elements of x [threads, n] to out [n], by one atomic addition."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor):
+        self.kernel(x, out).launch(grid=(1, 1, 1), block=(cute.size(x, mode=[0]), 1, 1))
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        mine = x[cute.arch.thread_idx()[0], None].load()
+        if cutlass.const_expr(cute.size(out) == 1):
+            cute.arch.atomic_add(out.iterator, mine[0])
+        else:
+            cute.arch.atomic_add(out.iterator, mine.ir_value())
+
+
 class Staged:
     """Puts a value into dynamic shared memory that the DSL counts, and gets it back."""
 

@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 KINDS = warpgroup.SmemLayoutAtomKind
 SWIZZLES = {0: KINDS.K_INTER, 32: KINDS.K_SW32, 64: KINDS.K_SW64, 128: KINDS.K_SW128}
+ATOMS_OF_32 = 128 + 32
 
 
 class TmaCopy:
@@ -63,7 +64,10 @@ class TmaCopy:
 
 
 class TensorMaps:
-    """A kernel that takes one tensor map for each (tile, swizzle in bytes) of a tensor, and fetches them."""
+    """A kernel that takes one tensor map for each (tile, swizzle in bytes) of a tensor, and fetches them.
+
+    A swizzle of ATOMS_OF_32 is that of 128 bytes with atoms of 32, of matrices of 32-bit elements.
+    """
 
     def __init__(self, forms, internal=None):
         self.forms, self.internal = forms, internal
@@ -75,7 +79,12 @@ class TensorMaps:
             if cutlass.const_expr(swizzle == 0):
                 layout = cute.make_ordered_layout(tile, order=tuple(reversed(range(len(tile)))))
             else:
-                atom = warpgroup.make_smem_layout_atom(SWIZZLES[swizzle], tensor.element_type)
+                if cutlass.const_expr(swizzle == ATOMS_OF_32):
+                    atom = cute.make_composed_layout(
+                        cute.make_swizzle(2, 5, 2), 0, cute.make_layout((8, 32), stride=(32, 1))
+                    )
+                else:
+                    atom = warpgroup.make_smem_layout_atom(SWIZZLES[swizzle], tensor.element_type)
                 layout = cute.tile_to_shape(atom, tile, order=(0, 1))
             atoms.append(
                 cpasync.make_tiled_tma_atom(

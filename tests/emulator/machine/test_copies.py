@@ -25,6 +25,7 @@ LINES = {
     64: ["01234567", "10325476", "23016745", "32107654"],
     128: ["01234567", "10325476", "23016745", "32107654", "45670123", "54761032", "67452301", "76543210"],
 }
+ATOMS_OF_32 = ["01234567", "23016745", "45670123", "67452301"]
 
 
 def a_map(
@@ -53,9 +54,9 @@ def set_bits(memory: bytearray, bit: int, count: int, value: int) -> None:
     memory[stretch] = (old | value << bit % 8).to_bytes(len(memory[stretch]), "little")
 
 
-def swizzled(address: int, swizzle: int) -> int:
+def swizzled(address: int, tensor: TensorMap) -> int:
     """Where the byte lies that would lie at `address` without a swizzle, read off the ISA's tables."""
-    lines = LINES[swizzle]
+    lines = ATOMS_OF_32 if tensor.atom == 32 else LINES[tensor.swizzle]
     chunk = str(address // 16 % 8)
     place = lines[address // 128 % len(lines)].index(chunk)
     return address // 128 * 128 + place * 16 + address % 16
@@ -102,7 +103,7 @@ def copy_by_loops(tensor: TensorMap, corners: list[tuple[int, ...]], shared: int
             if tensor.swizzle:
                 row, low = divmod(low, tensor.box[0] * tensor.element.shared_bits // 8)
                 low += row * tensor.swizzle
-            bit = swizzled(shared + low, tensor.swizzle) * 8 + within
+            bit = swizzled(shared + low, tensor) * 8 + within
             at += 1
             known = all(0 <= index < size for index, size in zip(place, (last, *tensor.dims[1:]), strict=True))
             there = place[0] * width + 8 * sum(i * s for i, s in zip(place[1:], tensor.strides, strict=True))
@@ -191,6 +192,15 @@ def test_swizzles_anywhere(swizzle: int, shared: int) -> None:
     tensor = a_map((128, 40), ((swizzle or 64) // 2, 37), Element.BF16, swizzle)
     start = (16, 2)
     agree(tensor, copies.tile(tensor, start, shared), [start], shared, False, 1)
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["load", "store"])
+@pytest.mark.parametrize("shared", [0, 128, 384, 1024, 2048 + 512])
+@pytest.mark.parametrize("width", [4, 20, 32])
+def test_32_byte_atoms_anywhere(width: int, shared: int, store: bool) -> None:
+    tensor = replace(a_map((100, 40), (width, 37), Element.F32, 128), atom=32)
+    start = (16, 2)
+    agree(tensor, copies.tile(tensor, start, shared, store=store), [start], shared, store, 1)
 
 
 def test_whole_boxes_move_by_16_bytes() -> None:

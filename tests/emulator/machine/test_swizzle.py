@@ -65,11 +65,38 @@ def test_without_a_swizzle_core_matrices_are_8_rows_of_16_bytes() -> None:
         (Swizzle.B128, {0: 0, 128: 128 + 16, 7 * 128: 7 * 128 + 7 * 16, 8 * 128: 8 * 128}),
         (Swizzle.B64, {0: 0, 64: 64, 128: 128 + 16, 384: 384 + 48, 512: 512}),
         (Swizzle.B32, {0: 0, 96: 96, 128: 128 + 16, 256: 256}),
-        (Swizzle.B128_ATOM_32, {0: 0, 128: 128, 256: 256 + 32, 768: 768 + 96, 1024: 1024}),
+        (Swizzle.B128_ATOM_32, {0: 0, 128: 128 + 32, 256: 256 + 64, 384 + 32: 384 + 64, 512: 512, 1024: 1024}),
     ],
 )
 def test_patterns(swizzle: Swizzle, chunks: dict[int, int]) -> None:
     assert {at: int(swizzle.apply(np.array([at]))[0]) for at in chunks} == chunks
+
+
+def test_32_byte_atoms_as_the_isa_has_them() -> None:
+    """5.5.7: four rows of the numbers of the chunks of 16 bytes, and again."""
+    lines = [[0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 0, 1, 6, 7, 4, 5], [4, 5, 6, 7, 0, 1, 2, 3], [6, 7, 4, 5, 2, 3, 0, 1]]
+    moved = Swizzle.B128_ATOM_32.apply(16 * np.arange(64)) // 16
+    there = np.empty(64, np.int64)
+    there[moved] = np.arange(64) % 8
+    assert there.reshape(8, 8).tolist() == lines * 2
+    assert (moved // 8 == np.arange(64) // 8).all()
+
+
+@pytest.mark.parametrize("rows", [32, 128, 256])
+def test_mn_major_tf32_reads_what_copies_wrote(rows: int) -> None:
+    """Boxes of [k, 32 rows of M] side by side, read 8 columns of K at a time: the pattern repeats every 4 of them."""
+    k = 16
+    box_bytes = 128 * k
+    memory = np.zeros(1 << 15, dtype=np.int64)
+    values = np.arange(1, rows * k + 1).reshape(rows, k)
+    for row, column in np.ndindex(rows, k):
+        # Swizzle<2, 5, 2> on bytes, by hand: the atom's number and the column's, modulo 4.
+        box, atom, rest = row // 32, row % 32 // 8, row % 8
+        memory[1024 + box * box_bytes + column * 128 + (atom ^ column % 4) * 32 + rest * 4] = values[row, column]
+    for first in range(0, k, 8):
+        operand = MatrixDescriptor(1024 + 128 * first, box_bytes, 512, Swizzle.B128_ATOM_32)
+        read = memory[operand.addresses(rows, 8, 32, k_major=False)]
+        np.testing.assert_array_equal(read, values[:, first : first + 8])
 
 
 @pytest.mark.parametrize("swizzle", list(Swizzle))

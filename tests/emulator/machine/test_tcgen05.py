@@ -2,6 +2,7 @@
 """tcgen05.mma against numpy: matrices are placed by CUTLASS's canonical layouts, written here in CuTe's notation."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -32,8 +33,9 @@ CODES = {
 CODES["f8f6f4"] = CODES["mxf8f6f4"] = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 RESULTS = {"f16": 0, "f32": 1, "s32": 2}
 K = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
-# Swizzle<B, 4, 3>, and the descriptor's code.
-SWIZZLES = {0: (0, 0), 32: (1, 6), 64: (2, 4), 128: (3, 2)}
+# Swizzle<B, 4, 3>, and the descriptor's code; Swizzle<2, 5, 2> is the one of 32-byte atoms.
+SWIZZLES = {0: (0, 4, 3, 0), 32: (1, 4, 3, 6), 64: (2, 4, 3, 4), 128: (3, 4, 3, 2), "atoms of 32": (2, 5, 2, 1)}
+Span: TypeAlias = "int | str"
 
 
 def idesc(
@@ -76,12 +78,15 @@ def ts(kind: str, group: int, shift: str = "") -> Instr:
     return instruction(f"tcgen05.mma.cta_group::{group}.kind::{kind}{shift} [%r1], [%r5], %rd2, %r2, %p1;")
 
 
-def place(rows: int, k: int, slot: int, row_bytes: int, mn: bool) -> tuple[Ints, int, int]:
+def place(rows: int, k: int, slot: int, span: Span, mn: bool) -> tuple[Ints, int, int]:
     """Byte offsets [rows, k] of the canonical layouts in make_umma_desc's comment, with LBO and SBO in bytes.
 
     The k columns are the whole operand; where a swizzle's row is longer, the rest belongs to other instructions.
     """
-    t = 128 // slot
+    t, deep = 128 // slot, 8
+    if isinstance(span, str):
+        span, deep = 128, 4
+    row_bytes = span
     chunks = max(row_bytes, 16) // 16
     if not mn:
         across = -(-k // (t * chunks))
@@ -96,8 +101,8 @@ def place(rows: int, k: int, slot: int, row_bytes: int, mn: bool) -> tuple[Ints,
     else:
         per_row = t * chunks
         if row_bytes:
-            stride, leading = 8 * row_bytes, max(row_bytes, 16) * k
-            shape = ((t, chunks, rows // per_row), (8, k // 8))
+            stride, leading = deep * row_bytes, max(row_bytes, 16) * k
+            shape = ((t, chunks, rows // per_row), (deep, k // deep))
             steps = ((1, t, leading * 8 // slot), (per_row, stride * 8 // slot))
         else:
             stride, leading = 128 * (k // 8), 128
@@ -107,8 +112,8 @@ def place(rows: int, k: int, slot: int, row_bytes: int, mn: bool) -> tuple[Ints,
     return found * slot // 8, leading, stride
 
 
-def descriptor(start: int, leading: int, stride: int, row_bytes: int) -> int:
-    return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[row_bytes][1] << 61
+def descriptor(start: int, leading: int, stride: int, span: Span) -> int:
+    return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[span][3] << 61
 
 
 def codes_of(format: str, shape: tuple[int, int], draw: np.random.Generator) -> tuple[Words, Floats]:
@@ -125,10 +130,9 @@ def codes_of(format: str, shape: tuple[int, int], draw: np.random.Generator) -> 
     return codes.astype(np.uint32), one.decode(codes)
 
 
-def put(memory: NDArray[np.uint8], at: int, offsets: Ints, codes: Words, bits: int, row_bytes: int) -> None:
+def put(memory: NDArray[np.uint8], at: int, offsets: Ints, codes: Words, bits: int, span: Span) -> None:
     """Write codes [rows, k] at byte offsets; those of formats below 8 bits as the tensor copy lays them out."""
-    swizzled = SWIZZLES[row_bytes][0]
-    moved = swizzle(swizzled, 4, 3, at + offsets)
+    moved = swizzle(*SWIZZLES[span][:3], at + offsets)
     if bits in (8, 16, 32):
         for byte in range(bits // 8):
             memory[moved + byte] = codes >> 8 * byte & 0xFF
@@ -160,17 +164,17 @@ class Pair:
             tensor.allocate(512)
         self.draw = np.random.default_rng(7)
 
-    def operand(self, kind: str, format: str, rows: int, at: int, row_bytes: int, mn: bool) -> tuple[int, Floats]:
+    def operand(self, kind: str, format: str, rows: int, at: int, span: Span, mn: bool) -> tuple[int, Floats]:
         """Random [rows, K], in halves over the CTAs; returns descriptor and values."""
         packed = kind in ("mxf4", "mxf4nvf4")
         slot = 4 if packed else SLOT.get(format, 8)
         codes, values = codes_of(format, (rows, K[kind]), self.draw)
         part = rows // self.group
-        offsets, leading, stride = place(part, K[kind], slot, row_bytes, mn)
+        offsets, leading, stride = place(part, K[kind], slot, span, mn)
         for cta, memory in enumerate(self.shared):
             mine = codes[cta * part : (cta + 1) * part]
-            put(memory, at, offsets, mine, -4 if packed else WIDTH[format], row_bytes)
-        return descriptor(at, leading, stride, row_bytes), values
+            put(memory, at, offsets, mine, -4 if packed else WIDTH[format], span)
+        return descriptor(at, leading, stride, span), values
 
     def accumulator_cells(self, m: int, n: int, column: int) -> list[Ints]:
         """By CTA [rows, n] of lane * 512 + column: tmem_frg's atoms, lane stride 1 and column stride 128."""
@@ -234,13 +238,38 @@ def test_shapes(group: int, m: int, n: int, format: str, row_bytes: int) -> None
 @pytest.mark.parametrize(("group", "m", "n"), [(1, 128, 128), (2, 256, 256)])
 def test_majorness(kind: str, format: str, row_bytes: int, mn: str, group: int, m: int, n: int) -> None:
     pair = Pair(group)
-    a, left = pair.operand(kind, format, m, A_AT, row_bytes, "a" in mn)
-    b, right = pair.operand(kind, format, n, B_AT, row_bytes, "b" in mn)
+    # M- or N-major elements of 32 bits have one swizzle, which no others have.
+    spans = ["atoms of 32" if kind == "tf32" and one in mn else row_bytes for one in "ab"]
+    a, left = pair.operand(kind, format, m, A_AT, spans[0], "a" in mn)
+    b, right = pair.operand(kind, format, n, B_AT, spans[1], "b" in mn)
     d = "s32" if kind == "i8" else "f32"
     pair.run(Mma.of(ss(kind, group), idesc(kind, m, n, format, d=d, mn=mn)), a, b, accumulate=False)
     result = pair.result(m, n)
     values = result.view(np.int32) if kind == "i8" else result.view(np.float32)
     np.testing.assert_array_equal(values, (left @ right.T).astype(values.dtype))
+
+
+@pytest.mark.parametrize("matrix", "ab")
+@pytest.mark.parametrize(
+    ("kind", "format", "span", "mn", "error"),
+    [
+        ("tf32", "tf32", 128, True, DescriptorError),
+        ("tf32", "tf32", 0, True, DescriptorError),
+        ("f16", "bf16", "atoms of 32", True, DescriptorError),
+        ("i8", "s8", "atoms of 32", True, DescriptorError),
+        ("tf32", "tf32", "atoms of 32", False, Unsupported),
+        ("f16", "f16", "atoms of 32", False, Unsupported),
+    ],
+)
+def test_swizzles_that_a_major_does_not_have(
+    kind: str, format: str, span: Span, mn: bool, error: type[Exception], matrix: str
+) -> None:
+    pair = Pair(1)
+    at = dict.fromkeys("ab", descriptor(A_AT, 16, 1024, 128)) | {matrix: descriptor(A_AT, 512, 512, span)}
+    d = "s32" if kind == "i8" else "f32"
+    mma = Mma.of(ss(kind, 1), idesc(kind, 128, 128, format, d=d, mn=matrix if mn else ""))
+    with pytest.raises(error, match="swizzle"):
+        pair.run(mma, at["a"], at["b"], accumulate=False)
 
 
 @pytest.mark.parametrize("a", CODES["f8f6f4"])
