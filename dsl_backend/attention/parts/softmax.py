@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The online softmax of a thread's rows (Milakov and Gimelshein, 2018), with sums that lanes merge at the end."""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.primitives.math import LN_2, LOG2_E, exp2, finite_or_zero, tree
+
+
+class OnlineSoftmax:
+    """Rows of scores, tile by tile, into weights 2^(score - top).
+
+    `top` is the largest score so far as the products give it, before `factor`; `total` this thread's sum of weights.
+    """
+
+    def __init__(self, rows: int, lanes: int, factor: cutlass.Float32):
+        self.rows, self.lanes, self.factor = rows, lanes, factor
+        self.top = cute.make_rmem_tensor(rows, cutlass.Float32)
+        self.total = cute.make_rmem_tensor(rows, cutlass.Float32)
+
+    def start(self):
+        self.top.fill(-cutlass.Float32.inf)
+        self.total.fill(0.0)
+
+    @cute.jit
+    def weigh(self, scores: cute.Tensor, shrink: cute.Tensor):
+        """Scores [rows, columns] become weights; shrink [rows] is what earlier sums and totals are multiplied by."""
+        columns = cutlass.const_expr(cute.size(scores, mode=[1]))
+        for row in cutlass.range_constexpr(self.rows):
+            largest = tree([scores[row, j] for j in range(columns)], cute.arch.fmax)
+            for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << bit))
+            before = self.top[row]
+            top = cute.arch.fmax(before, largest)
+            self.top[row] = top
+            # A row that has seen nothing keeps -inf; the exponential needs a finite reference.
+            reference = finite_or_zero(top) * self.factor
+            shrink[row] = exp2(before * self.factor - reference)
+            for j in cutlass.range_constexpr(columns):
+                scores[row, j] = exp2(scores[row, j] * self.factor - reference)
+            added = tree([scores[row, j] for j in range(columns)], lambda a, b: a + b)
+            self.total[row] = self.total[row] * shrink[row] + added
+
+    @cute.jit
+    def merge_lanes(self):
+        """Totals of whole rows, in all lanes."""
+        for row in cutlass.range_constexpr(self.rows):
+            for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+                self.total[row] += cute.arch.shuffle_sync_bfly(self.total[row], 1 << bit)
+
+    @cute.jit
+    def finish(self, row: cutlass.Constexpr[int], sink):
+        """(what a row's sums are multiplied by, its natural LSE); sink is -inf where there is none."""
+        top, total = self.top[row] * self.factor, self.total[row]
+        shrink = cutlass.Float32(1.0)
+        if cutlass.const_expr(sink is not None):
+            higher = cute.arch.fmax(top, sink * LOG2_E)
+            shrink = exp2(top - higher)
+            total = total * shrink + exp2(sink * LOG2_E - higher)
+            top = higher
+        # The total is 0 where a row saw no key; a NaN stays one.
+        scaled = cutlass.Float32(0.0) if total == 0.0 else shrink / total
+        return scaled, (top + cute.math.log2(total, fastmath=True)) * LN_2

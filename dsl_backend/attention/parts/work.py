@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one warp finds for the others to do: work items, and the mailbox in shared memory through which they pass."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+SLOTS = 2  # the next item is found while the last one is worked on
+WHOLE = -1
+
+
+class Work(NamedTuple):
+    """A tile of query rows against a range of key tiles; all int32.
+
+    Attributes:
+        valid: 0 says that there is no more.
+        query: row of q that holds the tile's first token.
+        rows: of the tile that are there: tokens times packed heads.
+        unit: which packed heads: head_q // pack.
+        position: of the first token among its request's keys.
+        keys: of the request.
+        begin, end: key tiles, taken from the last to the first.
+        whole_begin, whole_end: those of them that every row sees whole.
+        right: how many keys after its own position a query sees.
+        source: the request, whose row of the page table counts; or the first of its packed keys.
+        slot: where an unfinished result goes; WHOLE where there is no other part.
+    """
+
+    valid: cutlass.Int32
+    query: cutlass.Int32
+    rows: cutlass.Int32
+    unit: cutlass.Int32
+    position: cutlass.Int32
+    keys: cutlass.Int32
+    begin: cutlass.Int32
+    end: cutlass.Int32
+    whole_begin: cutlass.Int32
+    whole_end: cutlass.Int32
+    right: cutlass.Int32
+    source: cutlass.Int32
+    slot: cutlass.Int32
+
+
+FIELDS = len(Work._fields)
+
+
+class Mailbox:
+    """Items from one warp to `readers` others, in order."""
+
+    def __init__(self, items: cute.Tensor, full: cute.Pointer, empty: cute.Pointer):
+        self.items, self.full, self.empty = items, full, empty
+
+    @staticmethod
+    def layout() -> cute.Layout:
+        return cute.make_layout((FIELDS, SLOTS), stride=(1, 16))
+
+    @cute.jit
+    def post(self, count: cutlass.Int32, work: Work):
+        """By all lanes of the writing warp; count: of the items before."""
+        slot = count % SLOTS
+        cute.arch.mbarrier_wait(self.empty + slot, ((count // SLOTS) & 1) ^ 1)
+        with cute.arch.elect_one():
+            for field in cutlass.range_constexpr(FIELDS):
+                self.items[field, slot] = work[field]
+            cute.arch.mbarrier_arrive(self.full + slot)
+
+    @cute.jit
+    def read(self, count: cutlass.Int32):
+        """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
+        slot = count % SLOTS
+        cute.arch.mbarrier_wait(self.full + slot, (count // SLOTS) & 1)
+        work = Work(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + slot)
+        return work

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the SM90 kernels: frozen, and able to say why they do not fit."""
+
+from dataclasses import dataclass
+
+from dsl_backend.attention.parts import work
+from dsl_backend.attention.spec import AttentionSpec
+
+WARPGROUP = 128
+ROWS = 64  # of a warpgroup's wgmma
+MOST_ROWS_BYTES = 227 * 1024
+# Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
+REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
+MBARRIER_BYTES = 8
+SWIZZLE_BYTES = 128
+
+
+def padded(dim: int) -> int:
+    """A head size as shared memory holds it: wgmma takes 16 elements at a time."""
+    return -(-dim // 16) * 16
+
+
+def chunk(dim: int) -> int:
+    """Elements of a row of 128, 64 or 32 bytes that the swizzle permutes: the widest that divide a padded head size."""
+    return next(width for width in (64, 32, 16) if padded(dim) % width == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """Tiles and buffers of the forward kernel.
+
+    Attributes:
+        groups: warpgroups that multiply, each with 64 rows of a tile.
+        tile_n: keys of a tile.
+        stages: key tiles, and value tiles, in flight.
+        query_stages: query tiles in flight; an output leaves through its query tile's place.
+        resident: blocks on an SM side by side.
+        take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
+    """
+
+    groups: int
+    tile_n: int
+    stages: int
+    query_stages: int = 1
+    resident: int = 1
+    take_turns: bool = False
+
+    @property
+    def tile_m(self) -> int:
+        return self.groups * ROWS
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int, itemsize: int = 2) -> int:
+        """Shared memory of a block."""
+        dims, dims_v = padded(head_dim), padded(head_dim_v)
+        queries = self.query_stages * self.tile_m * max(dims, dims_v)
+        keys = self.stages * self.tile_n * (dims + dims_v)
+        barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + work.SLOTS)
+        return itemsize * (queries + keys) + barriers + 64 * work.SLOTS + 1024
+
+    def objections(self, head_dim: int, head_dim_v: int, smem_bytes: int) -> list[str]:
+        """Why the kernel cannot be built so; empty where it can.
+
+        Args:
+            smem_bytes: that a block may have.
+        """
+        reasons = []
+        if self.groups not in REGISTERS:
+            reasons.append(f"{self.groups} warpgroups: one of {sorted(REGISTERS)} is possible")
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
+        if self.stages < 2 or self.query_stages < 1:
+            reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
+        held = padded(head_dim_v) // 2 + 3 * self.tile_n // 4
+        most = REGISTERS.get(self.groups, (0, 0))[0]
+        if held > most:
+            reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
+        needed = self.smem_bytes(head_dim, head_dim_v) * self.resident
+        if needed > smem_bytes:
+            reasons.append(f"{self.resident} blocks need {needed} bytes of shared memory: there are {smem_bytes}")
+        return reasons
+
+
+def default_config(spec: AttentionSpec) -> ForwardConfig:
+    """For long queries."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest <= 64:
+        return ForwardConfig(groups=3, tile_n=128, stages=2, query_stages=1)
+    if widest <= 128:
+        return ForwardConfig(groups=2, tile_n=128, stages=2, query_stages=2, take_turns=True)
+    if spec.head_dim_v <= 128:
+        return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True)
+    return ForwardConfig(groups=2, tile_n=80, stages=2, query_stages=1)

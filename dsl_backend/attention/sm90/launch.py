@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a layer's spec and tensors to the SM90 kernels: their keys, functions and launches."""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.parts.scores import ScoreKey
+from dsl_backend.attention.sm90.configs import ForwardConfig, default_config
+from dsl_backend.attention.sm90.forward import NUMERIC, Forward, ForwardKey
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
+from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function, compile_kernel
+from dsl_backend.runtime.target import Target
+
+ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
+
+
+def window(width: int | None) -> int:
+    """A window as the kernel takes it; what int32 positions could not be added to is unbounded."""
+    return 0 if width is None else min(width, 1 << 30)
+
+
+def key_of(spec: AttentionSpec, config: ForwardConfig, *, pack: int, lse: bool, sinks: torch.dtype | None) -> ForwardKey:
+    return ForwardKey(
+        config=config,
+        dtype=short(spec.dtype),
+        heads_q=spec.heads_q,
+        heads_kv=spec.heads_kv,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        pack=pack,
+        page_size=spec.page_size or 0,
+        causality=spec.causality.value,
+        left=spec.window_left is not None,
+        right=spec.window_right is not None,
+        lse=lse,
+        scores=ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=None if sinks is None else short(sinks)),
+    )
+
+
+def fake_args(key: ForwardKey) -> tuple[Any, ...]:
+    dtype, many = NUMERIC[key.dtype], cute.sym_int
+
+    def rows_of(dim: int, heads: int, *lead: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in (*lead, heads))
+        return make_fake_tensor(dtype, (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
+
+    def vector_of(numeric: Any, length: Any, align: int = 4) -> Any:
+        return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
+
+    tokens, requests, pages = many(), many(), many()
+    lead = (pages, key.page_size) if key.page_size else (pages,)
+    width = many()
+    table = make_fake_tensor(cutlass.Int32, (requests, width), (cute.sym_int64(), 1), assumed_align=4)
+    lse = make_fake_tensor(cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+    sinks = key.scores.sinks
+    return (
+        rows_of(key.head_dim, key.heads_q, tokens),
+        rows_of(key.head_dim, key.heads_kv, *lead),
+        rows_of(key.head_dim_v, key.heads_kv, *lead),
+        rows_of(key.head_dim_v, key.heads_q, many()),
+        lse if key.lse else None,
+        vector_of(cutlass.Int32, many()),
+        vector_of(cutlass.Int32, many()),
+        table if key.page_size else None,
+        None if key.page_size else vector_of(cutlass.Int32, many()),
+        vector_of(cutlass.Uint8, many(), 1) if key.causality == Causality.PER_REQUEST.value else None,
+        vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
+        vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        *[cutlass.Int32(1)] * 5,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+
+
+@cache
+def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
+    return compile_kernel(Forward(key), fake_args(key), key=key, target=target)
+
+
+def check_alignment(**tensors: torch.Tensor) -> None:
+    """Raises InvalidInput where a tensor copy could not take a tensor."""
+    for name, tensor in tensors.items():
+        strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+        if tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
+            raise InvalidInput(
+                f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
+                f"are needed"
+            )
+
+
+class Prefill:
+    """Attention of long queries for one layer spec; see forward.py."""
+
+    def __init__(
+        self, spec: AttentionSpec, target: Target, workspace: Workspace, config: ForwardConfig | None = None
+    ) -> None:
+        self.spec, self.target = spec, target
+        self.config = config or default_config(spec)
+
+    def longest_query(self) -> int | None:
+        return None
+
+    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+        if batch.num_requests == 0 or batch.num_tokens == 0:
+            return
+        spec = self.spec
+        check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
+        sinks = None if operands.sinks is None else operands.sinks.dtype
+        key = key_of(spec, self.config, pack=1, lse=operands.lse is not None, sinks=sinks)
+        causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
+        function_of(key, self.target, toolkit.libraries())(
+            operands.q,
+            operands.keys,
+            operands.values,
+            operands.out,
+            operands.lse,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.kv_start_loc,
+            None if causal is None else causal.view(torch.uint8),
+            operands.sinks,
+            operands.alibi_slopes,
+            spec.scale,
+            spec.softcap,
+            window(spec.window_left),
+            window(spec.window_right),
+            max(1, shortest),
+            longest,
+            self.target.sm_count * self.config.resident,
+        )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load role: one warp issues the tensor copies of queries, keys and values."""
+
+import math
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+
+def box_rows(page_size: int, tile_n: int) -> int:
+    """Keys of one tensor copy: as many of a tile as lie in one page."""
+    return math.gcd(page_size, tile_n) if page_size else tile_n
+
+
+class Loader:
+    """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind."""
+
+    def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
+        self.config, self.key = kernel.config, kernel.key
+        self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
+        self.boxes = self.tile_n // self.box
+        self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack
+        self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
+        self.q_load, self.k_load, self.v_load = q_load, k_load, v_load
+        self.mQ, self.mK, self.mV = mQ, mK, mV
+        self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.chunk
+        self.v_chunks = kernel.dims_v // kernel.chunk_v
+        self.chunk, self.chunk_v = kernel.chunk, kernel.chunk_v
+        self.q_tile = (kernel.tile_m, kernel.chunk)
+        self.tokens_per_tile = kernel.tokens_per_tile
+        rows = self.tokens_per_tile * self.key.pack
+        self.q_bytes = rows * kernel.dims * 2
+        self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * 2, self.tile_n * kernel.dims_v * 2
+        self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
+        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
+        self.sV = self.in_boxes(sV, self.box, kernel.chunk_v)
+
+    def in_boxes(self, tensor: cute.Tensor, rows: int, width: int) -> cute.Tensor:
+        """[box, rows' place, columns' place, stage]."""
+        return cute.group_modes(cute.flat_divide(tensor, (rows, width)), 0, 2)
+
+    @cute.jit
+    def run(self):
+        for atom in (self.q_load, self.k_load, self.v_load):
+            cpasync.prefetch_descriptor(atom)
+        items, keys, values = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            last = work.end - 1
+            pages = self.pages_of(work, last)
+            self.load_keys(work, last, pages, keys)
+            keys += 1
+            for step in cutlass.range(work.end - work.begin - 1, unroll=1):
+                tile = last - 1 - step
+                before = pages
+                pages = self.pages_of(work, tile)
+                self.load_keys(work, tile, pages, keys)
+                self.load_values(work, tile + 1, before, values)
+                keys += 1
+                values += 1
+            self.load_values(work, work.begin, pages, values)
+            values += 1
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def pages_of(self, work, tile):
+        """Lane b: the page of box b of the tile; past the keys, one that is not there, whose copy fills with zeros."""
+        page = cutlass.Int32(0)
+        if cutlass.const_expr(self.page > 0):
+            page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+            token = tile * self.tile_n + cute.arch.lane_idx() * self.box
+            if token < work.keys and cute.arch.lane_idx() < self.boxes:
+                page = self.requests.table[work.source, token // self.page]
+        return page
+
+    @cute.jit
+    def load_queries(self, work, count):
+        stage = count % self.config.query_stages
+        cute.arch.mbarrier_wait(self.barriers.q_empty + stage, ((count // self.config.query_stages) & 1) ^ 1)
+        full = self.barriers.q_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
+        if cutlass.const_expr(self.key.pack == 1):
+            rows = cute.domain_offset((work.query, 0), self.mQ[None, None, work.unit])
+            gQ = cute.group_modes(cute.local_tile(rows, self.q_tile, (0, None)), 0, 2)
+            self.copy(self.q_load, gQ, self.sQ, stage, full, self.q_chunks)
+        else:
+            rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, work.unit])
+            tile = (self.key.pack, self.tokens_per_tile, self.chunk)
+            gQ = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
+            self.copy(self.q_load, gQ, self.sQ, stage, full, self.q_chunks)
+
+    def copy(self, atom, source, target, stage, full, chunks):
+        """Every chunk of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
+        one = cute.make_layout(1)
+        to, given = cpasync.tma_partition(atom, 0, one, target, source)
+        for c in range(chunks):
+            cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_keys(self, work, tile, pages, count):
+        stage = count % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        full = self.barriers.k_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
+        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, self.k_chunks, work, tile, pages, stage, full)
+
+    @cute.jit
+    def load_values(self, work, tile, pages, count):
+        stage = count % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        full = self.barriers.v_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
+        self.load_tile(self.v_load, self.mV, self.sV, self.chunk_v, self.v_chunks, work, tile, pages, stage, full)
+
+    def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
+        """Every box and chunk of a tile of keys or values."""
+        one = cute.make_layout(1)
+        head = work.unit // self.group
+        if self.page:
+            # [box, place in a page, chunk, page]
+            cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
+            to, given = cpasync.tma_partition(atom, 0, one, target, cut)
+            for b in range(self.boxes):
+                page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+                place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
+                for c in range(chunks):
+                    cute.copy(atom, given[None, place, c, page], to[None, b, c, stage], tma_bar_ptr=full)
+        else:
+            rows = cute.domain_offset((work.source + tile * self.tile_n, 0), source[None, None, head])
+            cut = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
+            self.copy(atom, cut, target, stage, full, chunks)

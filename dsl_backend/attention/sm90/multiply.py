@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The math role: warpgroups that multiply, weigh and store.
+
+The product of the next keys is issued before that of the last weights and values, so that the tensor cores have work
+while a warpgroup is at its softmax (Shah et al., 2024); with two warpgroups, they take turns at issuing.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.cute.nvgpu import warpgroup
+
+from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.attention.parts.softmax import OnlineSoftmax
+from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
+from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.math import LOG2_E
+
+# Named barriers; 0 is the block's own.
+TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
+QUAD = 4  # lanes that share a row of an accumulator
+# A thread's rows of an accumulator, 8 apart.
+THREAD_ROWS = 2
+VECTOR = 8  # elements of 16 bytes
+
+
+class Multiplier:
+    """A math thread's registers and what it does with an item."""
+
+    def __init__(
+        self, kernel, mailbox, product, weighing, barriers, sQ, sK, sV, sOut, out, lse, requests, scoring, thread
+    ):
+        self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
+        self.mailbox, self.barriers = mailbox, barriers
+        self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
+        self.adding_weighing = accumulating(weighing, True)
+        self.sV, self.sOut, self.out, self.lse, self.requests = sV, sOut, out, lse, requests
+        self.scoring, self.scores = scoring, scores_of(kernel.key.scores, scoring)
+        self.thread = thread
+        self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = thread % 32
+        # Where the accumulators' elements are (PTX ISA, wgmma .m64nNk16, matrix D).
+        self.row = self.group * ROWS + thread % WARPGROUP // 32 * 16 + lane // QUAD
+        self.column = lane % QUAD * 2
+        mine = product.get_slice(thread)
+        weighs = weighing.get_slice(thread)
+        self.fQ = product.make_fragment_A(mine.partition_A(sQ))
+        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
+        self.S = cute.make_rmem_tensor(mine.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32)
+        self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype)
+        self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
+        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.scores.factor)
+        self.slope = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+
+    @cute.jit
+    def run(self):
+        groups = cutlass.const_expr(self.config.groups)
+        if cutlass.const_expr(self.config.take_turns):
+            if self.group == groups - 1:
+                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            tiles = self.attend(work, items, tiles)
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+        if cutlass.const_expr(self.config.take_turns):
+            # Takes what the last turn left.
+            if self.group == 0:
+                cute.arch.barrier(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def attend(self, work, items, tiles):
+        """One item; tiles: key tiles before it. Returns those after it."""
+        stage = items % self.config.query_stages
+        self.softmax.start()
+        self.O.fill(0.0)
+        self.load_slopes(work)
+        cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+        last = work.end - 1
+        self.first(work, last, stage, tiles)
+        tiles += 1
+        whole_end = cutlass.min(work.whole_end, last)
+        for step in cutlass.range(last - whole_end, unroll=1):
+            self.next(work, last - 1 - step, stage, tiles, True)
+            tiles += 1
+        whole_begin = cutlass.min(work.whole_begin, whole_end)
+        for step in cutlass.range(whole_end - whole_begin, unroll=1):
+            self.next(work, whole_end - 1 - step, stage, tiles, False)
+            tiles += 1
+        if cutlass.const_expr(self.key.left):
+            for step in cutlass.range(whole_begin - work.begin, unroll=1):
+                self.next(work, whole_begin - 1 - step, stage, tiles, True)
+                tiles += 1
+        self.last(tiles)
+        self.store(work, stage)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
+        return tiles
+
+    # ------------------------------------------------------------------ products
+
+    @cute.jit
+    def issue_scores(self, stage, count):
+        """S = Q K^T of the count-th key tile, in flight."""
+        buffer = count % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.k_full + buffer, (count // self.config.stages) & 1)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.fQ, mode=[2])):
+            product = self.adding_product if cutlass.const_expr(k > 0) else self.product
+            cute.gemm(product, self.S, self.fQ[None, None, k, stage], self.fK[None, None, k, buffer], self.S)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def issue_sums(self, count):
+        """O += P V of the count-th value tile, in flight."""
+        buffer = count % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
+            cute.gemm(self.adding_weighing, self.O, self.P[None, None, k], self.fV[None, None, k, buffer], self.O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, empty, count):
+        """This warp has read a buffer."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + count % self.config.stages)
+
+    @cute.jit
+    def take_turn(self):
+        if cutlass.const_expr(self.config.take_turns):
+            cute.arch.barrier(barrier_id=TURN + self.group, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def give_turn(self):
+        if cutlass.const_expr(self.config.take_turns):
+            other = (self.group + 1) % self.config.groups
+            cute.arch.barrier_arrive(barrier_id=TURN + other, number_of_threads=2 * WARPGROUP)
+
+    # ------------------------------------------------------------------ key tiles
+
+    @cute.jit
+    def first(self, work, tile, stage, count):
+        """The item's first tile, the one at the end of its keys."""
+        self.take_turn()
+        self.issue_scores(stage, count)
+        self.give_turn()
+        warpgroup.wait_group(0)
+        self.release(self.barriers.k_empty, count)
+        self.clear_past(work, tile, count)
+        self.weigh(work, tile, True)
+        self.narrow()
+
+    @cute.jit
+    def next(self, work, tile, stage, count, masked: cutlass.Constexpr[bool]):
+        """A tile's scores, while the one before is summed."""
+        self.take_turn()
+        self.issue_scores(stage, count)
+        self.issue_sums(count - 1)
+        self.give_turn()
+        warpgroup.wait_group(1)
+        self.release(self.barriers.k_empty, count)
+        self.weigh(work, tile, masked)
+        warpgroup.wait_group(0)
+        self.release(self.barriers.v_empty, count - 1)
+        self.shrink_sums()
+        self.narrow()
+
+    @cute.jit
+    def last(self, count):
+        """The last tile's sums; count: tiles so far."""
+        self.issue_sums(count - 1)
+        warpgroup.wait_group(0)
+        self.release(self.barriers.v_empty, count - 1)
+
+    @cute.jit
+    def shrink_sums(self):
+        sums = by_row(self.O)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[row, j] *= self.shrink[row]
+
+    @cute.jit
+    def narrow(self):
+        """Weights as the products take them: an accumulator's registers are an operand's, in the same order."""
+        cute.make_tensor(self.P.iterator, self.S.layout).store(self.S.load().to(self.kernel.dtype))
+
+    @cute.jit
+    def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
+        scores = by_row(self.S)
+        if cutlass.const_expr(self.scores.bends):
+            self.bend(scores, work, tile)
+        if cutlass.const_expr(masked):
+            self.mask(scores, work, tile)
+        self.softmax.weigh(scores, self.shrink)
+
+    @cute.jit
+    def position(self, work, row: cutlass.Constexpr[int]):
+        """Where a row's token stands among its request's keys."""
+        return work.position + (self.row + 8 * row) // self.key.pack
+
+    @cute.jit
+    def mask(self, scores, work, tile):
+        """What a row does not see becomes -inf."""
+        first = tile * self.kernel.tile_n + self.column
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            position = self.position(work, row)
+            stop = work.keys
+            if cutlass.const_expr(self.key.right or self.key.causality != "full"):
+                stop = cutlass.min(stop, position + work.right + 1)
+            stop -= first
+            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 < stop else -cutlass.Float32.inf
+            if cutlass.const_expr(self.key.left):
+                start = position - self.requests.left - first
+                for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
+
+    @cute.jit
+    def bend(self, scores, work, tile):
+        first = tile * self.kernel.tile_n + self.column
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            away = self.position(work, row) - first
+            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - (j // 2 * 8 + j % 2))
+
+    @cute.jit
+    def head(self, work, row: cutlass.Constexpr[int]):
+        return work.unit * self.key.pack + (self.row + 8 * row) % self.key.pack
+
+    @cute.jit
+    def load_slopes(self, work):
+        if cutlass.const_expr(self.key.scores.alibi):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
+
+    @cute.jit
+    def clear_past(self, work, tile, count):
+        """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
+        kept = work.keys - tile * self.kernel.tile_n
+        if kept < self.kernel.tile_n:
+            buffer = count % self.config.stages
+            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
+            threads = cutlass.const_expr(self.config.groups * WARPGROUP)
+            vectors = cutlass.const_expr(self.kernel.dims_v // VECTOR)
+            kept = cutlass.max(kept, 0)
+            values = self.sV[None, None, buffer]
+            zeros = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
+            zeros.fill(0.0)
+            for i in cutlass.range(self.thread + kept * vectors, self.kernel.tile_n * vectors, threads, unroll=1):
+                row = cute.local_tile(values, (1, VECTOR), (i // vectors, i % vectors))
+                cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=threads)
+
+    # ------------------------------------------------------------------ results
+
+    @cute.jit
+    def store(self, work, stage):
+        """Divide, and send the rows out through the place of their queries."""
+        self.softmax.merge_lanes()
+        sums = by_row(self.O)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            sink = None
+            if cutlass.const_expr(self.key.scores.sinks):
+                sink = self.scoring.sinks[self.head(work, row)].to(cutlass.Float32)
+            factor, lse = self.softmax.finish(row, sink)
+            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[row, j] *= factor
+            if cutlass.const_expr(self.key.lse):
+                m, to = self.row + 8 * row, self.lse
+                if m < work.rows and self.column == 0:
+                    to[work.query + m // self.key.pack, self.head(work, row)] = lse
+        narrow = cute.make_rmem_tensor(self.O.shape, self.kernel.dtype)
+        narrow.store(self.O.load().to(self.kernel.dtype))
+        to_shared = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.adding_weighing
+        )
+        mine = to_shared.get_slice(self.thread)
+        cute.copy(to_shared, to_shared.retile(narrow), mine.partition_D(self.sOut[None, None, stage]))
+        cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
+        self.store_rows(work, stage)
+        # The next queries arrive by another proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def store_rows(self, work, stage):
+        """Shared to global memory, 16 bytes a thread."""
+        vectors = cutlass.const_expr(self.kernel.dims_v // VECTOR)
+        rows = self.sOut[None, None, stage]
+        held = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
+        for i in cutlass.range_constexpr(ROWS * vectors // WARPGROUP):
+            index = i * WARPGROUP + self.thread % WARPGROUP
+            m, column = self.group * ROWS + index // vectors, index % vectors
+            if m < work.rows and column * VECTOR < self.key.head_dim_v:
+                cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
+                token = work.query + m // self.key.pack
+                head = work.unit * self.key.pack + m % self.key.pack
+                offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + column * VECTOR
+                store_vector(held, self.out.iterator, offset)
+
+
+def by_row(accumulator: cute.Tensor) -> cute.Tensor:
+    """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
+    blocks = cute.size(accumulator) // 4
+    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, blocks)), stride=(2, (1, 4))))
+
+
+def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
+    """A product that adds to its accumulator, or overwrites it. Set once: a change inside a loop would stay in it."""
+    changed = product.with_()
+    changed.set(warpgroup.Field.ACCUMULATE, adds)
+    return changed
