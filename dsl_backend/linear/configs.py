@@ -47,7 +47,7 @@ class GemmConfig:
 
     @property
     def repeats(self) -> int:
-        """wgmma's rows that a consumer holds, one above the other."""
+        """Blocks of wgmma's rows among them."""
         return self.rows // MMA_M
 
     @property

@@ -53,8 +53,10 @@ class GegluEpilogue:
         return 0.5 * gate * (1.0 + cute.math.erf(gate * math.sqrt(0.5))) * up
 
 
-def epilogue_of(activation: Activation):
-    """The function (gate, up) -> output of an activation."""
+def epilogue_of(activation: Activation | None):
+    """The function (gate, up) -> output of an activation; None where there is none."""
+    if activation is None:
+        return None
     if isinstance(activation, Geglu):
         return GegluEpilogue(activation.tanh)
     return SwigluEpilogue(activation.alpha, activation.beta, activation.limit)

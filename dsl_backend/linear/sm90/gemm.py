@@ -24,12 +24,12 @@ from dsl_backend.linear.configs import (
     GemmConfig,
 )
 from dsl_backend.linear.epilogue import epilogue_of
+from dsl_backend.linear.sm90.views import NUMERIC, bias_of, parts_view
 from dsl_backend.linear.spec import Activation
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import raster
 
-NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 # Named barriers: the consumers' own, then those that give a consumer its turn.
 OWN, TURN = 1, 1 + GROUPS
 
@@ -52,28 +52,18 @@ class GemmArgs:
 
     Attributes:
         x_load, weight_load, out_store: copies of [rows, 64], [box_n, 64] and [64, columns].
-        mX: coordinates [m, k].
-        mW: coordinates [n, k, parts].
-        mOut: coordinates [m, n].
+        x, weight, out: coordinates [m, k], [n, k, parts], [m, n].
         bias: [parts * n]. residual: [m, n]. Either may be missing.
     """
 
     x_load: cute.CopyAtom
-    mX: cute.Tensor
+    x: cute.Tensor
     weight_load: cute.CopyAtom
-    mW: cute.Tensor
+    weight: cute.Tensor
     out_store: cute.CopyAtom
-    mOut: cute.Tensor
-    bias: cute.Tensor | None
-    residual: cute.Tensor | None
-
-
-def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tensor:
-    """Weights [parts * n, k] as [n, k, parts]."""
-    n, k = weight.shape[0] // parts, weight.shape[1]
-    stride = weight.stride[0]
-    strides = (stride * parts, 1, stride) if interleaved else (stride, 1, n * stride)
-    return cute.make_tensor(weight.iterator, cute.make_layout((n, k, parts), stride=strides))
+    out: cute.Tensor
+    bias: cute.Tensor
+    residual: cute.Tensor
 
 
 class Gemm:
@@ -85,7 +75,7 @@ class Gemm:
         self.pingpong, self.cluster, self.band = config.pingpong, config.cluster, config.band
         self.rows, self.repeats = config.rows, config.repeats
         self.gated, self.interleaved = key.activation is not None, key.interleaved
-        self.activate = epilogue_of(key.activation) if key.activation is not None else None
+        self.activate = epilogue_of(key.activation)
         self.parts = 2 if self.gated else 1
         self.columns = config.columns(self.parts)
         self.dtype = NUMERIC[key.dtype]
@@ -187,9 +177,9 @@ class Gemm:
     def extent(self, args: GemmArgs):
         """(rows of clusters' tiles, columns of tiles, blocks of k)."""
         return (
-            cute.ceil_div(args.mX.shape[0], self.tile_m * self.cluster),
-            cute.ceil_div(args.mOut.shape[1], self.columns),
-            cute.ceil_div(args.mX.shape[1], BLOCK_K),
+            cute.ceil_div(args.x.shape[0], self.tile_m * self.cluster),
+            cute.ceil_div(args.out.shape[1], self.columns),
+            cute.ceil_div(args.x.shape[1], BLOCK_K),
         )
 
     def turns(self, height, width):
@@ -205,8 +195,8 @@ class Gemm:
         first, clusters, turns = self.turns(height, width)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         one = cute.make_layout(1)
-        gX = cute.local_tile(args.mX, (self.tile_m, BLOCK_K), (None, None))
-        gW = cute.local_tile(args.mW, (self.box_n, BLOCK_K), (None, None, None))
+        gX = cute.local_tile(args.x, (self.tile_m, BLOCK_K), (None, None))
+        gW = cute.local_tile(args.weight, (self.box_n, BLOCK_K), (None, None, None))
         boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
         sXIn, gXIn = cpasync.tma_partition(args.x_load, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
         sWIn, gWIn = cpasync.tma_partition(
@@ -265,34 +255,25 @@ class Gemm:
         fX = product.make_fragment_A(mine.partition_A(cute.local_tile(sX, (self.rows, BLOCK_K), (part, 0, None))))
         fW = product.make_fragment_B(mine.partition_B(sW))
         sums = cute.make_rmem_tensor(product.partition_shape_C((self.rows, 2 * self.box_n)), cutlass.Float32)
-        if cutlass.const_expr(self.pingpong):
-            if group == 1:
-                self.pass_turn(0)
-            for pair in cutlass.range(cute.ceil_div(turns, GROUPS), unroll=1):
-                turn = pair * GROUPS + group
-                cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-                if turn < turns:
-                    self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
-                # The last turn of all is nobody's.
-                if group == 0 or pair * GROUPS + GROUPS < turns:
-                    self.pass_turn(1 - group)
-                if turn < turns:
-                    self.settle(ring, turn * blocks + blocks, thread)
-                    row, column = raster(first + turn * clusters, height, width, self.band)
-                    self.finish(args, sums, sOut, group, thread, (row * self.cluster + rank) * self.tile_m, column)
-        else:
-            for turn in cutlass.range(turns, unroll=1):
-                self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
-                self.settle(ring, turn * blocks + blocks, thread)
-                row, column = raster(first + turn * clusters, height, width, self.band)
-                top = (row * self.cluster + rank) * self.tile_m + group * self.rows
-                self.finish(args, sums, sOut, group, thread, top, column)
+        stride = cutlass.const_expr(GROUPS // self.consumers)
+        start = group if cutlass.const_expr(self.pingpong) else 0
+        for i in cutlass.range(cute.ceil_div(turns - start, stride), unroll=1):
+            turn = start + i * stride
+            if cutlass.const_expr(self.pingpong):
+                # The other consumer has seen all its stages full: phases of a stage cannot be confused.
+                if turn > 0:
+                    cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+            self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
+            if cutlass.const_expr(self.pingpong):
+                if turn + 1 < turns:
+                    cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
+            wgmma.wait_group(0)
+            ring.release(turn * blocks + blocks - 1, thread, self.cluster)
+            row, column = raster(first + turn * clusters, height, width, self.band)
+            top = (row * self.cluster + rank) * self.tile_m + part * self.rows
+            self.finish(args, sums, sOut, group, thread, top, column)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def pass_turn(self, group):
-        """Let the other consumer issue its products."""
-        cute.arch.barrier_arrive(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def products(
@@ -323,12 +304,6 @@ class Gemm:
                 ring.release(position - 1, thread, self.cluster)
 
     @cute.jit
-    def settle(self, ring: Ring, end: cutlass.Int32, thread: cutlass.Int32):
-        """Wait for the last products, and give their stage back."""
-        wgmma.wait_group(0)
-        ring.release(end - 1, thread, self.cluster)
-
-    @cute.jit
     def finish(
         self,
         args: GemmArgs,
@@ -351,7 +326,7 @@ class Gemm:
             (MMA_M, self.columns),
         )
         to_shared = cute.make_tiled_copy_C(store, shape).get_slice(thread)
-        gOut = cute.local_tile(args.mOut, (MMA_M, self.columns), (None, None))
+        gOut = cute.local_tile(args.out, (MMA_M, self.columns), (None, None))
         sOutOut, gOutOut = cpasync.tma_partition(
             args.out_store, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
@@ -386,7 +361,7 @@ class Gemm:
         """
         lane = thread % 32
         row = top + thread // 32 * 16 + lane // 4
-        m, n = args.mOut.shape
+        m, n = args.out.shape
         pair = cute.make_rmem_tensor(2, self.dtype)
         for j in cutlass.range_constexpr(self.columns // 8):
             column = left + 8 * j + 2 * (lane % 4)
@@ -395,9 +370,9 @@ class Gemm:
                 ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for a in range(2)] if self.gated else values
                 if cutlass.const_expr(args.bias is not None):
                     for a in cutlass.range_constexpr(2):
-                        values[a] += self.bias(args.bias, column + a, 0, n)
+                        values[a] += bias_of(args.bias, column + a, 0, n, self.interleaved)
                         if cutlass.const_expr(self.gated):
-                            ups[a] += self.bias(args.bias, column + a, 1, n)
+                            ups[a] += bias_of(args.bias, column + a, 1, n, self.interleaved)
                 if cutlass.const_expr(self.gated):
                     values = [self.activate(value, up) for value, up in zip(values, ups, strict=True)]
                 if cutlass.const_expr(args.residual is not None):
@@ -408,10 +383,3 @@ class Gemm:
                     values = [value + pair[a].to(cutlass.Float32) for a, value in enumerate(values)]
                 for a in cutlass.range_constexpr(2):
                     rounded[(a, b, j), 0, 0] = values[a].to(self.dtype)
-
-    @cute.jit
-    def bias(self, bias: cute.Tensor, column: cutlass.Int32, part: cutlass.Constexpr[int], n: cutlass.Int32):
-        """Of a column's gate (0) or up (1); any value past the last column."""
-        inside = cutlass.min(column, n - 1)
-        place = inside * self.parts + part if cutlass.const_expr(self.interleaved) else inside + part * n
-        return bias[place].to(cutlass.Float32)

@@ -7,7 +7,8 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.linear.configs import GemmConfig
-from dsl_backend.linear.sm90.gemm import NUMERIC, Gemm, GemmKey
+from dsl_backend.linear.sm90.gemm import Gemm, GemmKey
+from dsl_backend.linear.sm90.views import NUMERIC
 from dsl_backend.linear.spec import LinearSpec, short
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
