@@ -92,3 +92,82 @@ class GemmConfig:
         if self.smem_bytes(spec.parts) > smem_bytes:
             reasons.append(f"{self.smem_bytes(spec.parts)} bytes of shared memory: {smem_bytes} are the most")
         return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """The kernel for few rows: weights are wgmma's rows, and every block reads an equal share of all of them.
+
+    A tile's weights are two boxes of rows: gate and up rows of the same columns, or neighbours.
+
+    Attributes:
+        tokens: rows of x that a consumer multiplies with; 8 to 128.
+        groups: consumer warp groups, 1 or 2.
+        split_tokens: two consumers have the same weights and tokens of their own, instead of the reverse.
+        tile_k: columns of x and the weights of a stage.
+    """
+
+    tokens: int = 16
+    groups: int = 1
+    split_tokens: bool = False
+    tile_k: int = 64
+    stages: int = 10
+
+    @property
+    def box(self) -> int:
+        """Rows of weights of a box."""
+        return MMA_M if self.split_tokens else MMA_M * self.groups
+
+    @property
+    def tile_tokens(self) -> int:
+        """Rows of x of a block's tile."""
+        return self.tokens * self.groups if self.split_tokens else self.tokens
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer's thread; also float32 partial sums that it hands over."""
+        return 2 * MMA_M * self.tokens // WARPGROUP
+
+    @property
+    def threads(self) -> int:
+        """Of a block: consumers, and a producer's warp. Registers are given and taken by warp groups."""
+        return self.groups * WARPGROUP + (WARPGROUP if self.groups > 1 else 32)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (2 * self.box + self.tile_tokens) * self.tile_k * ELEMENT_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Stages, barriers, alignment."""
+        return self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def partials(self) -> int:
+        """Float32 partial sums of a block."""
+        return self.accumulators * WARPGROUP * self.groups
+
+    def tiles(self, spec: LinearSpec, rows: int) -> int:
+        """Tiles of the output."""
+        return ceil_div(spec.n * spec.parts, 2 * self.box) * ceil_div(rows, self.tile_tokens)
+
+    def objections(self, spec: LinearSpec, smem_bytes: int) -> list[str]:
+        """Why a problem cannot be run so; empty where it can.
+
+        Args:
+            smem_bytes: that a block may have.
+        """
+        reasons = []
+        if not 8 <= self.tokens <= 128 or self.tokens % 8:
+            reasons.append(f"{self.tokens} tokens are not a multiple of 8 from 8 to 128")
+        if self.groups not in (1, 2):
+            reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
+        if self.split_tokens and self.groups == 1:
+            reasons.append("one consumer has no tokens to split")
+        if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
+            reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
+        if self.stages < 2:
+            reasons.append(f"{self.stages} stages: 2 are the least")
+        if self.smem_bytes > smem_bytes:
+            reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
+        return reasons

@@ -3,11 +3,12 @@
 
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.linear.configs import GemmConfig
+from dsl_backend.linear.configs import GemmConfig, StreamConfig
 from dsl_backend.linear.sm90.gemm import Gemm, GemmKey
+from dsl_backend.linear.sm90.stream import Stream, StreamKey
 from dsl_backend.linear.sm90.views import NUMERIC
 from dsl_backend.linear.spec import LinearSpec, short
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -15,21 +16,26 @@ from dsl_backend.runtime.target import Target
 
 # Elements that rows and base addresses are aligned to, as TMA wants them.
 VECTOR = 8
+Config = GemmConfig | StreamConfig
+Key = GemmKey | StreamKey
 
 
-def gemm_key(spec: LinearSpec, config: GemmConfig) -> GemmKey:
-    return GemmKey(
-        dtype=short(spec.dtype),
-        activation=spec.activation,
-        interleaved=spec.interleaved,
-        bias=spec.bias,
-        residual=spec.residual,
-        config=config,
-    )
+def key_of(spec: LinearSpec, config: Config) -> Key:
+    """The kernel of a problem."""
+    facts: dict[str, Any] = {
+        "dtype": short(spec.dtype),
+        "activation": spec.activation,
+        "interleaved": spec.interleaved,
+        "bias": spec.bias,
+        "residual": spec.residual,
+    }
+    if isinstance(config, GemmConfig):
+        return GemmKey(**facts, config=config)
+    return StreamKey(**facts, config=config)
 
 
-def fake_args(key: GemmKey) -> tuple[Any, ...]:
-    """x, weight, bias, residual, out, blocks, stream."""
+def fake_args(key: Key) -> tuple[Any, ...]:
+    """x, weight, bias, residual, out, for a StreamKey partials and flags, blocks, stream."""
     dtype = NUMERIC[key.dtype]
 
     def matrix(rows: Any, width: Any) -> Any:
@@ -38,17 +44,22 @@ def fake_args(key: GemmKey) -> tuple[Any, ...]:
 
     m, n, k = cute.sym_int(), cute.sym_int(divisibility=VECTOR), cute.sym_int(divisibility=VECTOR)
     weight_rows = cute.sym_int(divisibility=VECTOR)
+    scratch = ()
+    if isinstance(key, StreamKey):
+        scratch = tuple(make_fake_tensor(kind, (cute.sym_int(),), (1,), assumed_align=16) for kind in (Float32, Int32))
     return (
         matrix(m, k),
         matrix(weight_rows, k),
         make_fake_tensor(dtype, (weight_rows,), (1,), assumed_align=16) if key.bias else None,
         matrix(m, n) if key.residual else None,
         matrix(m, n),
+        *scratch,
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
 
-def build_gemm(key: GemmKey, target: Target) -> Function:
-    """The compiled function: (x, weight, bias, residual, out, blocks)."""
-    return compile_kernel(Gemm(key), fake_args(key), key=key, target=target)
+def build(key: Key, target: Target) -> Function:
+    """The compiled function of `fake_args`, the stream left out."""
+    kernel = Gemm(key) if isinstance(key, GemmKey) else Stream(key)
+    return compile_kernel(kernel, fake_args(key), key=key, target=target)
