@@ -69,9 +69,11 @@ def min_p(values: torch.Tensor | None = None) -> MinPLogitsProcessor:
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is logged once in a process is logged once in every test; vLLM compiles no helpers, which takes a minute."""
     log.info_once.cache_clear()
+    # The reference draws: kernels are compared with it elsewhere, and Triton's interpreter is slow.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with torch._dynamo.config.patch(disable=True):
         yield
 
