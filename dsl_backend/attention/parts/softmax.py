@@ -48,16 +48,21 @@ class OnlineSoftmax:
             for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 self.total[row] += cute.arch.shuffle_sync_bfly(self.total[row], 1 << bit)
 
-    @cute.jit
-    def finish(self, row: cutlass.Constexpr[int], sink):
-        """(what a row's sums are multiplied by, its natural LSE); sink is -inf where there is none."""
-        top, total = self.top[row] * self.factor, self.total[row]
-        shrink = cutlass.Float32(1.0)
-        if cutlass.const_expr(sink is not None):
-            higher = cute.arch.fmax(top, sink * LOG2_E)
-            shrink = exp2(top - higher)
-            total = total * shrink + exp2(sink * LOG2_E - higher)
-            top = higher
-        # The total is 0 where a row saw no key; a NaN stays one.
-        scaled = cutlass.Float32(0.0) if total == 0.0 else shrink / total
-        return scaled, (top + cute.math.log2(total, fastmath=True)) * LN_2
+
+@cute.jit
+def normalized(top, total, sink):
+    """(what a row's sums are multiplied by, its natural LSE).
+
+    Args:
+        top, total: the row's largest base-2 score, and its sum of 2^(score - top).
+        sink: a logit that joins the denominator; None where there is none.
+    """
+    shrink = cutlass.Float32(1.0)
+    if cutlass.const_expr(sink is not None):
+        higher = cute.arch.fmax(top, sink * LOG2_E)
+        shrink = exp2(top - higher)
+        total = total * shrink + exp2(sink * LOG2_E - higher)
+        top = higher
+    # The total is 0 where a row saw no key; a NaN stays one.
+    factor = cutlass.Float32(0.0) if total == 0.0 else shrink / total
+    return factor, (top + cute.math.log2(total, fastmath=True)) * LN_2

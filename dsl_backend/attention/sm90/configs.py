@@ -35,6 +35,7 @@ class ForwardConfig:
         stages: key tiles, and value tiles, in flight.
         query_stages: query tiles in flight; an output leaves through its query tile's place.
         resident: blocks on an SM side by side.
+        least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
         take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
     """
 
@@ -43,6 +44,7 @@ class ForwardConfig:
     stages: int
     query_stages: int = 1
     resident: int = 1
+    least_share: int = 2
     take_turns: bool = False
 
     @property
@@ -94,3 +96,18 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if spec.head_dim_v <= 128:
         return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True)
     return ForwardConfig(groups=2, tile_n=80, stages=2, query_stages=1)
+
+
+def default_split_config(spec: AttentionSpec) -> ForwardConfig:
+    """For short queries over long key ranges."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest <= 64:
+        return ForwardConfig(groups=1, tile_n=128, stages=5)
+    if widest <= 128:
+        return ForwardConfig(groups=1, tile_n=128, stages=3)
+    return ForwardConfig(groups=1, tile_n=64, stages=2)
+
+
+def packed_heads(group: int) -> int:
+    """Query heads that share a tile's rows: the group, or where it is wider than the rows a part of it."""
+    return next(pack for pack in range(min(group, ROWS), 0, -1) if group % pack == 0)

@@ -18,8 +18,9 @@ from dsl_backend.attention.parts.scores import ScoreKey, Scoring
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.configs import REGISTERS, WARPGROUP, ForwardConfig, chunk, padded
 from dsl_backend.attention.sm90.load import Loader, box_rows
+from dsl_backend.attention.sm90.merge import Merge
 from dsl_backend.attention.sm90.multiply import Multiplier
-from dsl_backend.attention.sm90.schedule import QueryTiles, Requests
+from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
 
 NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 SWIZZLES = {
@@ -41,6 +42,7 @@ class ForwardKey:
         page_size: tokens of a page; 0 where keys are packed.
         causality: `full`, `causal` or `per_request`.
         left, right: whether a window ends before or after a position.
+        split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
         lse: whether the softmax's denominators are wanted.
     """
 
@@ -56,6 +58,7 @@ class ForwardKey:
     left: bool
     right: bool
     lse: bool
+    split: bool
     scores: ScoreKey
 
 
@@ -102,6 +105,8 @@ class Forward:
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
         slopes: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -109,6 +114,7 @@ class Forward:
         shortest: cutlass.Int32,
         longest: cutlass.Int32,
         blocks: cutlass.Int32,
+        rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
@@ -136,7 +142,7 @@ class Forward:
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        rows, _, width = q.shape
+        tokens, _, width = q.shape
         if cutlass.const_expr(key.pack == 1):
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
             q_box, q_tile = self.boxed(self.tile_m, self.chunk), (self.tile_m, self.chunk)
@@ -144,7 +150,7 @@ class Forward:
             mQ = cute.make_tensor(
                 q.iterator,
                 cute.make_layout(
-                    (key.pack, rows, width, key.heads_q // key.pack),
+                    (key.pack, tokens, width, key.heads_q // key.pack),
                     stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack),
                 ),
             )
@@ -157,6 +163,7 @@ class Forward:
         q_load, mQ = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
         k_load, mK = cpasync.make_tiled_tma_atom(load, mK, self.boxed(self.box, self.chunk), (self.box, self.chunk))
         v_load, mV = cpasync.make_tiled_tma_atom(load, mV, self.boxed(self.box, self.chunk_v), (self.box, self.chunk_v))
+        scoring = Scoring(scale, softcap, sinks, slopes)
         self.kernel(
             product,
             weighing,
@@ -172,8 +179,10 @@ class Forward:
             out_layout,
             out,
             lse,
+            partials,
+            merges,
             Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
-            Scoring(scale, softcap, sinks, slopes),
+            scoring,
         ).launch(
             grid=(blocks, 1, 1),
             block=(config.threads, 1, 1),
@@ -181,6 +190,11 @@ class Forward:
             min_blocks_per_mp=config.resident,
             preferred_smem_carveout=100,
         )
+        if cutlass.const_expr(key.split):
+            merge = Merge(key, self.tile_m, self.dims_v)
+            merge.kernel(partials, merges, out, lse, scoring).launch(
+                grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
+            )
 
     def atom(self, width: int):
         """The swizzled atom of rows `width` elements wide."""
@@ -211,10 +225,15 @@ class Forward:
         out_layout: cute.ComposedLayout,
         out: cute.Tensor,
         lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
         config = self.config
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         q_place = allocator.allocate(places * 2, byte_alignment=1024)
@@ -246,11 +265,29 @@ class Forward:
             if warp == LOAD_WARP:
                 Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
             if warp == SCHEDULE_WARP:
-                QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
+                if cutlass.const_expr(self.key.split):
+                    least = config.least_share
+                    KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least).run()
+                else:
+                    QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
         else:
             cute.arch.setmaxregister_increase(self.most_registers)
             Multiplier(
-                self, mailbox, product, weighing, barriers, sQ, sK, sV, sOut, out, lse, requests, scoring, thread - WARPGROUP
+                self,
+                mailbox,
+                product,
+                weighing,
+                barriers,
+                sQ,
+                sK,
+                sV,
+                sOut,
+                out,
+                lse,
+                partials,
+                requests,
+                scoring,
+                thread - WARPGROUP,
             ).run()
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:

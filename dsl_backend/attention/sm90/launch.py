@@ -11,8 +11,15 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.sm90.configs import ForwardConfig, default_config
+from dsl_backend.attention.sm90.configs import (
+    ForwardConfig,
+    default_config,
+    default_split_config,
+    packed_heads,
+    padded,
+)
 from dsl_backend.attention.sm90.forward import NUMERIC, Forward, ForwardKey
+from dsl_backend.attention.sm90.schedule import MERGE_FIELDS
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
@@ -27,7 +34,9 @@ def window(width: int | None) -> int:
     return 0 if width is None else min(width, 1 << 30)
 
 
-def key_of(spec: AttentionSpec, config: ForwardConfig, *, pack: int, lse: bool, sinks: torch.dtype | None) -> ForwardKey:
+def key_of(
+    spec: AttentionSpec, config: ForwardConfig, *, split: bool, lse: bool, sinks: torch.dtype | None
+) -> ForwardKey:
     return ForwardKey(
         config=config,
         dtype=short(spec.dtype),
@@ -35,12 +44,13 @@ def key_of(spec: AttentionSpec, config: ForwardConfig, *, pack: int, lse: bool, 
         heads_kv=spec.heads_kv,
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
-        pack=pack,
+        pack=packed_heads(spec.group) if split else 1,
         page_size=spec.page_size or 0,
         causality=spec.causality.value,
         left=spec.window_left is not None,
         right=spec.window_right is not None,
         lse=lse,
+        split=split,
         scores=ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=None if sinks is None else short(sinks)),
     )
 
@@ -59,7 +69,9 @@ def fake_args(key: ForwardKey) -> tuple[Any, ...]:
     lead = (pages, key.page_size) if key.page_size else (pages,)
     width = many()
     table = make_fake_tensor(cutlass.Int32, (requests, width), (cute.sym_int64(), 1), assumed_align=4)
-    lse = make_fake_tensor(cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+    lse = make_fake_tensor(
+        cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
+    )
     sinks = key.scores.sinks
     return (
         rows_of(key.head_dim, key.heads_q, tokens),
@@ -74,9 +86,13 @@ def fake_args(key: ForwardKey) -> tuple[Any, ...]:
         vector_of(cutlass.Uint8, many(), 1) if key.causality == Causality.PER_REQUEST.value else None,
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
+        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
+        make_fake_tensor(cutlass.Int32, (many(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
+        if key.split
+        else None,
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
-        *[cutlass.Int32(1)] * 5,
+        *[cutlass.Int32(1)] * 6,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
 
@@ -103,14 +119,21 @@ def check_alignment(**tensors: torch.Tensor) -> None:
 class Prefill:
     """Attention of long queries for one layer spec; see forward.py."""
 
+    split = False
+
     def __init__(
         self, spec: AttentionSpec, target: Target, workspace: Workspace, config: ForwardConfig | None = None
     ) -> None:
-        self.spec, self.target = spec, target
-        self.config = config or default_config(spec)
+        self.spec, self.target, self.workspace = spec, target, workspace
+        self.config = config or (default_split_config if self.split else default_config)(spec)
+        self.blocks = target.sm_count * self.config.resident
 
     def longest_query(self) -> int | None:
         return None
+
+    def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Partial results, and what the merge kernel must do with them."""
+        return None, None
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
@@ -118,7 +141,7 @@ class Prefill:
         spec = self.spec
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
         sinks = None if operands.sinks is None else operands.sinks.dtype
-        key = key_of(spec, self.config, pack=1, lse=operands.lse is not None, sinks=sinks)
+        key = key_of(spec, self.config, split=self.split, lse=operands.lse is not None, sinks=sinks)
         causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
         function_of(key, self.target, toolkit.libraries())(
             operands.q,
@@ -133,11 +156,28 @@ class Prefill:
             None if causal is None else causal.view(torch.uint8),
             operands.sinks,
             operands.alibi_slopes,
+            *self.scratch(),
             spec.scale,
             spec.softcap,
             window(spec.window_left),
             window(spec.window_right),
             max(1, shortest),
             longest,
-            self.target.sm_count * self.config.resident,
+            self.blocks,
+            min(self.config.tile_m, min(longest, batch.max_query_len) * key.pack),
         )
+
+
+class SplitKV(Prefill):
+    """Attention of short queries, whose key ranges are cut into equal shares."""
+
+    split = True
+
+    def longest_query(self) -> int | None:
+        return min(16, self.config.tile_m // packed_heads(self.spec.group))
+
+    def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        slots = 2 * self.blocks
+        partials = self.workspace.partials(slots * self.config.tile_m * (padded(self.spec.head_dim_v) + 2))
+        merges = self.workspace.integers(self.blocks * MERGE_FIELDS)
+        return partials, merges[: self.blocks * MERGE_FIELDS].view(self.blocks, MERGE_FIELDS)

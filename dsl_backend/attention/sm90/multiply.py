@@ -11,7 +11,8 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.parts.scores import scores_of
-from dsl_backend.attention.parts.softmax import OnlineSoftmax
+from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
@@ -28,13 +29,29 @@ class Multiplier:
     """A math thread's registers and what it does with an item."""
 
     def __init__(
-        self, kernel, mailbox, product, weighing, barriers, sQ, sK, sV, sOut, out, lse, requests, scoring, thread
+        self,
+        kernel,
+        mailbox,
+        product,
+        weighing,
+        barriers,
+        sQ,
+        sK,
+        sV,
+        sOut,
+        out,
+        lse,
+        partials,
+        requests,
+        scoring,
+        thread,
     ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers = mailbox, barriers
         self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
         self.adding_weighing = accumulating(weighing, True)
-        self.sV, self.sOut, self.out, self.lse, self.requests = sV, sOut, out, lse, requests
+        self.sV, self.sOut, self.out, self.lse, self.partials = sV, sOut, out, lse, partials
+        self.requests = requests
         self.scoring, self.scores = scoring, scores_of(kernel.key.scores, scoring)
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -265,14 +282,42 @@ class Multiplier:
 
     @cute.jit
     def store(self, work, stage):
-        """Divide, and send the rows out through the place of their queries."""
         self.softmax.merge_lanes()
+        if cutlass.const_expr(self.key.split):
+            if work.slot != WHOLE:
+                self.store_partial(work)
+            else:
+                self.store_whole(work, stage)
+        else:
+            self.store_whole(work, stage)
+
+    @cute.jit
+    def store_partial(self, work):
+        """Sums as they are, in float32; the merge kernel does the rest."""
+        tile_m, columns = cutlass.const_expr(self.kernel.tile_m), cutlass.const_expr(self.kernel.dims_v)
+        sums = by_row(self.O)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * (tile_m * (columns + 2))
+        pair = cute.make_rmem_tensor(2, cutlass.Float32)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            m = self.row + 8 * row
+            if m < work.rows:
+                for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+                    pair[0], pair[1] = sums[row, j], sums[row, j + 1]
+                    store_vector(pair, partial, m * columns + self.column + j * 4)
+                if self.column == 0:
+                    place = partial + tile_m * columns + m
+                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
+                    cute.make_tensor(place + tile_m, cute.make_layout(1))[0] = self.softmax.total[row]
+
+    @cute.jit
+    def store_whole(self, work, stage):
+        """Divide, and send the rows out through the place of their queries."""
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             sink = None
             if cutlass.const_expr(self.key.scores.sinks):
                 sink = self.scoring.sinks[self.head(work, row)].to(cutlass.Float32)
-            factor, lse = self.softmax.finish(row, sink)
+            factor, lse = normalized(self.softmax.top[row] * self.softmax.factor, self.softmax.total[row], sink)
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):

@@ -35,6 +35,19 @@ def sum_through(value: cutlass.Int32):
     return value
 
 
+@cute.jit
+def window_right(key: cutlass.Constexpr, requests: Requests, request):
+    """How many keys after its own position a query of the request sees."""
+    right = cutlass.Int32(FAR)
+    if cutlass.const_expr(key.right):
+        right = requests.right
+    if cutlass.const_expr(key.causality == "causal"):
+        right = cutlass.Int32(0)
+    if cutlass.const_expr(key.causality == "per_request"):
+        right = cutlass.Int32(0) if requests.causal[request] != 0 else right
+    return right
+
+
 class QueryTiles:
     """Whole query tiles, dealt out in turn: a request's last first, which see the most keys, all heads side by side."""
 
@@ -78,7 +91,7 @@ class QueryTiles:
         row = (tiles // self.units - 1 - local // self.units) * self.tokens_per_tile
         tokens = cutlass.min(queries - row, self.tokens_per_tile)
         position = keys - queries + row
-        right = self.window_right(request)
+        right = window_right(self.key, self.requests, request)
         last = position + tokens - 1
         begin, whole_begin = cutlass.Int32(0), cutlass.Int32(0)
         if cutlass.const_expr(self.key.left):
@@ -111,14 +124,125 @@ class QueryTiles:
             slot=cutlass.Int32(WHOLE),
         )
 
+
+# int32s a block leaves for the merge kernel: parts (0: nothing to merge), first query row, unit, rows.
+MERGE_FIELDS = 4
+
+
+class KeyShares:
+    """Equal, contiguous shares of all the key tiles of the batch (stream-K: Osama et al., 2023).
+
+    A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
+    before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1.
+    """
+
+    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, merges, least: int):
+        self.key, self.mailbox, self.requests = key, mailbox, requests
+        self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
+        self.units = key.heads_q // key.pack
+        self.merges, self.least = merges, least
+
     @cute.jit
-    def window_right(self, request):
-        """How many keys after its own position a query of the request sees."""
-        right = cutlass.Int32(FAR)
-        if cutlass.const_expr(self.key.right):
-            right = self.requests.right
-        if cutlass.const_expr(self.key.causality == "causal"):
-            right = cutlass.Int32(0)
-        if cutlass.const_expr(self.key.causality == "per_request"):
-            right = cutlass.Int32(0) if self.requests.causal[request] != 0 else right
-        return right
+    def read(self, request, count):
+        """A lane's request: first query row, queries, keys, key tiles of a row tile, and all its key tiles."""
+        first, queries, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        if request < count:
+            first = self.requests.starts[request]
+            queries = self.requests.starts[request + 1] - first
+            keys = self.requests.lengths[request]
+        begin = self.first_tile(queries, keys)
+        # At least one tile, so that every row is written.
+        tiles = cutlass.max((keys + self.tile_n - 1) // self.tile_n - begin, 1)
+        row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
+        work = self.units * row_tiles * tiles
+        if queries < self.requests.shortest or queries > self.requests.longest:
+            work = cutlass.Int32(0)
+        return first, queries, keys, tiles, work
+
+    @cute.jit
+    def first_tile(self, queries, keys):
+        """The first that any query of a request sees."""
+        begin = cutlass.Int32(0)
+        if cutlass.const_expr(self.key.left):
+            begin = cutlass.max(keys - queries - self.requests.left, 0) // self.tile_n
+        return begin
+
+    @cute.jit
+    def run(self):
+        count = cutlass.Int32(cute.size(self.requests.lengths))
+        lane = cute.arch.lane_idx()
+        block, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        total = cutlass.Int32(0)
+        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+            total += self.read(chunk * WARP + lane, count)[4]
+        total = cute.arch.warp_reduction_sum(total)
+        share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        place = block * share
+        end = cutlass.min(place + share, total)
+        posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        merge = self.merges
+        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+            values = self.read(chunk * WARP + lane, count)
+            through = sum_through(values[4]) + seen
+            seen = cute.arch.shuffle_sync(through, WARP - 1)
+            while place < cutlass.min(seen, end):
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
+                first, queries, keys, tiles, work = [cute.arch.shuffle_sync(value, owner) for value in values]
+                base = cute.arch.shuffle_sync(through, owner) - work
+                item, tile = (place - base) // tiles, (place - base) % tiles
+                taken = cutlass.min(tiles - tile, end - place)
+                row_tiles = work // tiles // self.units
+                unit, row = item // row_tiles, item % row_tiles * self.tokens_per_tile
+                start = base + item * tiles
+                slot = cutlass.Int32(WHOLE)
+                if taken < tiles:
+                    slot = 2 * block + (1 if start >= block * share else 0)
+                rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
+                if taken < tiles and start >= block * share:
+                    parts = (start + tiles - 1) // share - block + 1
+                    if lane == 0:
+                        merge[block, 1] = first + row
+                        merge[block, 2] = unit
+                        merge[block, 3] = rows
+                self.mailbox.post(
+                    posted, self.piece(chunk * WARP + owner, first, queries, keys, unit, row, rows, tile, taken, slot)
+                )
+                posted += 1
+                place += taken
+        if lane == 0:
+            merge[block, 0] = parts
+        nothing = cutlass.Int32(0)
+        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+
+    @cute.jit
+    def piece(self, request, first, queries, keys, unit, row, rows, tile, taken, slot):
+        position = keys - queries + row
+        last = position + rows // self.key.pack - 1
+        right = window_right(self.key, self.requests, request)
+        begin = self.first_tile(queries, keys) + tile
+        end = begin + taken
+        whole_begin, whole_stop = begin, keys
+        if cutlass.const_expr(self.key.left):
+            whole_begin = (cutlass.max(last - self.requests.left, 0) + self.tile_n - 1) // self.tile_n
+        if cutlass.const_expr(self.key.right or self.key.causality != "full"):
+            whole_stop = cutlass.min(keys, cutlass.max(position + right + 1, 0))
+        whole_end = cutlass.max(cutlass.min(whole_stop // self.tile_n, end), begin)
+        whole_begin = cutlass.min(cutlass.max(whole_begin, begin), whole_end)
+        source = request
+        if cutlass.const_expr(self.key.page_size == 0):
+            source = self.requests.packed_starts[request]
+        return Work(
+            valid=cutlass.Int32(1),
+            query=first + row,
+            rows=rows,
+            unit=unit,
+            position=position,
+            keys=keys,
+            begin=begin,
+            end=end,
+            whole_begin=whole_begin,
+            whole_end=whole_end,
+            right=right,
+            source=source,
+            slot=slot,
+        )
