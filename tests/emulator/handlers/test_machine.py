@@ -198,6 +198,22 @@ def test_an_mbarrier_hands_over(schedule: str, changes: dict[str, object], expec
         assert set(kinds(machine)) & allowed
 
 
+@pytest.mark.parametrize(
+    ("at", "count", "found"),
+    [
+        ("%r7", "1", []),
+        ("%r5", "32", [True]),
+        ("%r5", "%r8", [False]),
+    ],
+)
+def test_lanes_that_initialise_mbarriers(at: str, count: str, found: list[bool]) -> None:
+    """One each, or all of them the same one, alike or not."""
+    body = THREAD + f"add.s32 %r8, %r1, 1;\nadd.s32 %r7, %r7, %r6;\nmbarrier.init.shared.b64 [{at}], {count};"
+    machine = run(body, zeros(32))
+    assert [one.warning for one in machine.findings] == found
+    assert kinds(machine) == ([Kind.BARRIER] if found else [])
+
+
 def test_pending_counts() -> None:
     """Each lane's state has what was missing before its own arrival, and says when the phase is over."""
     body = (

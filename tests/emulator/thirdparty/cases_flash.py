@@ -355,18 +355,14 @@ def flash_hd256(arch: str) -> Problem:
     return attention(arch, Attention(head_dims=(256, 256), queries=(128,), keys=(160,), heads=1, kv_heads=1))
 
 
-# All lanes of a warp initialise the same mbarriers.
-ABSORBED = {SM100: ("BARRIER",)}
-
-
-@FLASH.case(SM100, quick=(SM100,), known=ABSORBED)
+@FLASH.case(SM100, quick=(SM100,))
 def flash_absorbed_mla(arch: str) -> Problem:
     return attention(
         arch, Attention(head_dims=(576, 512), queries=(2,), keys=(200,), heads=128, kv_heads=1, absorbed=True)
     )
 
 
-@FLASH.case(SM100, known=ABSORBED)
+@FLASH.case(SM100)
 def flash_absorbed_mla_causal(arch: str) -> Problem:
     return attention(
         arch,
