@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from dsl_backend.attention.sm90.configs import default_config, default_split_config
 from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 
 Objections = Callable[[AttentionSpec, Target], list[str]]
@@ -98,11 +100,49 @@ def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
+def cute_sm90(spec: AttentionSpec, target: Target) -> list[str]:
+    """What the SM90 kernels of dense attention need."""
+    if not target.wgmma:
+        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    reasons = [*toolkit.missing()]
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
+    if spec.kv_dtype != spec.dtype:
+        reasons.append(f"keys of {short(spec.kv_dtype)} are not of the queries' {short(spec.dtype)}")
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if dim % 8 or not 16 <= dim <= 256:
+            reasons.append(f"{name} {dim} is not a multiple of 8 from 16 to 256")
+    if spec.page_size is not None and spec.page_size % 16:
+        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
+    if spec.scale <= 0:
+        reasons.append(f"scale {spec.scale} is not positive")
+    if spec.latent:
+        reasons.append("serves keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+def cute_sm90_prefill(spec: AttentionSpec, target: Target) -> list[str]:
+    return cute_sm90(spec, target) or default_config(spec).objections(spec, target.smem_bytes)
+
+
+def cute_sm90_decode(spec: AttentionSpec, target: Target) -> list[str]:
+    return cute_sm90(spec, target) or default_split_config(spec).objections(spec, target.smem_bytes)
+
+
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry, ...]] = {
-    Operation.PREFILL: (Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense), REFERENCE),
-    Operation.DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense), REFERENCE),
+    # The CuTe DSL kernels come first when they have been timed on the chip; until then they are had by name.
+    Operation.PREFILL: (
+        Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
+        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", cute_sm90_prefill),
+        REFERENCE,
+    ),
+    Operation.DECODE: (
+        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
+        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", cute_sm90_decode),
+        REFERENCE,
+    ),
     Operation.MLA_DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla), REFERENCE),
     Operation.WRITE_KV: (
         Entry("triton", "dsl_backend.attention.triton.write_kv:write_kv", triton_common),

@@ -41,15 +41,25 @@ BASELINES = {"x86_64": "x86-64-v2", "aarch64": "generic"}
 FEATURES = {"x86_64": '["+sse4.2", "+popcnt", "+cx16"]', "aarch64": '["+neon"]'}
 
 
+@cache
+def missing() -> list[str]:
+    """Why there is no CuTe DSL here, as an objection of a dispatch table; empty where there is."""
+    wheels = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", FFI))
+    return [
+        f"{wheel} is not installed: CuTe DSL kernels need `pip install 'dsl-backend[cute]'`"
+        for module, wheel in wheels
+        if importlib.util.find_spec(module) is None
+    ]
+
+
 def require() -> None:
     """Refuse to go on without CuTe DSL.
 
     Raises:
         InvalidInput: it or TVM-FFI is not installed.
     """
-    for module, wheel in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", FFI)):
-        if importlib.util.find_spec(module) is None:
-            raise InvalidInput(f"{wheel} is not installed: CuTe DSL kernels need `pip install 'dsl-backend[cute]'`")
+    if missing():
+        raise InvalidInput("; ".join(missing()))
 
 
 @cache

@@ -2,7 +2,6 @@
 """Which kernel serves a softmax on a target: a table of reasons, best kernel first."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +9,7 @@ from functools import cache
 import torch
 
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import default_config
 from dsl_backend.softmax.spec import SoftmaxSpec
@@ -38,16 +38,11 @@ class Entry:
         return run
 
 
-@cache
-def has_cute() -> bool:
-    return all(importlib.util.find_spec(module) is not None for module in ("cutlass", "tvm_ffi"))
-
-
 def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
     """The kernel needs clusters and st.async; it is compiled for and proven on SM90 and SM100."""
     if not (target.wgmma or target.tcgen05):
         return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.arch}"]
-    reasons = [] if has_cute() else ["nvidia-cutlass-dsl is not installed: pip install 'dsl-backend[cute]'"]
+    reasons = [*toolkit.missing()]
     return reasons + default_config(spec).objections(spec, target.smem_bytes)
 
 

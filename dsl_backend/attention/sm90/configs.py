@@ -3,16 +3,14 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts import work
 from dsl_backend.attention.spec import AttentionSpec
 
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup's wgmma
-MOST_ROWS_BYTES = 227 * 1024
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
 REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
 MBARRIER_BYTES = 8
-SWIZZLE_BYTES = 128
+MAILBOX_BYTES = 256  # of parts/work.py: two items, their barriers, room to align them
 
 
 def padded(dim: int) -> int:
@@ -55,15 +53,15 @@ class ForwardConfig:
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int, itemsize: int = 2) -> int:
+    def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
-        dims, dims_v = padded(head_dim), padded(head_dim_v)
+        dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
-        barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + work.SLOTS)
-        return itemsize * (queries + keys) + barriers + 64 * work.SLOTS + 1024
+        barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages)
+        return spec.dtype.itemsize * (queries + keys) + barriers + MAILBOX_BYTES
 
-    def objections(self, head_dim: int, head_dim_v: int, smem_bytes: int) -> list[str]:
+    def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can.
 
         Args:
@@ -76,13 +74,18 @@ class ForwardConfig:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
-        held = padded(head_dim_v) // 2 + 3 * self.tile_n // 4
+        held = padded(spec.head_dim_v) // 2 + 3 * self.tile_n // 4
         most = REGISTERS.get(self.groups, (0, 0))[0]
         if held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
-        needed = self.smem_bytes(head_dim, head_dim_v) * self.resident
+        needed = self.smem_bytes(spec) * self.resident
         if needed > smem_bytes:
             reasons.append(f"{self.resident} blocks need {needed} bytes of shared memory: there are {smem_bytes}")
+        if spec.head_dim != spec.head_dim_v and chunk(spec.head_dim) != chunk(spec.head_dim_v):
+            reasons.append(
+                f"outputs of {spec.head_dim_v} elements do not fit the place of queries of {spec.head_dim}: their rows "
+                f"are cut into pieces of {chunk(spec.head_dim_v)} and {chunk(spec.head_dim)}"
+            )
         return reasons
 
 
