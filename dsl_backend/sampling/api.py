@@ -21,7 +21,8 @@ def plan(spec: SamplingSpec, max_rows: int, device: torch.device, kernel: str | 
     """A sampler for steps of up to max_rows rows: all that it will ever allocate.
 
     Args:
-        kernel: `triton` or `reference`; that one or none. By default the best that serves the spec on the device.
+        kernel: `cute`, `triton` or `reference`; that one or none. By default the best that serves the spec on the
+            device.
 
     Raises:
         InvalidInput: max_rows is below 1, or the device or kernel is unknown.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a row is spread over threads and blocks: frozen configurations, each with a pure default."""
 
+import math
 from dataclasses import dataclass
 
 from dsl_backend.runtime.target import Target
@@ -8,7 +9,13 @@ from dsl_backend.sampling.spec import SamplingSpec
 
 WARP = 32
 ACCESS_BYTES = 16
-MOST_CLUSTER = 16
+PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
+THREADS = 512
+REGISTERS_PER_SM = 64 * 1024
+REGISTERS = 64
+# Shared memory that an SM of SM90 or SM100 has, and what every block takes of it for itself.
+SM_BYTES = 228 * 1024
+RESERVED_BYTES = 1024
 MOST_GROUPS = 256
 BINS = 1024
 
@@ -49,6 +56,22 @@ class ClusterConfig:
     loads: int = 8
     room: int = 512
 
+    @classmethod
+    def default(cls, spec: SamplingSpec, target: Target, rows: int, vector: int) -> "ClusterConfig":
+        """As many blocks a row as the batch leaves SMs for, and as the row has logits for.
+
+        Args:
+            vector: neighbours that may be accessed at once in every row.
+        """
+        cluster = 1
+        while (
+            2 * cluster * rows <= (target.sm_count if 2 * cluster > PORTABLE_CLUSTER else 2 * target.sm_count)
+            and 2 * cluster <= MOST_CLUSTER
+            and cluster * THREADS * vector < spec.vocab
+        ):
+            cluster *= 2
+        return cls(cluster=cluster, threads=THREADS, vector=vector)
+
     @property
     def warps(self) -> int:
         """Of a block."""
@@ -68,6 +91,16 @@ class ClusterConfig:
         """Shared memory of a block: groups, histograms, candidates (28 bytes each), sums of warps, and scalars."""
         return 4 * MOST_GROUPS + 8 * BINS + 28 * self.room + 12 * self.warps + 4 * 8 * WARP + 256
 
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that registers are shared by: 64 a thread are enough, and two blocks hide each other's barriers."""
+        return max(1, min(2, REGISTERS_PER_SM // (REGISTERS * self.threads)))
+
+    @property
+    def smem_percent(self) -> int:
+        """Of an SM's memory, what its blocks share; the rest is the L1 cache, which a row's later passes read from."""
+        return -(-100 * self.blocks_per_sm * (self.smem_bytes + RESERVED_BYTES) // SM_BYTES)
+
     def objections(self, spec: SamplingSpec, target: Target) -> list[str]:
         """Why a problem cannot be run so; empty where it can."""
         reasons = []
@@ -85,3 +118,13 @@ class ClusterConfig:
         if self.smem_bytes > target.smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {target.smem_bytes} are the most")
         return reasons
+
+
+def widest_vector(spec: SamplingSpec) -> int:
+    """Logits of an access where rows are packed and aligned."""
+    return math.gcd(ACCESS_BYTES // spec.dtype.itemsize, spec.vocab)
+
+
+def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
+    """All that batches of up to so many rows get."""
+    return list(dict.fromkeys(ClusterConfig.default(spec, target, rows, vector) for rows in range(1, max_rows + 1)))

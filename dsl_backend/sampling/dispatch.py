@@ -3,12 +3,15 @@
 
 import enum
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime.target import Target
+from dsl_backend.sampling.configs import ClusterConfig, widest_vector
 from dsl_backend.sampling.spec import SamplingSpec
 
 
@@ -37,6 +40,22 @@ class Entry:
         return getattr(importlib.import_module(module), name)
 
 
+@cache
+def has_cute() -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in ("cutlass", "tvm_ffi"))
+
+
+def cute(spec: SamplingSpec, target: Target) -> list[str]:
+    """The kernel needs clusters; it is compiled for and proven on SM90 and SM100."""
+    if not (target.wgmma or target.tcgen05):
+        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.arch}"]
+    reasons = [] if has_cute() else ["nvidia-cutlass-dsl is not installed: pip install 'dsl-backend[cute]'"]
+    if spec.logprobs:
+        reasons.append("gives tokens alone: logprobs=False is needed")
+    config = ClusterConfig.default(spec, target, 1, widest_vector(spec))
+    return reasons + config.objections(spec, target)
+
+
 def triton(spec: SamplingSpec, target: Target) -> list[str]:
     reasons = []
     if target.is_cpu and not target.interpreted:
@@ -52,7 +71,9 @@ def cpu_only(spec: SamplingSpec, target: Target) -> list[str]:
 
 
 TABLE: dict[Operation, tuple[Entry, ...]] = {
+    # sm90's kernel uses nothing that SM100 lacks or does better: one class serves both.
     Operation.SAMPLE: (
+        Entry("cute", "dsl_backend.sampling.sm90.launch:CuteSampler", cute),
         Entry("triton", "dsl_backend.sampling.triton.sample:TritonSampler", triton),
         Entry("reference", "dsl_backend.sampling.reference:ReferenceSampler", cpu_only),
     )

@@ -14,6 +14,15 @@ def add(a, b):
     return a + b
 
 
+def barrier():
+    """All threads of the block.
+
+    Lanes that left a loop early may come first: the barrier takes whole warps, so they wait for their warp before.
+    """
+    cute.arch.sync_warp()
+    cute.arch.sync_threads()
+
+
 @dsl_user_op
 def read_peer(place, dtype, block, *, loc=None, ip=None):
     """What lies at the same place of another block's shared memory.
@@ -66,7 +75,7 @@ def running(value, slots: cute.Tensor, warps: cutlass.Constexpr[int]):
     own = running_in_warp(value)
     if lane == WARP - 1:
         slots[warp] = own
-    cute.arch.sync_threads()
+    barrier()
     zero = value.dtype(0)
     total = slots[lane] if lane < warps else zero
     before = total if lane < warp else zero
@@ -79,7 +88,7 @@ def summed(value, slots: cute.Tensor, warps: cutlass.Constexpr[int]):
     own = cute.arch.warp_reduction(value, add)
     if cute.arch.lane_idx() == 0:
         slots[cute.arch.warp_idx()] = own
-    cute.arch.sync_threads()
+    barrier()
     lane = cute.arch.lane_idx()
     total = slots[lane] if lane < warps else value.dtype(0)
     return cute.arch.warp_reduction(total, add)

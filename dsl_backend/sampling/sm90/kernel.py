@@ -15,6 +15,7 @@ Nothing here is an instruction of one generation: the same class serves SM90 and
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -137,6 +138,7 @@ class Sample:
         self.cluster, self.threads, self.warps = config.cluster, config.threads, config.warps
         self.vector, self.loads, self.room = config.vector, config.loads, config.room
         self.groups, self.lanes_per_group = config.groups, config.lanes_per_group
+        self.blocks_per_sm, self.smem_percent = config.blocks_per_sm, config.smem_percent
         self.dtype, self.token_dtype = NUMERIC[key.dtype], NUMERIC[key.token_dtype]
 
     @cute.jit
@@ -156,6 +158,9 @@ class Sample:
             grid=(logits.shape[0], self.cluster, 1),
             block=(self.threads, 1, 1),
             cluster=(1, self.cluster, 1) if cutlass.const_expr(self.cluster > 1) else None,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=self.smem_percent,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -179,6 +184,8 @@ class Sample:
             s.count[1] = cutlass.Uint32(NO_ID)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
+        # What came before on the stream may still run until here.
+        cute.arch.griddepcontrol_wait()
 
         index = cute.arch.block_idx()[0]
         width = mX.shape[1]
@@ -256,10 +263,11 @@ class Sample:
     def barrier(self):
         """All threads of the row; what they wrote to shared memory is seen by all of them."""
         if cutlass.const_expr(self.cluster > 1):
+            cute.arch.sync_warp()
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
-            cute.arch.sync_threads()
+            blocks.barrier()
 
     @cute.jit
     def of_peer(self, tensor: cute.Tensor, place, block, dtype: cutlass.Constexpr):
@@ -298,21 +306,19 @@ class Sample:
 
     @cute.jit
     def each(self, row: Row, visit: cutlass.Constexpr):
-        """Call visit(z, id) for each of the thread's logits."""
+        """Call visit(z) for each of the thread's logits.
+
+        One access at a time: what is done with its logits takes longer than a read of a cache.
+        """
         own = row.run + cute.arch.lane_idx() * self.vector
-        for first in cutlass.range(0, row.steps, self.loads, unroll=1):
-            held = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
-            for i in cutlass.range_constexpr(self.loads):
-                column = own + (first + i) * (WARP * self.vector)
-                load_vector(row.base, row.start + (column if column < row.end else 0), held[None, i])
-            for i in cutlass.range_constexpr(self.loads):
-                column = own + (first + i) * (WARP * self.vector)
-                if column < row.end:
-                    for e in cutlass.range_constexpr(self.vector):
-                        visit(numbers.scale(cutlass.Float32(held[e, i]), row.temperature), column + e)
+        for column in cutlass.range(own, row.end, WARP * self.vector, unroll=1):
+            held = cute.make_rmem_tensor(self.vector, self.dtype)
+            load_vector(row.base, row.start + column, held)
+            for e in cutlass.range_constexpr(self.vector):
+                visit(numbers.scale(cutlass.Float32(held[e]), row.temperature))
 
     @cute.jit
-    def again(self, s: Shared, row: Row, wanted, visit: cutlass.Constexpr):
+    def again(self, row: Row, wanted, visit: cutlass.Constexpr):
         """Call visit(z, id) for each logit of the threads that want it; the lanes of a warp share one's.
 
         It ends early once visit has returned true in a lane.
@@ -370,10 +376,7 @@ class Sample:
     def first(self, s: Shared, row: Row, own, to: cute.Pointer):
         """The lowest id of the largest logit."""
 
-        def visit(z, column):
-            return self.lower(s, row, z, column)
-
-        self.again(s, row, own == row.largest, visit)
+        self.again(row, own == row.largest, partial(self.lower, s, row))
         self.barrier()
         lane = cute.arch.lane_idx()
         if self.rank() == 0 and cute.arch.warp_idx() == 0:
@@ -410,11 +413,7 @@ class Sample:
             level = cutlass.Uint32(LEVELS - 1)
             if limited:
                 level = self.bounding_level(s, row, factor)
-
-            def visit(z, column):
-                return self.gather(s, row, factor, level, z, column)
-
-            self.again(s, row, self.candidate(row, factor, level, own), visit)
+            self.again(row, self.candidate(row, factor, level, own), partial(self.gather, s, row, factor, level))
             self.barrier()
             count = self.all_candidates(s)
         if count <= self.room:
@@ -438,7 +437,7 @@ class Sample:
         for at in cutlass.range(cute.arch.thread_idx()[0], self.groups, self.threads, unroll=1):
             level = self.level_of(row, factor, s.groups[at])
             cute.arch.atomic_add(s.low.iterator + level, cutlass.Uint32(1), sem="relaxed", scope="cta")
-        cute.arch.sync_threads()
+        blocks.barrier()
         lane = cute.arch.lane_idx()
         each = cutlass.const_expr(LEVELS // WARP)
         total = cutlass.Uint32(0)
@@ -495,7 +494,7 @@ class Sample:
                 for at in cutlass.range(lane, count, WARP, unroll=1):
                     s.z[place + at] = read_peer(s.z.iterator + at, cutlass.Float32, peer)
                     s.ids[place + at] = read_peer(s.ids.iterator + at, cutlass.Uint32, peer)
-        cute.arch.sync_threads()
+        blocks.barrier()
 
     @cute.jit
     def among_candidates(self, s: Shared, row: Row, count, to: cute.Pointer):
@@ -505,7 +504,7 @@ class Sample:
             v = numbers.distance(s.z[at], row.largest)
             s.v[at] = v
             s.w[at] = numbers.weigh(v)
-        cute.arch.sync_threads()
+        blocks.barrier()
 
         part = thread % PART
         kept = cutlass.Uint64(0)
@@ -577,11 +576,7 @@ class Sample:
         mass = cute.make_rmem_tensor(1, cutlass.Uint64)
         ties = cute.make_rmem_tensor(1, cutlass.Uint32)
         mass[0], ties[0] = cutlass.Uint64(0), cutlass.Uint32(0)
-
-        def visit(z, column):
-            self.weigh_in(row, kth, bound, z, mass, ties)
-
-        self.each(row, visit)
+        self.each(row, partial(self.weigh_in, row, kth, bound, mass, ties))
         mass_of_warp = cute.arch.warp_reduction(mass[0], add)
         ties_of_warp = cute.arch.warp_reduction(ties[0], add)
         if cute.arch.lane_idx() == 0:
@@ -594,7 +589,8 @@ class Sample:
         mass_of_run, ties_of_run = cutlass.Uint64(0), cutlass.Uint64(0)
         if thread < self.cluster * self.warps:
             mass_of_run = self.of_peer(s.sums, thread % self.warps, thread // self.warps, cutlass.Uint64)
-            ties_of_run = cutlass.Uint64(self.of_peer(s.ties, thread % self.warps, thread // self.warps, cutlass.Uint32))
+            ties_there = self.of_peer(s.ties, thread % self.warps, thread // self.warps, cutlass.Uint32)
+            ties_of_run = cutlass.Uint64(ties_there)
         self.leave()
         ties_upto, _ = blocks.running(ties_of_run, s.slots[None, 0], self.warps)
         ties_before = ties_upto - ties_of_run
@@ -607,7 +603,7 @@ class Sample:
             s.digit[0] = cutlass.Uint32(thread)
             s.found[0] = upto - mass_of_run
             s.found[1] = ties_before
-        cute.arch.sync_threads()
+        blocks.barrier()
         chosen = cutlass.Int32(s.digit[0])
         if chosen // self.warps == self.rank():
             self.within(s, row, chosen % self.warps, goal - s.found[0], s.found[1], (kth, bound, removed), to)
@@ -655,7 +651,7 @@ class Sample:
         return w, tie
 
     @cute.jit
-    def weigh_in(self, row: Row, kth, bound, z, mass: cute.Tensor, ties: cute.Tensor):
+    def weigh_in(self, row: Row, kth, bound, mass: cute.Tensor, ties: cute.Tensor, z):
         w, tie = self.judged(row, kth, bound, z)
         mass[0] = mass[0] + (w if tie == 0 else cutlass.Uint64(0))
         ties[0] = ties[0] + cutlass.Uint32(tie)
@@ -669,18 +665,15 @@ class Sample:
         for place in cutlass.range(4, unroll=1):
             shift = cutlass.Uint32(24 - 8 * place)
             self.clear(s)
-            cute.arch.sync_threads()
-
-            def visit(z, column):
-                self.count_digit(s, numbers.ordered(z), found, shift)
-
-            self.each(row, visit)
+            blocks.barrier()
+            self.each(row, partial(self.count_digit, s, found, shift))
             digit, left = self.crossing(s, self.merged(s), left)
             found = found | (digit << shift)
         return found
 
     @cute.jit
-    def count_digit(self, s: Shared, key, found, shift):
+    def count_digit(self, s: Shared, found, shift, z):
+        key = numbers.ordered(z)
         if (key ^ found) >> shift <= 255:
             at = (key >> shift) & 255
             cute.arch.atomic_add(s.low.iterator + at, cutlass.Uint32(1), sem="relaxed", scope="cta")
@@ -693,12 +686,8 @@ class Sample:
         for place in cutlass.range(3, unroll=1):
             shift = cutlass.Uint32(20 - 10 * place)
             self.clear(s)
-            cute.arch.sync_threads()
-
-            def visit(z, column):
-                self.add_digit(s, row, kth, z, bound, shift)
-
-            self.each(row, visit)
+            blocks.barrier()
+            self.each(row, partial(self.add_digit, s, row, kth, bound, shift))
             sums = self.merged(s)
             # The first histogram has all that is kept, and so the budget.
             left = self.budget(row, sums.total) if place == 0 else left
@@ -707,7 +696,7 @@ class Sample:
         return bound, left // numbers.weigh(bound)
 
     @cute.jit
-    def add_digit(self, s: Shared, row: Row, kth, z, bound, shift):
+    def add_digit(self, s: Shared, row: Row, kth, bound, shift, z):
         v = numbers.distance(z, row.largest)
         if (v ^ bound) >> shift < BINS and numbers.ordered(z) >= kth:
             w = numbers.weigh(v)
@@ -730,7 +719,7 @@ class Sample:
         for i in cutlass.range_constexpr(count):
             at = cute.arch.thread_idx()[0] * count + i
             held[i] = cutlass.Uint64(0)
-            for peer in cutlass.range(self.cluster, unroll=1):
+            for peer in cutlass.range_constexpr(self.cluster):
                 low = self.of_peer(s.low, at, peer, cutlass.Uint32)
                 high = self.of_peer(s.high, at, peer, cutlass.Uint32)
                 held[i] = held[i] + (cutlass.Uint64(low) | cutlass.Uint64(high) << 32)
@@ -749,5 +738,5 @@ class Sample:
                 s.digit[0] = cutlass.Uint32(cute.arch.thread_idx()[0] * count + i)
                 s.found[0] = budget - above
             above = above + sums.held[i]
-        cute.arch.sync_threads()
+        blocks.barrier()
         return s.digit[0], s.found[0]
