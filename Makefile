@@ -44,7 +44,7 @@ unit: setup ## Tests that start no server
 	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m 'not full'
 
 e2e: setup ## Checks against a real vLLM
-	$(PYTHON) -m pytest integration -m 'not full'
+	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m 'not full'
 
 emulate-full: setup ## All tests of the emulator, those marked full as well
 	$(PYTHON) -m pytest tests/emulator -n $(PYTEST_WORKERS)

@@ -92,6 +92,9 @@ def device() -> Device:
             # oneDNN keeps what it made for each of the last 1024 shapes of a product: with any backend a server grows
             # by some 300 MiB in its first few thousand steps, and a leak would be lost in that.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+            # vLLM binds every server to the same cores, where those of checks that run side by side would queue up.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
         },
         load=Load(streams=24, sequences=16, longest=40, pages=48, alone=24, soak=300),
     )

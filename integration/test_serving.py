@@ -39,7 +39,8 @@ def server(
 ) -> Iterator[Server]:
     eager = ["--enforce-eager"] if request.param == "eager" else []
     log = tmp_path_factory.mktemp("serving") / "log"
-    with serve(checkpoint("llama", MODELS["llama"]), log, *FLAGS, *eager) as running:
+    environment = device().environment if eager else {}
+    with serve(checkpoint("llama", MODELS["llama"]), log, *FLAGS, *eager, **environment) as running:
         yield running
 
 
