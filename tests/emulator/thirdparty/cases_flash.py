@@ -4,6 +4,7 @@
 The reference is torch in float64; the yardstick is torch in bfloat16, every step of it.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,11 +85,38 @@ def reference(
     else:
         weights, total = scores.softmax(-1), scores
     wide = torch.float32 if dtype.itemsize < 4 else dtype
-    if problem.dtype.itemsize == 1 and dtype is torch.bfloat16:
-        # Kernels multiply 8-bit weights: those of a row are at most 1 before they are divided by their sum.
-        most = weights.amax(-1, keepdim=True)
-        weights = (weights / most).to(problem.dtype).to(dtype) * most
-    return (weights.nan_to_num() @ values).transpose(0, 1), total.to(wide).logsumexp(-1)
+    lse = total.to(wide).logsumexp(-1)
+    if problem.dtype.itemsize == 1:
+        return weighted_in_8_bits(scores, values, problem.dtype).transpose(0, 1), lse
+    return (weights.nan_to_num() @ values).transpose(0, 1), lse
+
+
+KEYS = 128  # of a tile
+RAISED, LATE = 8, 4  # powers of two
+
+
+def weighted_in_8_bits(scores: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What FlashAttention-4 defines for 8-bit inputs: softmax(scores) @ values with weights that are cut off.
+
+    Tiles of keys come from the last to the first. Weights are 2**RAISED times themselves, against a maximum that is
+    raised only where it grows by more than 2**LATE: they may be up to 2**12, and beyond e4m3's 448 they become that,
+    while their sum takes them whole.
+
+    scores: [heads, n, m]; values: [heads, m, dv].
+    """
+    scores = scores * math.log2(math.e)
+    most = torch.full_like(scores[..., :1], -torch.inf)
+    total, out = torch.zeros_like(most), 0 * scores[..., :1] * values[:, :1]
+    for start in reversed(range(0, scores.shape[-1], KEYS)):
+        tile = scores[..., start : start + KEYS]
+        now = tile.amax(-1, keepdim=True)
+        raised = torch.where(now - most > LATE, now, most)
+        change, most = torch.exp2(most - raised), raised
+        weights = torch.exp2(tile - most + RAISED)
+        kept = weights.clamp(max=torch.finfo(dtype).max).float().to(dtype).to(scores.dtype)
+        total = total * change + weights.sum(-1, keepdim=True)
+        out = out * change + kept @ values[:, start : start + KEYS]
+    return out / total
 
 
 Inputs = dict[str, Any]
@@ -240,6 +268,12 @@ def flash_dense(arch: str) -> Problem:
 @FLASH.case()
 def flash_causal(arch: str) -> Problem:
     return attention(arch, Attention(causal=True))
+
+
+@FLASH.case(SM100)
+def flash_fp8(arch: str) -> Problem:
+    """Against `weighted_in_8_bits`: exact attention is up to 0.2 away, in the rows whose weights are cut off."""
+    return attention(arch, Attention(queries=(128,), keys=(384,), dtype=torch.float8_e4m3fn))
 
 
 @FLASH.case(quick=(SM90,))
@@ -413,17 +447,24 @@ def backward(arch: str, problem: Attention) -> Problem:
     )
 
 
-# On SM100 the kernel elects a lane to make copies for which CuTe DSL elects one again, and ends with a store that it
-# neither commits nor waits for. In what prepares it, threads beyond a tile's rows (80 on SM90, 128 on SM100) write the
-# next tile's log-sum-exps as well: the same values.
 UNFINISHED = ("ALIGNED", "UNFINISHED")
 
 
 @FLASH.case(known={SM90: ("RACE",), SM100: UNFINISHED})
 def flash_backward(arch: str) -> Problem:
+    """The backward pass, with the kernels that prepare and finish it.
+
+    On SM100 it elects a lane to make copies for which CuTe DSL elects one again, and ends with a store that it neither
+    commits nor waits for. In what prepares it, threads beyond a tile's rows (80 on SM90) write the next tile's
+    log-sum-exps as well: the same values.
+    """
     return backward(arch, Attention(queries=(128,), keys=(128,)))
 
 
 @FLASH.case(known={SM90: ("RACE",), SM100: ("RACE", *UNFINISHED)})
 def flash_backward_causal_gqa(arch: str) -> Problem:
+    """The same over two tiles of queries, and over two of what prepares it (128 rows on SM100).
+
+    So SM100 has the log-sum-exps that are written twice as well.
+    """
     return backward(arch, Attention(queries=(200,), keys=(200,), heads=2, kv_heads=1, causal=True))
