@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime.target import Target
 
 WARPGROUP = 128
 GROUPS = 2  # consumer warp groups of the GEMM kernel
@@ -14,6 +15,8 @@ REGISTERS_PER_SM = 64 * 1024
 # setmaxnreg: what consumers take, of which some are addresses and the epilogue's.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SPARE_REGISTERS = 40
+# Of an SM of an H200: bytes from memory and bf16 operations in a nanosecond (4.4 TB/s and 790 TFLOP/s on 132 SMs).
+BYTES_PER_NS, FLOPS_PER_NS = 33.0, 5985.0
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -101,7 +104,7 @@ class StreamConfig:
     A tile's weights are two boxes of rows: gate and up rows of the same columns, or neighbours.
 
     Attributes:
-        tokens: rows of x that a consumer multiplies with; 8 to 128.
+        tokens: rows of x that a consumer multiplies with; 8, or a multiple of 16 up to 128.
         groups: consumer warp groups, 1 or 2.
         split_tokens: two consumers have the same weights and tokens of their own, instead of the reverse.
         tile_k: columns of x and the weights of a stage.
@@ -129,9 +132,14 @@ class StreamConfig:
         return 2 * MMA_M * self.tokens // WARPGROUP
 
     @property
+    def trades_registers(self) -> bool:
+        """Whether consumers need more registers than an equal share, which setmaxnreg moves between warp groups."""
+        return self.groups > 1 and self.accumulators > 96
+
+    @property
     def threads(self) -> int:
-        """Of a block: consumers, and a producer's warp. Registers are given and taken by warp groups."""
-        return self.groups * WARPGROUP + (WARPGROUP if self.groups > 1 else 32)
+        """Of a block: consumers, and a producer's warp, which is a whole group where registers are traded."""
+        return self.groups * WARPGROUP + (WARPGROUP if self.trades_registers else 32)
 
     @property
     def stage_bytes(self) -> int:
@@ -158,8 +166,9 @@ class StreamConfig:
             smem_bytes: that a block may have.
         """
         reasons = []
-        if not 8 <= self.tokens <= 128 or self.tokens % 8:
-            reasons.append(f"{self.tokens} tokens are not a multiple of 8 from 8 to 128")
+        # CuTe DSL 4.6.0 aborts the process while it compiles tiles of 24 or 40 rows.
+        if self.tokens != 8 and (not 16 <= self.tokens <= 128 or self.tokens % 16):
+            reasons.append(f"{self.tokens} tokens are neither 8 nor a multiple of 16 up to 128")
         if self.groups not in (1, 2):
             reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
         if self.split_tokens and self.groups == 1:
@@ -171,3 +180,65 @@ class StreamConfig:
         if self.smem_bytes > smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
         return reasons
+
+
+Config = GemmConfig | StreamConfig
+# Arithmetic, not yet measured: stages as shared memory has room, 256 neighbouring bytes of weights where x is small.
+STREAMS = (
+    StreamConfig(tokens=8, tile_k=128, stages=6),
+    StreamConfig(tokens=16, tile_k=128, stages=6),
+    StreamConfig(tokens=32, tile_k=128, stages=5),
+    StreamConfig(tokens=64, groups=2, stages=5),
+    StreamConfig(tokens=64, groups=2, split_tokens=True, stages=6),
+    StreamConfig(tokens=128, groups=2, split_tokens=True, stages=4),
+)
+GEMMS = (
+    GemmConfig(tile_m=128, box_n=128, stages=4, cluster=2),
+    GemmConfig(tile_m=128, box_n=96, stages=4, cluster=2, pingpong=True),
+    GemmConfig(tile_m=256, box_n=64, stages=4, cluster=2),
+    GemmConfig(tile_m=128, box_n=64, stages=5, pingpong=True),
+    # Where an output tile is as wide as its weights, and leaves less room.
+    GemmConfig(tile_m=128, box_n=128, stages=3, cluster=2),
+    GemmConfig(tile_m=256, box_n=64, stages=3, cluster=2),
+)
+
+
+def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
+    """All kernels that serve a problem for some number of rows; what is compiled before serving."""
+    return tuple(config for config in (*STREAMS, *GEMMS) if not config.objections(spec, target.smem_bytes))
+
+
+def blocks_of(config: Config, target: Target) -> int:
+    """Thread blocks that the target runs at once."""
+    if isinstance(config, StreamConfig):
+        return target.sm_count
+    return target.sm_count // config.cluster * config.cluster
+
+
+def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> float:
+    """Time by arithmetic: the longest share of work at the rates above, and what does not overlap with it."""
+    blocks = blocks_of(config, target)
+    if isinstance(config, StreamConfig):
+        rows_of_tiles = ceil_div(rows, config.tile_tokens)
+        items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
+        # x comes from L2, beside the weights and faster.
+        read = (2 * config.box + config.tile_tokens / 4) * config.tile_k * ELEMENT_BYTES / BYTES_PER_NS
+        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.8 * FLOPS_PER_NS)
+        # Weights that several rows of tiles need are read by each.
+        return (items * max(read, made) + (3000 if rows_of_tiles == 1 else 5000)) / 1000
+    tiles = ceil_div(rows, config.tile_m * config.cluster) * ceil_div(spec.n, config.columns(spec.parts))
+    waves = ceil_div(tiles, blocks // config.cluster)
+    steps = ceil_div(spec.k, BLOCK_K)
+    stage_ns = max(
+        2 * config.tile_m * 2 * config.box_n * BLOCK_K / (0.93 * FLOPS_PER_NS),
+        # From L2, at twice memory's rate; a cluster reads its weights once.
+        (config.tile_m + 2 * config.box_n / config.cluster) * BLOCK_K * ELEMENT_BYTES / (2 * BYTES_PER_NS),
+    )
+    epilogue_ns = config.tile_m * config.columns(spec.parts) / 16
+    exposed = 1 if config.pingpong else waves
+    return (waves * steps * stage_ns + exposed * epilogue_ns + 4000) / 1000
+
+
+def choose(spec: LinearSpec, rows: int, target: Target) -> Config:
+    """The kernel for so many rows: the candidate that arithmetic finds fastest."""
+    return min(candidates(spec, target), key=lambda config: estimate_us(config, spec, rows, target))

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.linear import configs
 from dsl_backend.linear.kernel import Run
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 
 OPERATION = "linear"
+# Elements in 16 bytes.
+TMA_VECTOR = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,21 @@ class Entry:
         return run
 
 
+def cute(spec: LinearSpec, target: Target) -> list[str]:
+    """The kernels are wgmma's."""
+    if not target.wgmma:
+        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    reasons = [*toolkit.missing()]
+    if spec.vector < TMA_VECTOR:
+        reasons.append(
+            f"TMA needs rows that start at multiples of {TMA_VECTOR} elements, and n and k that are multiples of "
+            f"{TMA_VECTOR}: here it is {spec.vector}"
+        )
+    if not configs.candidates(spec, target):
+        reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for every tile")
+    return reasons
+
+
 def triton(spec: LinearSpec, target: Target) -> list[str]:
     reasons = []
     if target.is_cpu and not target.interpreted:
@@ -51,6 +70,7 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 
 
 TABLE = (
+    Entry("cute", "dsl_backend.linear.sm90.launch:linear", cute),
     Entry("triton", "dsl_backend.linear.triton.gemm:linear", triton),
     Entry("reference", "dsl_backend.linear.reference:linear", cpu_only),
 )

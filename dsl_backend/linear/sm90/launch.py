@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """From torch tensors to the CuTe DSL kernels: their keys, functions, launches."""
 
+from functools import lru_cache
 from typing import Any
 
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.linear.configs import GemmConfig, StreamConfig
+from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, blocks_of, choose
+from dsl_backend.linear.kernel import Operands, Workspace
 from dsl_backend.linear.sm90.gemm import Gemm, GemmKey
 from dsl_backend.linear.sm90.stream import Stream, StreamKey
 from dsl_backend.linear.sm90.views import NUMERIC
 from dsl_backend.linear.spec import LinearSpec, short
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 # Elements that rows and base addresses are aligned to, as TMA wants them.
 VECTOR = 8
-Config = GemmConfig | StreamConfig
 Key = GemmKey | StreamKey
 
 
@@ -63,3 +65,26 @@ def build(key: Key, target: Target) -> Function:
     """The compiled function of `fake_args`, the stream left out."""
     kernel = Gemm(key) if isinstance(key, GemmKey) else Stream(key)
     return compile_kernel(kernel, fake_args(key), key=key, target=target)
+
+
+@lru_cache(maxsize=1 << 16)
+def chosen(spec: LinearSpec, rows: int, target: Target, libraries: str) -> tuple[Config, Function]:
+    """The kernel for so many rows, and its function, kept by what host code is linked with."""
+    config = choose(spec, rows, target)
+    return config, build(key_of(spec, config), target)
+
+
+def run(function: Function, config: Config, operands: Operands, blocks: int, workspace: Workspace) -> None:
+    """Launch a kernel of `build` on at most so many thread blocks."""
+    tensors = (operands.x, operands.weight, operands.bias, operands.residual, operands.out)
+    if isinstance(config, StreamConfig):
+        scratch = workspace.partials(blocks * config.partials), workspace.flags(blocks * config.groups)
+        function(*tensors, *scratch, blocks)
+    else:
+        function(*tensors, blocks)
+
+
+def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Workspace) -> None:
+    """Writes operands.out; at least one row."""
+    config, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
+    run(function, config, operands, blocks_of(config, target), workspace)

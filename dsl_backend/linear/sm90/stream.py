@@ -95,7 +95,7 @@ class Stream:
         self.tokens, self.groups, self.split_tokens = config.tokens, config.groups, config.split_tokens
         self.box, self.tile_tokens, self.tile_k = config.box, config.tile_tokens, config.tile_k
         self.stages, self.stage_bytes, self.threads = config.stages, config.stage_bytes, config.threads
-        self.accumulators = config.accumulators
+        self.accumulators, self.trades_registers = config.accumulators, config.trades_registers
         self.gated, self.interleaved = key.activation is not None, key.interleaved
         self.activate = epilogue_of(key.activation)
         self.parts = 2 if self.gated else 1
@@ -177,12 +177,12 @@ class Stream:
         work = self.work(args)
         group = warp // (WARPGROUP // 32)
         if group == self.groups:
-            if cutlass.const_expr(self.groups > 1):
+            if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == self.groups * (WARPGROUP // 32):
                 self.load(args, sW, sX, ring, work)
         else:
-            if cutlass.const_expr(self.groups > 1):
+            if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(args, product, sW, sX, ring, work, group)
 

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems for the CuTe DSL kernels, with tiles small enough for the emulator."""
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+import emulator
+from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig
+from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.sm90 import launch
+from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.linear import BF16, F16, LinearCase, Tensors, expected, judge, random_case, tensors
+
+SMEM_BYTES = 227 * 1024
+SMS = 4
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """A case and the kernel that it runs with.
+
+    Attributes:
+        why: what this case alone would find.
+        sms: thread blocks at most.
+    """
+
+    id: str
+    why: str
+    case: LinearCase
+    config: Config
+    sms: int = SMS
+
+
+def spec_of(case: LinearCase) -> LinearSpec:
+    return LinearSpec(
+        n=case.n,
+        k=case.k,
+        dtype=case.dtype,
+        activation=case.activation,
+        interleaved=case.interleaved,
+        bias=case.bias,
+        residual=case.residual,
+    )
+
+
+def emulate(one: Emulated, schedule: str, seed: int = 0) -> Tensors:
+    """Compile, run on the emulator, judge; any finding or warning raises."""
+    given = tensors(one.case, "cpu")
+    wanted = expected(one.case, given)
+    spec = spec_of(one.case)
+    assert one.config.objections(spec, SMEM_BYTES) == []
+    workspace = Workspace(torch.device("cpu"))
+    with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
+        function = launch.build(launch.key_of(spec, one.config), from_arch(ARCH))
+        launch.run(function, one.config, Operands(*given), one.sms, workspace)
+    assert not workspace.flags(0).any(), "a flag was left set"
+    judge(one.case, given, wanted)
+    return given
+
+
+SWIGLU = Swiglu()
+PLAIN = LinearCase(rows=150, n=72, k=328)
+GATED = replace(PLAIN, activation=SWIGLU)
+# Two stages and six blocks of k: every pipeline comes round three times a tile.
+SMALL = GemmConfig(tile_m=128, box_n=16, stages=2)
+TALL = GemmConfig(tile_m=64, box_n=32, stages=2, pingpong=True)
+STREAM = StreamConfig(tokens=16, stages=2)
+
+CASES = [
+    # --- many rows ---
+    Emulated(id="gemm", why="consumers share a tile; all edges ragged", case=GATED, config=SMALL),
+    Emulated(id="gemm-plain", why="neighbouring boxes", case=PLAIN, config=SMALL),
+    Emulated(id="gemm-exact", why="no edge", case=replace(GATED, rows=256, n=64, k=256, dtype=F16), config=SMALL),
+    Emulated(
+        id="gemm-one", why="one element of each tile is inside", case=replace(GATED, rows=1, n=8, k=8), config=SMALL
+    ),
+    Emulated(id="gemm-repeats", why="two blocks of rows a consumer", case=GATED, config=replace(SMALL, tile_m=256)),
+    Emulated(id="pingpong", why="consumers take turns; an odd number of tiles", case=GATED, config=TALL),
+    Emulated(
+        id="pingpong-one",
+        why="the second consumer has no tile",
+        case=replace(GATED, rows=3, n=8),
+        config=replace(TALL, box_n=16),
+    ),
+    Emulated(
+        id="pingpong-turns",
+        why="each consumer has several tiles; a band ends in the middle",
+        case=replace(GATED, rows=400, n=200, k=136),
+        config=replace(TALL, band=3),
+        sms=2,
+    ),
+    Emulated(
+        id="cluster",
+        why="weights are shared; the second block's last tile is outside",
+        case=GATED,
+        config=replace(SMALL, cluster=2),
+    ),
+    Emulated(
+        id="cluster-pingpong",
+        why="both, with a bias and three stages, interleaved",
+        case=replace(GATED, rows=300, n=136, k=264, interleaved=True, bias=True),
+        config=replace(TALL, cluster=2, stages=3, band=1),
+    ),
+    Emulated(
+        id="gemm-all",
+        why="bias and residual in place, rows apart",
+        case=replace(PLAIN, dtype=F16, bias=True, residual=True, in_place=True, pad_x=8, pad_weight=16, pad_out=40),
+        config=SMALL,
+    ),
+    Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=SMALL),
+    # --- few rows ---
+    Emulated(
+        id="stream", why="a tile of several shares; all edges ragged", case=replace(GATED, rows=13), config=STREAM
+    ),
+    Emulated(id="stream-plain", why="neighbouring boxes", case=replace(PLAIN, rows=13, n=200), config=STREAM),
+    Emulated(
+        id="stream-many-shares",
+        why="one tile in more than two shares",
+        case=replace(GATED, rows=2, n=8, k=1032),
+        config=replace(STREAM, tokens=8),
+        sms=6,
+    ),
+    Emulated(id="stream-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=STREAM),
+    Emulated(
+        id="stream-groups",
+        why="consumers with rows of weights of their own, partial sums of both",
+        case=replace(GATED, rows=30, n=136, k=1032, interleaved=True, bias=True, residual=True, in_place=True),
+        config=StreamConfig(tokens=32, groups=2, stages=3),
+    ),
+    Emulated(
+        id="stream-tokens",
+        why="consumers with tokens of their own; several rows of tiles",
+        case=replace(PLAIN, rows=40, n=136, dtype=F16, bias=True, residual=True, pad_out=8),
+        config=StreamConfig(tokens=16, groups=2, split_tokens=True, stages=2),
+    ),
+    Emulated(
+        id="stream-registers",
+        why="registers are traded; 256 tokens",
+        case=replace(GATED, rows=140, n=72, k=200),
+        config=StreamConfig(tokens=128, groups=2, split_tokens=True, stages=2),
+    ),
+    Emulated(
+        id="stream-wide",
+        why="256 bytes of weights at a time",
+        case=replace(GATED, rows=8, activation=SWIGLU_OAI, gain=5),
+        config=StreamConfig(tokens=8, tile_k=128, stages=2),
+    ),
+    Emulated(
+        id="stream-special",
+        why="NaN and infinities through partial sums",
+        case=replace(GATED, rows=12, special=True, activation=Geglu()),
+        config=STREAM,
+    ),
+]
+
+
+def random_emulated(seed: int) -> Emulated:
+    """A small problem of any kind; the same for the same seed."""
+    draw = random.Random(f"linear kernels {seed}")
+    if draw.random() < 0.5:
+        pingpong = draw.random() < 0.5
+        config: Config = GemmConfig(
+            tile_m=draw.choice((64, 128) if pingpong else (128, 256)),
+            box_n=draw.choice((16, 32, 48)),
+            stages=draw.randint(2, 4),
+            pingpong=pingpong,
+            cluster=draw.choice((1, 2)),
+            band=draw.randint(1, 4),
+        )
+        most = 320
+    else:
+        groups = draw.choice((1, 2))
+        config = StreamConfig(
+            tokens=draw.choice((8, 16, 32, 48)),
+            groups=groups,
+            split_tokens=groups == 2 and draw.random() < 0.5,
+            tile_k=draw.choice((64, 128)),
+            stages=draw.randint(2, 4),
+        )
+        most = 400
+    case = random_case(draw, most, aligned=True)
+    if isinstance(config, StreamConfig):
+        case = replace(case, rows=draw.randint(1, 100))
+    return Emulated(
+        id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
+    )
+
+
+__all__ = ["BF16", "CASES", "Emulated", "emulate", "random_emulated"]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles serve a problem, and what cannot run is refused in words."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.linear.configs import (
+    GEMMS,
+    STREAMS,
+    Config,
+    GemmConfig,
+    StreamConfig,
+    candidates,
+    choose,
+    estimate_us,
+)
+from dsl_backend.linear.spec import LinearSpec, Swiglu
+from dsl_backend.runtime.target import from_arch
+
+SMEM_BYTES = 227 * 1024
+H200 = from_arch("sm_90a")
+LLAMA = LinearSpec(n=14336, k=4096, dtype=torch.bfloat16, activation=Swiglu())
+SHAPES = [(14336, 4096), (25600, 5120), (10880, 4096), (8, 8), (4096, 14336), (1536, 2048), (100000, 64)]
+ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 256, 257, 700, 1024, 8192, 100000)
+
+
+@pytest.mark.parametrize("activation", [None, Swiglu()], ids=["plain", "gated"])
+def test_every_candidate_serves_something(activation: Swiglu | None) -> None:
+    specs = [LinearSpec(n=n, k=k, dtype=torch.bfloat16, activation=activation) for n, k in SHAPES]
+    served = {config for spec in specs for config in candidates(spec, H200)}
+    chosen = {choose(spec, rows, H200) for spec in specs for rows in ROWS}
+    assert chosen <= served
+    for spec in specs:
+        for config in candidates(spec, H200):
+            assert config.objections(spec, H200.smem_bytes) == []
+
+
+def test_no_candidate_is_for_nobody() -> None:
+    specs = [LLAMA, replace(LLAMA, activation=None)]
+    for config in (*STREAMS, *GEMMS):
+        assert any(config in candidates(spec, H200) for spec in specs), config
+
+
+def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them() -> None:
+    for rows, tokens in ((1, 8), (8, 8), (9, 16), (16, 16), (32, 32), (64, 64)):
+        config = choose(LLAMA, rows, H200)
+        assert isinstance(config, StreamConfig)
+        assert config.tile_tokens == tokens, rows
+    assert isinstance(choose(LLAMA, 8192, H200), GemmConfig)
+
+
+def test_estimates_are_no_faster_than_the_chip() -> None:
+    for rows in ROWS:
+        floor = max(LLAMA.weight_rows * LLAMA.k * 2 / 4.4e6, 2 * LLAMA.weight_rows * LLAMA.k * rows / 790e6)
+        for config in candidates(LLAMA, H200):
+            assert estimate_us(config, LLAMA, rows, H200) > floor, (rows, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GemmConfig(tile_m=96), "tile_m 96: each consumer needs a multiple of 64 rows"),
+        (GemmConfig(tile_m=64), "tile_m 64: each consumer needs a multiple of 64 rows"),
+        (GemmConfig(box_n=24), "box_n 24 is not a multiple of 16 from 16 to 128"),
+        (GemmConfig(stages=1), "1 stages: 2 are the least"),
+        (GemmConfig(cluster=4), "clusters of 4 blocks: 1 or 2 are possible"),
+        (GemmConfig(band=0), "band 0 is not positive"),
+        (GemmConfig(tile_m=256), "256 accumulators a thread: 192 are the most"),
+        (GemmConfig(stages=5), "bytes of shared memory: 232448 are the most"),
+        (StreamConfig(tokens=24), "24 tokens are neither 8 nor a multiple of 16 up to 128"),
+        (StreamConfig(groups=3), "3 consumers: 1 or 2 are possible"),
+        (StreamConfig(split_tokens=True), "one consumer has no tokens to split"),
+        (StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
+        (StreamConfig(stages=1), "1 stages: 2 are the least"),
+        (StreamConfig(stages=20), "bytes of shared memory: 232448 are the most"),
+    ],
+)
+def test_what_is_refused(config: Config, message: str) -> None:
+    assert GemmConfig().objections(LLAMA, SMEM_BYTES) == StreamConfig().objections(LLAMA, SMEM_BYTES) == []
+    assert any(message in reason for reason in config.objections(LLAMA, SMEM_BYTES))
