@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import attention, facts, measured, report, runner, softmax
+from . import attention, facts, linear, measured, report, runner, sampling, softmax
 from .case import Case, Provider, select
 
 
 def operators(page_size: int = 16) -> dict[str, Any]:
     """Every operator that has a benchmark, by name."""
-    return {**attention.operators(page_size), **softmax.operators()}
+    return {**attention.operators(page_size), **linear.operators(), **sampling.operators(), **softmax.operators()}
 
 
 def choose_providers(available: Sequence[Provider], names: str | None, ours: Sequence[str]) -> list[Provider]:

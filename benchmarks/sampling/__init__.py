@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's benchmark: ours beside FlashInfer, what vLLM does without it, and our own Triton kernel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..case import Case, Provider, Reference
+from . import providers, rows
+from .problems import Inputs, Problem, build, reference
+
+Column = Provider[Problem, Inputs]
+
+
+@dataclass(frozen=True)
+class SamplingOperator:
+    """One token of each row of logits."""
+
+    name: str = "sampling"
+    unit: str = "TB/s"
+
+    def cases(self) -> Sequence[Case[Problem]]:
+        return rows.cases()
+
+    def providers(self, kernels: Sequence[str]) -> Sequence[Column]:
+        names: Sequence[str | None] = kernels or [None]
+        ours = [providers.Ours(name) for name in names]
+        peers = (providers.FlashInfer(), providers.Vllm(), providers.Torch(), providers.Ours("triton", "Triton"))
+        return [*ours, *peers]
+
+    def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+        return build(problem, layers, device, seed)
+
+    def poison(self, inputs: Inputs) -> None:
+        for layer in inputs.layers:
+            layer.tokens.fill_(-1)
+
+    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
+        return reference(problem, inputs)
+
+
+def operators() -> dict[str, SamplingOperator]:
+    """Name -> operator."""
+    return {"sampling": SamplingOperator()}

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of float32 logits to sample from, their parameters, and which tokens are right."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dsl_backend.sampling import reference as definition
+from dsl_backend.sampling.spec import Parameters
+
+from ..case import Reference
+
+COMPARED = 8  # rows of a layer
+# What the rows of a batch are filtered by; all are alike.
+FILTERS: dict[str, dict[str, float]] = {
+    "none": {},
+    "k": {"top_k": 50},
+    "p": {"top_p": 0.9},
+    "k+p": {"top_k": 50, "top_p": 0.9},
+    "min-p": {"min_p": 0.05},
+}
+# Peers compute in float32: a token so near to top-p's bound may be in or out.
+NEAR = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A token of each of the rows, at a temperature of 1."""
+
+    rows: int
+    vocab: int
+    filters: str
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Every logit is read once."""
+        return self.rows * (4 * self.vocab + 8)
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {"rows": self.rows, "vocab": self.vocab, "filters": self.filters}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Logits [rows, vocab]; tokens [rows] int64 are what our kernels write."""
+
+    logits: torch.Tensor
+    parameters: Parameters
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    layers: tuple[Layer, ...]
+    compared: torch.Tensor
+
+
+def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+    """Normal logits of a model's spread."""
+    generator = torch.Generator(device).manual_seed(seed)
+    count = problem.rows
+    kinds = {"top_k": torch.int32}
+    filters: dict[str, Any] = {
+        name: torch.full((count,), value, dtype=kinds.get(name, torch.float32), device=device)
+        for name, value in FILTERS[problem.filters].items()
+    }
+    made = []
+    for _ in range(layers):
+        logits = torch.empty(count, problem.vocab, device=device).normal_(0, 3, generator=generator)
+        ids = torch.randint(1 << 40, (2, count), device=device, generator=generator)
+        parameters = Parameters(seeds=ids[0], positions=ids[1], temperature=torch.ones(count, device=device), **filters)
+        made.append(Layer(logits, parameters, torch.full((count,), -1, device=device)))
+    chosen = random.Random(seed).sample(range(count), min(COMPARED, count))
+    return Inputs(tuple(made), torch.tensor(sorted({0, count - 1, *chosen}), device=device))
+
+
+def reference(problem: Problem, inputs: Inputs) -> Reference:
+    """A one for each compared row: `verdict` says whether its token is right."""
+    values = torch.ones(len(inputs.compared), 1, dtype=torch.float64, device=inputs.compared.device)
+    return Reference(inputs.compared, values)
+
+
+def some_of(layer: Layer, chosen: torch.Tensor, **changes: torch.Tensor) -> Parameters:
+    """The parameters of the chosen rows."""
+    values = {name: None if value is None else value[chosen] for name, value in vars(layer.parameters).items()}
+    return Parameters(**{**values, **changes})
+
+
+def verdict(inputs: Inputs, index: int, tokens: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    """[rows, 1]: 1 where a token is right, 0 where a compared one is not.
+
+    Args:
+        exact: it is the definition's token, and else one that the filters leave.
+    """
+    layer, chosen = inputs.layers[index], inputs.compared
+    logits, found = layer.logits[chosen], tokens.view(-1)[chosen].long()
+    if exact:
+        right = definition.sample(logits, some_of(layer, chosen))[0] == found
+    else:
+        wide = some_of(layer, chosen)
+        if wide.top_p is not None:
+            wide = some_of(layer, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
+        kept = definition.kept(definition.scaled(logits, wide.temperature)[0], wide)
+        inside = (found >= 0) & (found < logits.shape[1])
+        right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    judged = torch.ones(len(layer.logits), 1, dtype=torch.float64, device=logits.device)
+    judged[chosen, 0] = right.double()
+    return judged

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the sampler's benchmark: the table, and groups that a regular expression selects."""
+
+from ..case import SMALLEST, TABLE, Case
+from .problems import FILTERS, Problem
+
+K = 1024
+BATCHES = (1, 16, 64, 256)
+VOCABULARIES = (32 * K, 128256, 151936, 256 * K)
+QWEN = 151936
+
+
+def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
+    name = f"{problem.filters}-{problem.rows}x{problem.vocab}"
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=0,
+        axis=axis,
+    )
+
+
+def cases() -> list[Case[Problem]]:
+    found = [case(Problem(rows=rows, vocab=QWEN, filters=name)) for name in FILTERS for rows in BATCHES]
+    found += [
+        case(Problem(rows=rows, vocab=vocab, filters=name), "vocab", "vocab")
+        for name in FILTERS
+        for rows in BATCHES
+        for vocab in VOCABULARIES
+        if vocab != QWEN
+    ]
+    found += [case(Problem(rows=2, vocab=300, filters=name), SMALLEST) for name in ("none", "k+p", "min-p")]
+    return found

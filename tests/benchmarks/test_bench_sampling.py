@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's benchmark: rows, bytes, who is right, and a run at tiny scale."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+
+import benchmarks
+from benchmarks.case import TABLE
+from benchmarks.sampling.problems import FILTERS, Problem, build, verdict
+from dsl_backend.sampling import reference
+
+
+def test_rows() -> None:
+    cases = benchmarks.operators()["sampling"].cases()
+    assert len({case.id for case in cases}) == len(cases)
+    table = [case.id for case in cases if case.group == TABLE]
+    assert table[:4] == ["none-1x151936", "none-16x151936", "none-64x151936", "none-256x151936"]
+    assert len(table) == len(FILTERS) * 4
+    assert sum(case.group == "vocab" for case in cases) == len(FILTERS) * 12
+
+
+def test_bytes_are_one_read() -> None:
+    assert Problem(rows=3, vocab=5, filters="k").traffic_bytes == 3 * (5 * 4 + 8)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_wrong_tokens_are_seen(filters: str) -> None:
+    inputs = build(Problem(rows=20, vocab=100, filters=filters), 2, torch.device("cpu"), 0)
+    layer = inputs.layers[1]
+    tokens, _ = reference.sample(layer.logits, layer.parameters)
+    least = layer.logits.argmin(-1)
+    assert verdict(inputs, 1, tokens, exact=True).all()
+    assert verdict(inputs, 1, tokens, exact=False).all()
+    assert verdict(inputs, 0, tokens, exact=True).sum() < 20
+    assert verdict(inputs, 1, least, exact=True).sum() == 20 - len(inputs.compared)
+    allowed = 20 if filters == "none" else 20 - len(inputs.compared)
+    assert verdict(inputs, 1, least, exact=False).sum() == allowed
+    assert verdict(inputs, 1, tokens + 100, exact=False).sum() == 20 - len(inputs.compared)
+
+
+def test_a_run(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert benchmarks.main("sampling", file, rows="^tiny", seconds=0.01) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
+    assert len(rows) == 3
+    for row in rows:
+        cells = {cell["provider"]: cell["status"] for cell in row["cells"]}
+        assert cells["dsl"] == cells["Triton"] == "ok", row
+        assert cells["torch"] == ("ok" if "k+p" in row["id"] else "skipped"), row
