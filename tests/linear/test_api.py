@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops
+from dsl_backend.linear import api, dispatch, ops, units
+from dsl_backend.linear.configs import choose
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.linear import ACTIVATIONS, BF16, F16, LinearCase, check_linear, random_case
 
@@ -119,6 +121,30 @@ X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
 def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         api.linear(x, weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel"), [("sm_90a", "cute"), ("sm_100a", "triton"), ("sm_120a", "triton"), ("sm_80", "triton")]
+)
+def test_who_serves(arch: str, kernel: str) -> None:
+    spec = LinearSpec(n=14336, k=4096, dtype=BF16, activation=Swiglu())
+    assert dispatch.choose(spec, targets.from_arch(arch)).name == kernel
+
+
+def test_rows_that_tma_cannot_read_go_to_triton() -> None:
+    spec = LinearSpec(n=14336, k=4096, dtype=BF16, vector=4)
+    assert dispatch.choose(spec, targets.from_arch("sm_90a")).name == "triton"
+    with pytest.raises(Unsupported, match=r"TMA needs rows that start at multiples of 8 elements.*here it is 4"):
+        dispatch.choose(spec, targets.from_arch("sm_90a"), "cute")
+
+
+def test_a_model_names_every_kernel_that_its_mlp_may_need() -> None:
+    config = {"num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    target = targets.from_arch("sm_90a")
+    found = {unit.key.config for unit in units.units(model.shape_of(config, tensor_parallel=2), target)}
+    spec = LinearSpec(n=7168, k=4096, dtype=BF16, activation=Swiglu())
+    assert {choose(spec, rows, target) for rows in (1, 9, 20, 64, 100, 200, 1000, 8192)} <= found
+    assert not list(units.units(model.shape_of(config), targets.from_arch("sm_80")))
 
 
 def test_activations_that_are_none() -> None:

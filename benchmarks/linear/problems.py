@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer, its tensors, and exact results for some rows."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from dsl_backend.linear import reference as eager
+from dsl_backend.linear.spec import LinearSpec, Swiglu, short
+
+from ..case import Reference
+
+COMPARED = 16  # rows of a layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """x [m, k] to [m, n]: with SwiGLU of weights [2 n, k], or the plain product of weights [n, k]."""
+
+    m: int
+    n: int
+    k: int
+    gated: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def spec(self) -> LinearSpec:
+        return LinearSpec(n=self.n, k=self.k, dtype=self.dtype, activation=Swiglu() if self.gated else None)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Weights and x are read once, the output is written once."""
+        return (self.spec.weight_rows * self.k + self.m * (self.k + self.n)) * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.spec.weight_rows * self.k
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {"m": self.m, "n": self.n, "k": self.k, "gated": self.gated, "dtype": short(self.dtype)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x [m, k], weight [n or 2 n, k] with gate rows first, out [m, n]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    layers: tuple[Layer, ...]
+
+
+def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+    """Normal x, and weights that keep its size; outputs are NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
+        made = torch.empty((rows, columns), dtype=problem.dtype, device=device)
+        return made.normal_(0, deviation, generator=generator)
+
+    return Inputs(
+        tuple(
+            Layer(
+                normal(problem.m, problem.k, 1),
+                normal(problem.spec.weight_rows, problem.k, problem.k**-0.5),
+                torch.full((problem.m, problem.n), torch.nan, dtype=problem.dtype, device=device),
+            )
+            for _ in range(layers)
+        )
+    )
+
+
+def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+    """The first row, the last one and random ones in float64."""
+    inner = random.Random(seed).sample(range(problem.m), min(COMPARED, problem.m))
+    given = inputs.layers[layer]
+    chosen = torch.tensor(sorted({0, problem.m - 1, *inner}), device=given.x.device)
+    return Reference(chosen, eager.exact(given.x[chosen], given.weight, activation=problem.spec.activation))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CuTe DSL kernels the MLP of a model needs, for compiling them before it is served."""
+
+from collections.abc import Iterator
+
+import torch
+
+from dsl_backend.linear import dispatch
+from dsl_backend.linear.configs import candidates
+from dsl_backend.linear.spec import DTYPES, LinearSpec, Swiglu
+from dsl_backend.runtime.model import ModelShape
+from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.target import Target
+
+
+def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+    """The kernels of gate and up projections with SwiGLU, for any number of rows."""
+    dtype = getattr(torch, model.dtype)
+    if dtype not in DTYPES or model.intermediate_size is None or model.intermediate_size % 8 or model.hidden_size % 8:
+        return
+    spec = LinearSpec(n=model.intermediate_size, k=model.hidden_size, dtype=dtype, activation=Swiglu())
+    if dispatch.cute(spec, target):
+        return
+    # Imports CuTe DSL.
+    from dsl_backend.linear.sm90 import launch
+
+    for config in candidates(spec, target):
+        yield Unit("linear", launch.build, launch.key_of(spec, config), target)
+
+
+register_family("linear", units)
