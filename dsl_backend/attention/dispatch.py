@@ -114,8 +114,6 @@ def cute_sm90(spec: AttentionSpec, target: Target) -> list[str]:
             reasons.append(f"{name} {dim} is not a multiple of 8 from 16 to 256")
     if spec.page_size is not None and spec.page_size % 16:
         reasons.append(f"page size {spec.page_size} is not a multiple of 16")
-    if spec.scale <= 0:
-        reasons.append(f"scale {spec.scale} is not positive")
     if spec.latent:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons

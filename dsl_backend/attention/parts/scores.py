@@ -20,10 +20,11 @@ class ScoreKey:
     softcap: bool = False
     alibi: bool = False
     sinks: str | None = None  # their dtype
+    signed: bool = False  # the scale is not positive: the largest score need not be the largest product
 
 
 class Scoring(NamedTuple):
-    """Their values: scale and softcap times nothing, sinks [heads_q], slopes [heads_q] float32."""
+    """Their values: sinks [heads_q], slopes [heads_q] float32."""
 
     scale: cutlass.Float32
     softcap: cutlass.Float32
@@ -65,4 +66,5 @@ class BentScores:
 
 
 def scores_of(key: ScoreKey, scoring: Scoring):
-    return BentScores(key, scoring) if key.softcap or key.alibi else PlainScores(scoring)
+    bends = key.softcap or key.alibi or key.signed
+    return BentScores(key, scoring) if bends else PlainScores(scoring)

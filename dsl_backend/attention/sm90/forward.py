@@ -17,7 +17,7 @@ from cutlass.utils import hopper_helpers
 from dsl_backend.attention.parts.scores import ScoreKey, Scoring
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.configs import REGISTERS, WARPGROUP, ForwardConfig, chunk, padded
-from dsl_backend.attention.sm90.load import Loader, box_rows
+from dsl_backend.attention.sm90.load import Loader, box_rows, query_box
 from dsl_backend.attention.sm90.merge import Merge
 from dsl_backend.attention.sm90.multiply import Multiplier
 from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
@@ -155,8 +155,7 @@ class Forward:
                 ),
             )
             q_tile = (key.pack, self.tokens_per_tile, self.chunk)
-            by_head = cute.make_layout(q_tile, stride=(1, key.pack, self.tile_m))
-            q_box = cute.composition(self.boxed(self.tile_m, self.chunk), by_head)
+            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))

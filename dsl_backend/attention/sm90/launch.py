@@ -51,7 +51,12 @@ def key_of(
         right=spec.window_right is not None,
         lse=lse,
         split=split,
-        scores=ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=None if sinks is None else short(sinks)),
+        scores=ScoreKey(
+            softcap=spec.softcap > 0,
+            alibi=spec.alibi,
+            sinks=None if sinks is None else short(sinks),
+            signed=spec.scale <= 0,
+        ),
     )
 
 

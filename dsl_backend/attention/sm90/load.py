@@ -13,6 +13,12 @@ def box_rows(page_size: int, tile_n: int) -> int:
     return math.gcd(page_size, tile_n) if page_size else tile_n
 
 
+def query_box(kernel) -> cute.Layout:
+    """[packed heads, tokens, chunk] of a query tile in shared memory, swizzle apart."""
+    shape = (kernel.key.pack, kernel.tokens_per_tile, kernel.chunk)
+    return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack * kernel.chunk, 1))
+
+
 class Loader:
     """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind."""
 
@@ -32,7 +38,14 @@ class Loader:
         rows = self.tokens_per_tile * self.key.pack
         self.q_bytes = rows * kernel.dims * 2
         self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * 2, self.tile_n * kernel.dims_v * 2
-        self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
+        if self.key.pack == 1:
+            self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
+        else:
+            # Rows of a chunk lie one after another: [head and token, 1, chunk, stage].
+            one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * kernel.dims)
+            shape = (query_box(kernel).shape, 1, self.q_chunks, self.config.query_stages)
+            layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, *one_tile))
+            self.sQ = cute.make_tensor(sQ.iterator, layout)
         self.sK = self.in_boxes(sK, self.box, kernel.chunk)
         self.sV = self.in_boxes(sV, self.box, kernel.chunk_v)
 
@@ -88,18 +101,18 @@ class Loader:
         if cutlass.const_expr(self.key.pack == 1):
             rows = cute.domain_offset((work.query, 0), self.mQ[None, None, work.unit])
             gQ = cute.group_modes(cute.local_tile(rows, self.q_tile, (0, None)), 0, 2)
-            self.copy(self.q_load, gQ, self.sQ, stage, full, self.q_chunks)
+            self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
         else:
             rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, work.unit])
             tile = (self.key.pack, self.tokens_per_tile, self.chunk)
             gQ = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
-            self.copy(self.q_load, gQ, self.sQ, stage, full, self.q_chunks)
+            self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
 
     def copy(self, atom, source, target, stage, full, chunks):
-        """Every chunk of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
+        """The chunks (a range) of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
         one = cute.make_layout(1)
         to, given = cpasync.tma_partition(atom, 0, one, target, source)
-        for c in range(chunks):
+        for c in chunks:
             cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
 
     @cute.jit
@@ -109,7 +122,7 @@ class Loader:
         full = self.barriers.k_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, self.k_chunks, work, tile, pages, stage, full)
+        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, range(self.k_chunks), work, tile, pages, stage, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
@@ -118,10 +131,10 @@ class Loader:
         full = self.barriers.v_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
-        self.load_tile(self.v_load, self.mV, self.sV, self.chunk_v, self.v_chunks, work, tile, pages, stage, full)
+        self.load_tile(self.v_load, self.mV, self.sV, self.chunk_v, range(self.v_chunks), work, tile, pages, stage, full)
 
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
-        """Every box and chunk of a tile of keys or values."""
+        """Every box of a tile of keys or values, and of it the chunks (a range)."""
         one = cute.make_layout(1)
         head = work.unit // self.group
         if self.page:
@@ -131,7 +144,7 @@ class Loader:
             for b in range(self.boxes):
                 page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
                 place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-                for c in range(chunks):
+                for c in chunks:
                     cute.copy(atom, given[None, place, c, page], to[None, b, c, stage], tma_bar_ptr=full)
         else:
             rows = cute.domain_offset((work.source + tile * self.tile_n, 0), source[None, None, head])

@@ -50,7 +50,7 @@ class Multiplier:
         self.mailbox, self.barriers = mailbox, barriers
         self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
         self.adding_weighing = accumulating(weighing, True)
-        self.sV, self.sOut, self.out, self.lse, self.partials = sV, sOut, out, lse, partials
+        self.sQ, self.sV, self.sOut, self.out, self.lse, self.partials = sQ, sV, sOut, out, lse, partials
         self.requests = requests
         self.scoring, self.scores = scoring, scores_of(kernel.key.scores, scoring)
         self.thread = thread
@@ -78,6 +78,12 @@ class Multiplier:
         if cutlass.const_expr(self.config.take_turns):
             if self.group == groups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+        filled = cutlass.const_expr(self.kernel.tokens_per_tile * self.key.pack)
+        if cutlass.const_expr(filled < self.config.tile_m):
+            # Rows that no tensor copy writes.
+            for stage in cutlass.range_constexpr(self.config.query_stages):
+                self.clear_rows(self.sQ[None, None, stage], filled, self.config.tile_m)
+            self.publish()
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
@@ -266,17 +272,25 @@ class Multiplier:
         if kept < self.kernel.tile_n:
             buffer = count % self.config.stages
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
-            threads = cutlass.const_expr(self.config.groups * WARPGROUP)
-            vectors = cutlass.const_expr(self.kernel.dims_v // VECTOR)
-            kept = cutlass.max(kept, 0)
-            values = self.sV[None, None, buffer]
-            zeros = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
-            zeros.fill(0.0)
-            for i in cutlass.range(self.thread + kept * vectors, self.kernel.tile_n * vectors, threads, unroll=1):
-                row = cute.local_tile(values, (1, VECTOR), (i // vectors, i % vectors))
-                cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=threads)
+            self.clear_rows(self.sV[None, None, buffer], cutlass.max(kept, 0), self.kernel.tile_n)
+            self.publish()
+
+    @cute.jit
+    def clear_rows(self, tensor, first, end: cutlass.Constexpr[int]):
+        """Zero rows of shared memory, by all math threads."""
+        vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
+        zeros = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
+        zeros.fill(0.0)
+        threads = cutlass.const_expr(self.config.groups * WARPGROUP)
+        for i in cutlass.range(self.thread + first * vectors, end * vectors, threads, unroll=1):
+            row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
+            cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
+
+    @cute.jit
+    def publish(self):
+        """What math threads wrote to shared memory is there for every one's products."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=self.config.groups * WARPGROUP)
 
     # ------------------------------------------------------------------ results
 

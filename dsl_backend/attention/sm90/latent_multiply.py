@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The math role of absorbed MLA: two warpgroups, each with half of the outputs' columns and every other tile's scores.
+
+The first takes the scores of an item's tiles 0, 2, 4, the second those of tiles 1, 3, 5. Who has a tile's weights
+keeps them in registers and lays a copy into shared memory, with the rows' new maxima: the other sums its columns from
+there, and goes on from these maxima with the next tile. The copy needs one place only: who writes it next is who has
+read it last.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.cute.nvgpu import warpgroup
+
+from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
+from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
+from dsl_backend.attention.sm90.multiply import accumulating, by_row
+from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
+from dsl_backend.primitives.copy import store_vector
+
+# Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
+READY, ALL_MATH, OWN_GROUP = 1, 3, 4
+MATH_THREADS = GROUPS * WARPGROUP
+VECTOR = 8  # elements of 16 bytes
+
+
+class LatentMultiplier:
+    """A math thread's registers and what it does with an item."""
+
+    def __init__(
+        self,
+        kernel,
+        mailbox,
+        product,
+        weighing,
+        weighing_shared,
+        barriers,
+        sQ,
+        sK,
+        sV,
+        sP,
+        state,
+        totals,
+        out,
+        lse,
+        partials,
+        requests,
+        scoring,
+        thread,
+    ):
+        self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
+        self.mailbox, self.barriers = mailbox, barriers
+        self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
+        self.weighing, self.weighing_shared = accumulating(weighing, True), accumulating(weighing_shared, True)
+        self.sQ, self.sV, self.sP, self.state, self.totals = sQ, sV, sP, state, totals
+        self.out, self.lse, self.partials = out, lse, partials
+        self.thread = thread % WARPGROUP
+        self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = thread % 32
+        # Where the accumulators' elements are (PTX ISA, wgmma .m64nNk16, matrix D).
+        self.row = self.thread // 32 * 16 + lane // QUAD
+        self.column = lane % QUAD * 2
+        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        mine, weighs = product.get_slice(self.thread), weighing.get_slice(thread)
+        weighs_shared = weighing_shared.get_slice(thread)
+        self.fQ = product.make_fragment_A(mine.partition_A(sQ))
+        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
+        self.fP = weighing_shared.make_fragment_A(weighs_shared.partition_A(sP))
+        self.S = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
+        self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
+        self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
+        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor)
+
+    @cute.jit
+    def run(self):
+        filled = cutlass.const_expr(self.kernel.tokens_per_tile * self.key.pack)
+        if cutlass.const_expr(filled < ROWS):
+            # Rows that no tensor copy writes.
+            clear_rows(self.sQ[None, None, 0], filled, ROWS, self.thread + self.group * WARPGROUP, MATH_THREADS)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=MATH_THREADS)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.softmax.start()
+            self.O.fill(0.0)
+            self.rows.start(work)
+            cute.arch.mbarrier_wait(self.barriers.q_full, items & 1)
+            if self.group == 0:
+                self.lead(work, tiles)
+            else:
+                self.follow(work, tiles)
+            self.merge_totals(items)
+            self.store(work)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def lead(self, work, tiles):
+        """The first warpgroup's item; tiles: those before it."""
+        count = work.end - work.begin
+        for step in cutlass.range(0, count, 2, unroll=1):
+            self.issue_scores(tiles + step)
+            warpgroup.wait_group(0)
+            self.scores_done(work, step, tiles + step)
+            self.weigh(work, step)
+            self.give(work, step, tiles + step)
+            self.sums_done(tiles + step)
+            if step + 1 < count:
+                self.take(work, step + 1, tiles + step + 1)
+                warpgroup.wait_group(0)
+                self.sums_done(tiles + step + 1)
+
+    @cute.jit
+    def follow(self, work, tiles):
+        """The second warpgroup's item."""
+        count = work.end - work.begin
+        if count == 1:
+            self.release(self.barriers.q_empty)
+        for pair in cutlass.range(count // 2, unroll=1):
+            step = 2 * pair
+            if cutlass.const_expr(self.config.scores_first):
+                self.issue_scores(tiles + step + 1)
+                self.take(work, step, tiles + step)
+                warpgroup.wait_group(1)
+                self.scores_done(work, step + 1, tiles + step + 1)
+                self.weigh(work, step + 1)
+                warpgroup.wait_group(0)
+                self.sums_done(tiles + step)
+            else:
+                self.take(work, step, tiles + step)
+                warpgroup.wait_group(0)
+                self.sums_done(tiles + step)
+                self.issue_scores(tiles + step + 1)
+                warpgroup.wait_group(0)
+                self.scores_done(work, step + 1, tiles + step + 1)
+                self.weigh(work, step + 1)
+            self.give(work, step + 1, tiles + step + 1)
+            self.sums_done(tiles + step + 1)
+        if count % 2 == 1:
+            self.take(work, count - 1, tiles + count - 1)
+            warpgroup.wait_group(0)
+            self.sums_done(tiles + count - 1)
+
+    # ------------------------------------------------------------------ products
+
+    @cute.jit
+    def issue_scores(self, count):
+        """S = Q K^T of the count-th tile, in flight: part by part as they arrive."""
+        buffer, round_ = count % self.config.stages, (count // self.config.stages) & 1
+        blocks = cutlass.const_expr(self.kernel.chunk // 16)
+        first = cutlass.const_expr(self.kernel.parts[0][0])
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(PARTS):
+            cute.arch.mbarrier_wait(self.barriers.k_full + buffer * PARTS + part, round_)
+            for chunk in cutlass.const_expr(self.kernel.parts[part]):
+                for block in cutlass.range_constexpr(blocks):
+                    k = chunk * blocks + block
+                    product = self.adding_product
+                    if cutlass.const_expr(chunk == first and block == 0):
+                        product = self.product
+                    cute.gemm(product, self.S, self.fQ[None, None, k, 0], self.fK[None, None, k, buffer], self.S)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def scores_done(self, work, step, count):
+        """This group has read the tile as keys; the last time in an item, the queries too."""
+        self.release(self.barriers.k_empty + count % self.config.stages * PARTS)
+        if step + 2 >= work.end - work.begin:
+            self.release(self.barriers.q_empty)
+
+    @cute.jit
+    def sums_done(self, count):
+        """This group has read its half of the tile's values."""
+        self.release(self.barriers.k_empty + count % self.config.stages * PARTS + 1 + self.group)
+
+    @cute.jit
+    def release(self, empty):
+        """This warp has read a buffer."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+
+    # ------------------------------------------------------------------ weights
+
+    @cute.jit
+    def weigh(self, work, step):
+        tile = work.end - 1 - step
+        scores = by_row(self.S)
+        self.rows.bend(scores, work, tile)
+        if tile >= work.whole_end or tile < work.whole_begin:
+            self.rows.mask(scores, work, tile)
+        self.softmax.weigh(scores, self.shrink)
+        cute.make_tensor(self.P.iterator, self.S.layout).store(self.S.load().to(self.kernel.dtype))
+
+    @cute.jit
+    def give(self, work, step, count):
+        """Weights and maxima to the other group; then the sums of this one, which are done at the end."""
+        # All of this group have read what the other one gave.
+        cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
+        to_shared = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.product
+        )
+        mine = to_shared.get_slice(self.thread)
+        narrow = cute.make_tensor(self.P.iterator, self.S.layout)
+        cute.copy(to_shared, to_shared.retile(narrow), mine.partition_D(self.sP))
+        state = self.state
+        if self.column == 0:
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                state[self.row + 8 * row, 0] = self.softmax.top[row]
+                state[self.row + 8 * row, 1] = self.shrink[row]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=READY + self.group, number_of_threads=MATH_THREADS)
+        self.clear_past(work, step, count)
+        self.shrink_sums()
+        buffer = count % self.config.stages
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
+            cute.gemm(self.weighing, self.O, self.P[None, None, k], self.fV[None, None, k, buffer], self.O)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def take(self, work, step, count):
+        """The sums of the other group's tile, in flight."""
+        cute.arch.barrier(barrier_id=READY + 1 - self.group, number_of_threads=MATH_THREADS)
+        self.clear_past(work, step, count)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            self.softmax.top[row] = self.state[self.row + 8 * row, 0]
+            self.shrink[row] = self.state[self.row + 8 * row, 1]
+            self.softmax.total[row] *= self.shrink[row]
+        self.shrink_sums()
+        buffer = count % self.config.stages
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
+            cute.gemm(self.weighing_shared, self.O, self.fP[None, None, k], self.fV[None, None, k, buffer], self.O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def shrink_sums(self):
+        sums = by_row(self.O)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[row, j] *= self.shrink[row]
+
+    @cute.jit
+    def clear_past(self, work, step, count):
+        """Zero this group's half of the values behind the last key, when nobody reads them as keys any more.
+
+        They may be anything: a weight of 0 does not take away a NaN.
+        """
+        tile_n = cutlass.const_expr(self.kernel.tile_n)
+        kept = work.keys - (work.end - 1 - step) * tile_n
+        if kept < tile_n:
+            half = (tile_n, self.kernel.dims_v // GROUPS)
+            values = cute.local_tile(self.sV[None, None, count % self.config.stages], half, (0, self.group))
+            clear_rows(values, cutlass.max(kept, 0), tile_n, self.thread, WARPGROUP)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
+
+    # ------------------------------------------------------------------ results
+
+    @cute.jit
+    def merge_totals(self, items):
+        """Each group has the totals of its tiles. Items take turns at two places: one may still be read."""
+        self.softmax.merge_lanes()
+        place, totals = items & 1, self.totals
+        if self.column == 0:
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                totals[self.row + 8 * row, self.group, place] = self.softmax.total[row]
+        cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=MATH_THREADS)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            self.softmax.total[row] += totals[self.row + 8 * row, 1 - self.group, place]
+
+    @cute.jit
+    def store(self, work):
+        if cutlass.const_expr(self.key.split):
+            if work.slot != WHOLE:
+                self.store_partial(work)
+            else:
+                self.store_whole(work)
+        else:
+            self.store_whole(work)
+
+    @cute.jit
+    def store_partial(self, work):
+        """Sums as they are, in float32; the merge kernel does the rest."""
+        columns = cutlass.const_expr(self.kernel.dims_v)
+        sums = by_row(self.O)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * (ROWS * (columns + 2))
+        pair = cute.make_rmem_tensor(2, cutlass.Float32)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            m = self.row + 8 * row
+            if m < work.rows:
+                first = m * columns + self.group * (columns // GROUPS) + self.column
+                for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+                    pair[0], pair[1] = sums[row, j], sums[row, j + 1]
+                    store_vector(pair, partial, first + j * 4)
+                if self.column == 0 and self.group == 0:
+                    place = partial + ROWS * columns + m
+                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
+                    cute.make_tensor(place + ROWS, cute.make_layout(1))[0] = self.softmax.total[row]
+
+    @cute.jit
+    def store_whole(self, work):
+        """Divide, and send the rows out from registers: the queries' place is the next item's by now."""
+        columns = cutlass.const_expr(self.kernel.dims_v)
+        sums = by_row(self.O)
+        pair = cute.make_rmem_tensor(2, self.kernel.dtype)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
+            factor, lse = normalized(top, total, self.rows.sink(work, row))
+            m = self.row + 8 * row
+            if m < work.rows:
+                token, head = work.query + m // self.key.pack, self.rows.head(work, row)
+                first = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
+                first += self.group * (columns // GROUPS) + self.column
+                for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+                    for i in cutlass.range_constexpr(2):
+                        pair[i] = (sums[row, j + i] * factor).to(self.kernel.dtype)
+                    store_vector(pair, self.out.iterator, first + j * 4)
+                if cutlass.const_expr(self.key.lse):
+                    to = self.lse
+                    if self.column == 0 and self.group == 0:
+                        to[token, head] = lse
+
+
+@cute.jit
+def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
+    """Zero rows of shared memory, 16 bytes a thread."""
+    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
+    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
+        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
+        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A math thread's rows of a query tile: whose they are, what their scores become, and which of them count."""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.primitives.math import LOG2_E
+
+# A thread's rows of an accumulator, 8 apart.
+THREAD_ROWS = 2
+QUAD = 4  # lanes that share a row of an accumulator
+
+
+class Rows:
+    """Rows `row` and `row + 8`, columns `column` and the one after it of each 8.
+
+    Neighbouring rows are the heads of a token that share a tile, then the next token's.
+    """
+
+    def __init__(self, key, tile_n: int, requests, scoring, row, column):
+        self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
+        self.row, self.column = row, column
+        self.scores = scores_of(key.scores, scoring)
+        self.slope = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+
+    @cute.jit
+    def start(self, work):
+        """Before the scores of an item."""
+        if cutlass.const_expr(self.key.scores.alibi):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
+
+    @cute.jit
+    def position(self, work, row: cutlass.Constexpr[int]):
+        """Where a row's token stands among its request's keys."""
+        return work.position + (self.row + 8 * row) // self.key.pack
+
+    @cute.jit
+    def head(self, work, row: cutlass.Constexpr[int]):
+        return work.unit * self.key.pack + (self.row + 8 * row) % self.key.pack
+
+    @cute.jit
+    def sink(self, work, row: cutlass.Constexpr[int]):
+        """The logit that joins a row's softmax; None where there is none."""
+        sink = None
+        if cutlass.const_expr(self.key.scores.sinks):
+            sink = self.scoring.sinks[self.head(work, row)].to(cutlass.Float32)
+        return sink
+
+    @cute.jit
+    def bend(self, scores, work, tile):
+        """Products [row, column] become scores, where that is more than a factor."""
+        if cutlass.const_expr(self.scores.bends):
+            first = tile * self.tile_n + self.column
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                away = self.position(work, row) - first
+                for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - (j // 2 * 8 + j % 2))
+
+    @cute.jit
+    def mask(self, scores, work, tile):
+        """What a row does not see becomes -inf."""
+        first = tile * self.tile_n + self.column
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            position = self.position(work, row)
+            stop = work.keys
+            if cutlass.const_expr(self.key.right or self.key.causality != "full"):
+                stop = cutlass.min(stop, position + work.right + 1)
+            stop -= first
+            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 < stop else -cutlass.Float32.inf
+            if cutlass.const_expr(self.key.left):
+                start = position - self.requests.left - first
+                for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
