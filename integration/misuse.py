@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server has to bear: clients that leave, connections that break, requests that make no sense."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,18 @@ BAD = (
     Bad(id="negative number of tokens", body={"prompt": "x", "max_tokens": -3}),
     Bad(id="too many log-probabilities", body={"prompt": "x", "logprobs": 10**6}),
     Bad(id="top-p above one", body={"prompt": "x", "top_p": 1.5}),
+    Bad(id="top-p of zero", body={"prompt": "x", "top_p": 0}),
+    Bad(id="negative top-p", body={"prompt": "x", "top_p": -0.5}),
+    Bad(id="top-k below -1", body={"prompt": "x", "top_k": -2}),
+    Bad(id="top-k with a fraction", body={"prompt": "x", "top_k": 2.5}),
+    Bad(id="min-p above one", body={"prompt": "x", "min_p": 2}),
+    Bad(id="negative min-p", body={"prompt": "x", "min_p": -0.1}),
+    Bad(id="temperature above two", body={"prompt": "x", "temperature": 3}),
+    Bad(id="temperature that is no number", body={"prompt": "x", "temperature": math.nan}),
+    Bad(id="infinite temperature", body={"prompt": "x", "temperature": math.inf}),
+    Bad(id="top-p that is no number", body={"prompt": "x", "top_p": math.nan}),
+    Bad(id="min-p that is no number", body={"prompt": "x", "min_p": math.nan}),
+    Bad(id="seed beyond 64 bits", body={"prompt": "x", "seed": 2**63}),
 )
 
 

@@ -50,6 +50,8 @@ class Job:
         prompts: token ids.
         max_tokens: tokens to generate greedily for each prompt; the end of sequence does not stop it.
         engine: further arguments of vllm.LLM.
+        sampling: further arguments of each prompt's vllm.SamplingParams; greedy by default.
+        environment: further variables.
     """
 
     model: str
@@ -58,6 +60,8 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int = 12
     engine: dict[str, Any] = field(default_factory=dict)
+    sampling: tuple[dict[str, Any], ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,12 @@ def answer(job: Job) -> list[Answer]:
         "distributed_executor_backend": "uni",
     }
     llm = LLM(job.model, attention_backend=job.backend, dtype=job.dtype, **defaults | job.engine)
-    greedy = SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=TOP, prompt_logprobs=1, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.prompts], greedy, use_tqdm=False)
+    usual: dict[str, Any] = {"max_tokens": job.max_tokens, "temperature": 0, "logprobs": TOP, "ignore_eos": True}
+    params = [
+        SamplingParams(**usual | {"prompt_logprobs": 1} | sampling)
+        for sampling in job.sampling or [{} for _ in job.prompts]
+    ]
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.prompts], params, use_tqdm=False)
     answers = []
     for prompt, output in zip(job.prompts, outputs, strict=True):
         completion = output.outputs[0]
@@ -180,6 +188,7 @@ def in_fork(stem: Path, job: Job) -> None:
         # Engines run side by side.
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)
+    os.environ |= job.environment
     stem.with_suffix(".json").write_text(json.dumps([asdict(one) for one in answer(job)]))
 
 
