@@ -19,8 +19,10 @@ import torch
 from dsl_backend.testing.cases import BF16, CAUSAL, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
+from dsl_backend.testing.linear import LinearCase, check_linear, random_case
 
-FAMILIES = ("decode", "prefill", "mla", "write_kv")
+Problem = Case | WriteCase | LinearCase
+FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear")
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -38,6 +40,7 @@ class Sizes:
         heads_kv: key/value heads to draw from.
         heads_mla: query heads of absorbed MLA to draw from.
         scores: most scores (heads · queries · keys) of one request, for the oracle's memory.
+        linear: rows and columns of a linear layer, about.
     """
 
     kv: int
@@ -46,10 +49,13 @@ class Sizes:
     heads_kv: tuple[int, ...]
     heads_mla: tuple[int, ...]
     scores: float
+    linear: int
 
 
-TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6)
-REAL = Sizes(kv=9000, q=1500, requests=24, heads_kv=(1, 2, 4, 8), heads_mla=(8, 12, 16, 32, 64, 128), scores=1e8)
+TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6, linear=150)
+REAL = Sizes(
+    kv=9000, q=1500, requests=24, heads_kv=(1, 2, 4, 8), heads_mla=(8, 12, 16, 32, 64, 128), scores=1e8, linear=5000
+)
 
 
 def length(draw: random.Random, longest: int) -> int:
@@ -188,16 +194,19 @@ def write_case(draw: random.Random, sizes: Sizes) -> WriteCase:
     )
 
 
-def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Case | WriteCase:
+def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Problem:
     """Problem `index` of a seed; its layer is one of `specs`."""
     draw = random.Random(f"{family} {seed} {index}")
     if family == "write_kv":
         return write_case(draw, sizes)
-    facts = layer(family, random.Random(f"{family} {seed} layer {index % specs}"), sizes)
+    shared = random.Random(f"{family} {seed} layer {index % specs}")
+    if family == "linear":
+        return random_case(draw, sizes.linear, facts=shared)
+    facts = layer(family, shared, sizes)
     return attention_case(family, facts, draw, sizes)
 
 
-def problems(family: str, count: int, seed: int, sizes: Sizes, specs: int) -> Iterator[Case | WriteCase]:
+def problems(family: str, count: int, seed: int, sizes: Sizes, specs: int) -> Iterator[Problem]:
     """The first `count` problems of a seed."""
     return (problem(family, seed, index, sizes, specs) for index in range(count))
 
@@ -217,12 +226,14 @@ def source(value: object) -> str:
     return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def check(case: Case | WriteCase, kernel: str, device: str) -> None:
+def check(case: Problem, kernel: str, device: str) -> None:
     """Raises AssertionError where the kernel's result is wrong."""
     # Imported here: Triton must not be imported before main() has decided whether it interprets.
     from dsl_backend.testing import check, kv_writes
 
-    if isinstance(case, WriteCase):
+    if isinstance(case, LinearCase):
+        check_linear(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, WriteCase):
         kv_writes.check_write(case, kernel, device)
     else:
         check.check_case(case, kernel, device)
@@ -236,7 +247,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--specs", type=int, default=48, help="distinct layers among the problems")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernel", default="triton", help="a name from the dispatch table")
+    parser.add_argument(
+        "--kernel",
+        default="triton",
+        help="a name from the dispatch table; of linear layers `auto` too: what dispatch prefers",
+    )
     parser.add_argument("--only", type=int, help="index of the one problem to run")
     parser.add_argument("--sizes", choices=("tiny", "real"), help="tiny by default on a CPU")
     parser.add_argument("--verbose", action="store_true", help="print every problem before it runs")

@@ -147,11 +147,14 @@ def check_linear(case: LinearCase, kernel: str | None, device: str) -> None:
     judge(case, given, wanted)
 
 
-def random_case(draw: random.Random, most: int, *, aligned: bool = False) -> LinearCase:
+def random_case(
+    draw: random.Random, most: int, *, aligned: bool = False, facts: random.Random | None = None
+) -> LinearCase:
     """A random layer.
 
     Args:
         most: rows, n and k are up to about so many.
+        facts: draws what kernels are compiled for, so that several cases may share it; by default `draw`.
         aligned: rows start at multiples of 16 bytes, and n and k are multiples of 8.
     """
 
@@ -169,16 +172,17 @@ def random_case(draw: random.Random, most: int, *, aligned: bool = False) -> Lin
     def pad() -> int:
         return draw.choice((0, 0, 0, 8, 40)) if whole else draw.choice((0, 0, 1, 3, 8))
 
-    activation = draw.choice(ACTIVATIONS)
-    residual = draw.random() < 0.25
+    facts = facts or draw
+    activation = facts.choice(ACTIVATIONS)
+    residual = facts.random() < 0.25
     return LinearCase(
         rows=size(),
         n=width(),
         k=width(),
-        dtype=draw.choice((F16, BF16)),
+        dtype=facts.choice((F16, BF16)),
         activation=activation,
-        interleaved=activation is not None and draw.random() < 0.3,
-        bias=draw.random() < 0.25,
+        interleaved=activation is not None and facts.random() < 0.3,
+        bias=facts.random() < 0.25,
         residual=residual,
         in_place=residual and draw.random() < 0.5,
         pad_x=pad(),
