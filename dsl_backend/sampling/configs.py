@@ -11,6 +11,8 @@ WARP = 32
 ACCESS_BYTES = 16
 PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
 THREADS = 512
+# Of the 256 KB that SM90 and SM100 have for cache and shared memory together, what is left for each of two blocks.
+L1_BYTES = 96 * 1024
 REGISTERS_PER_SM = 64 * 1024
 REGISTERS = 64
 # Shared memory that an SM of SM90 or SM100 has, and what every block takes of it for itself.
@@ -57,17 +59,26 @@ class ClusterConfig:
     room: int = 512
 
     @classmethod
-    def default(cls, spec: SamplingSpec, target: Target, rows: int, vector: int) -> "ClusterConfig":
+    def default(
+        cls, spec: SamplingSpec, target: Target, rows: int, vector: int, bounded: bool = True
+    ) -> "ClusterConfig":
         """As many blocks a row as the batch leaves SMs for, and as the row has logits for.
+
+        The limits are arithmetic on caches and SMs, and not yet measured.
 
         Args:
             vector: neighbours that may be accessed at once in every row.
+            bounded: rows have top-k or min-p. Others are read several times: their blocks' parts fit the L1 cache.
         """
+        fits = 1 if bounded else min(PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES))
         cluster = 1
         while (
-            2 * cluster * rows <= (target.sm_count if 2 * cluster > PORTABLE_CLUSTER else 2 * target.sm_count)
-            and 2 * cluster <= MOST_CLUSTER
+            2 * cluster <= MOST_CLUSTER
             and cluster * THREADS * vector < spec.vocab
+            and (
+                cluster < fits
+                or 2 * cluster * rows <= (target.sm_count if 2 * cluster > PORTABLE_CLUSTER else 2 * target.sm_count)
+            )
         ):
             cluster *= 2
         return cls(cluster=cluster, threads=THREADS, vector=vector)
@@ -127,4 +138,9 @@ def widest_vector(spec: SamplingSpec) -> int:
 
 def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
     """All that batches of up to so many rows get."""
-    return list(dict.fromkeys(ClusterConfig.default(spec, target, rows, vector) for rows in range(1, max_rows + 1)))
+    found = (
+        ClusterConfig.default(spec, target, rows, vector, bounded)
+        for bounded in (True, False)
+        for rows in range(1, max_rows + 1)
+    )
+    return list(dict.fromkeys(found))

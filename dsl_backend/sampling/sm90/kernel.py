@@ -36,6 +36,8 @@ NUMERIC = {
 }
 # Steps between the largest logit and the smallest group, in which candidates are told from others.
 LEVELS = 256
+# Accesses that a lane has in flight when a warp looks at a thread's logits again.
+ROUNDS = 4
 # Lanes that share the pairs of one candidate.
 PART = 8
 NO_BOUND = (1 << 31) - 1
@@ -329,14 +331,21 @@ class Sample:
             source = cutlass.Int32(cute.arch.popc((left & (~left + 1)) - 1))
             left = left & (left - 1)
             stop = cutlass.Boolean(False)
-            for first in cutlass.range(0, row.steps, WARP, unroll=1):
-                column = row.run + ((first + lane) * WARP + source) * self.vector
-                if first + lane < row.steps and column < row.end:
-                    held = cute.make_rmem_tensor(self.vector, self.dtype)
-                    load_vector(row.base, row.start + column, held)
-                    for e in cutlass.range_constexpr(self.vector):
-                        over = visit(numbers.scale(cutlass.Float32(held[e]), row.temperature), column + e)
-                        stop = stop or over
+            for first in cutlass.range(0, row.steps, WARP * ROUNDS, unroll=1):
+                held = cute.make_rmem_tensor((self.vector, ROUNDS), self.dtype)
+                for i in cutlass.range_constexpr(ROUNDS):
+                    column = row.run + ((first + i * WARP + lane) * WARP + source) * self.vector
+                    load_vector(row.base, row.start + (column if column < row.end else 0), held[None, i])
+                # One by one, as code for all of them would be long.
+                for i in cutlass.range(ROUNDS, unroll=1):
+                    column = row.run + ((first + i * WARP + lane) * WARP + source) * self.vector
+                    if column < row.end:
+                        for e in cutlass.range_constexpr(self.vector):
+                            x = held[e, 0]
+                            for other in cutlass.range_constexpr(1, ROUNDS):
+                                x = held[e, other] if i == other else x
+                            over = visit(numbers.scale(cutlass.Float32(x), row.temperature), column + e)
+                            stop = stop or over
             if cute.arch.vote_any_sync(stop):
                 left = cutlass.Uint32(0)
 

@@ -85,7 +85,8 @@ class CuteSampler:
     def launch(self, logits: torch.Tensor, rows: Parameters, out: Sampled) -> None:
         count = len(logits)
         logits = strided(logits)
-        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits))
+        bounded = rows.top_k is not None or rows.min_p is not None
+        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), bounded)
         top_k = self.no_k[:count] if rows.top_k is None else rows.top_k
         self.function(key_of(self.spec, config, top_k.dtype))(
             logits,

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks a row gets, what is refused, and which kernel serves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.sampling import dispatch
+from dsl_backend.sampling.configs import ClusterConfig, cluster_configs, widest_vector
+from dsl_backend.sampling.spec import SamplingSpec
+
+H200 = from_arch("sm_90a")
+QWEN = SamplingSpec(vocab=151936)
+FITS = ClusterConfig(cluster=4, threads=512, vector=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bounded", "cluster"),
+    [(1, True, 16), (8, True, 16), (9, True, 8), (33, True, 8), (34, True, 4), (64, True, 4), (132, True, 2),
+     (133, True, 1), (1024, True, 1), (1, False, 16), (256, False, 8)],
+)  # fmt: skip
+def test_blocks_of_a_row(rows: int, bounded: bool, cluster: int) -> None:
+    config = ClusterConfig.default(QWEN, H200, rows, 4, bounded)
+    assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
+    assert config.objections(QWEN, H200) == []
+
+
+@pytest.mark.parametrize(("vocab", "cluster"), [(1, 1), (2048, 1), (2049, 2), (32768, 16)])
+def test_small_vocabularies_have_few_blocks(vocab: int, cluster: int) -> None:
+    assert ClusterConfig.default(SamplingSpec(vocab=vocab), H200, 1, 4).cluster == cluster
+
+
+def test_all_that_batches_get() -> None:
+    assert {config.cluster for config in cluster_configs(QWEN, H200, 1024, 4)} == {1, 2, 4, 8, 16}
+    assert {config.cluster for config in cluster_configs(QWEN, H200, 8, 4)} == {16}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "vector"),
+    [(torch.float32, 151936, 4), (torch.bfloat16, 12, 4), (torch.float16, 777, 1)],
+)
+def test_widest_vector(dtype: torch.dtype, vocab: int, vector: int) -> None:
+    assert widest_vector(SamplingSpec(vocab=vocab, dtype=dtype)) == vector
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vector": 8}, "vectors of 8 logits: a divisor of 151936 up to 4 is needed"),
+        ({"threads": 48}, "threads 48 is not a power of two"),
+        ({"threads": 2048}, "2048 threads a block are not from 32 to 1024"),
+        ({"cluster": 32}, "clusters of 32 blocks: 16 are the most"),
+        ({"cluster": 16, "threads": 1024}, "16384 threads a row: 8192 are the most"),
+        ({"room": 8192}, "bytes of shared memory: 232448 are the most"),
+    ],
+)
+def test_what_is_refused(change: dict[str, int], message: str) -> None:
+    assert FITS.objections(QWEN, H200) == []
+    assert any(message in reason for reason in replace(FITS, **change).objections(QWEN, H200))
+
+
+def test_groups_share_the_threads_of_a_row() -> None:
+    for cluster in (1, 2, 4, 8, 16):
+        config = ClusterConfig(cluster=cluster, threads=512, vector=4)
+        assert config.groups * config.lanes_per_group == cluster * 512
+    assert ClusterConfig(cluster=1, threads=64, vector=4).groups == 64
+
+
+def test_what_serves() -> None:
+    names = {
+        arch: dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch(arch)).name
+        for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
+    }
+    cute = "cute" if dispatch.has_cute() else "triton"
+    assert names == {"sm_80": "triton", "sm_90": cute, "sm_100": cute, "sm_120": "triton"}
+
+
+def test_objections_say_what_would_work() -> None:
+    with pytest.raises(Unsupported, match="gives tokens alone: logprobs=False is needed"):
+        dispatch.choose(dispatch.Operation.SAMPLE, replace(QWEN, logprobs=True), H200, "cute")
+    with pytest.raises(Unsupported, match=r"serves GPUs with wgmma or tcgen05 \(sm_90a, sm_100a\), this is sm_120a"):
+        dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch("sm_120"), "cute")
