@@ -57,6 +57,7 @@ class Work:
     Attributes:
         component: of its clock, which counts the operations from 1.
         pending: registers that loads fill, as rows of the register file, by the load, until the warp has waited.
+        owners: of each row of the register file the latest load that filled it.
         used: loads whose registers were used before that, and moved: by what instruction they were moved.
         lanes: last operation of each lane that has issued any since the last commit.
     """
@@ -65,6 +66,7 @@ class Work:
     issued: int = 0
     done: int = 0
     pending: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    owners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     used: set[int] = field(default_factory=set)
     moved: dict[int, int] = field(default_factory=dict)
     lanes: dict[int, int] = field(default_factory=dict)

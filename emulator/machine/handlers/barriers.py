@@ -382,8 +382,13 @@ def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
         # The time limit is the system's own: kernels have to come back.
         finish(True)
         return None
+    waiting = f"waits for {'; '.join(str(barrier) for barrier, *_ in pending)}"
+    if len(pending) == 1:
+        # Asked again at every turn: the usual case without a loop.
+        (one, parity, state, _) = pending[0]
+        return Wait(waiting, lambda: complete(one, parity, state), partial(finish, False), partial(finish, True))
     return Wait(
-        f"waits for {'; '.join(str(barrier) for barrier, *_ in pending)}",
+        waiting,
         lambda: all(complete(barrier, parity, state) for barrier, parity, state, _ in pending),
         partial(finish, False),
         partial(finish, True),

@@ -227,6 +227,7 @@ def execute_load(runner: Runner, instr: Instr) -> None:
     warp.busy[rows] = OWNED
     warp.init[rows] |= np.uint32(mask)
     work.pending[index] = rows
+    work.owners[rows] = index
     values = tensor.load(cells)
     put(runner, to, values, mask)
     if extra is not None:
@@ -246,6 +247,7 @@ def loads_of(runner: Runner) -> Work:
     """The warp's loads; from the first one on the use of their registers is watched."""
     work = work_of(runner, Source.TENSOR_LOAD)
     if runner.on_busy is None:
+        work.owners = np.zeros(runner.run.program.rows, np.int64)
 
         def end() -> None:
             for load, index in work.moved.items():
@@ -259,8 +261,7 @@ def loads_of(runner: Runner) -> Work:
 def note_use(runner: Runner, work: Work, fault: Fault) -> None:
     """A register is used that a load has. Compilers move copies in front of a wait: these count if none comes."""
     program = runner.run.program
-    row, by = program.row(fault.register), program.instrs[fault.index].op.name
-    load = next((one for one, rows in work.pending.items() if row in rows), fault.index)
+    load, by = int(work.owners[program.row(fault.register)]), program.instrs[fault.index].op.name
     if by == "mov":
         work.moved.setdefault(load, fault.index)
     elif by not in LOADS and load not in work.used:
