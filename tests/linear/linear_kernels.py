@@ -179,7 +179,7 @@ def random_emulated(seed: int) -> Emulated:
             groups=groups,
             split_tokens=groups == 2 and draw.random() < 0.5,
             tile_k=draw.choice((64, 128)),
-            stages=draw.randint(2, 4),
+            stages=draw.randint(2, 3),
         )
         most = 400
     case = random_case(draw, most, aligned=True)
