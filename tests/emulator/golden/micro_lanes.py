@@ -20,6 +20,9 @@ BLOCK = 128
 # Floating-point formats: bits of the exponent and of the mantissa.
 LAYOUT = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "f64": (11, 52), "e4m3": (4, 3), "e5m2": (5, 2)}
 PACKED = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2"}
+# Floats with a bound: the largest finite one among the edges, and powers of two that random ones stay below. Sine and
+# cosine have bounds up to 2 pi and up to 100 pi.
+BOUNDED = {"turn": (0x40C90FDA, 2), "angle": (0x43800000, 8)}
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
@@ -29,7 +32,7 @@ def size_of(kind: str) -> int:
         return 2 * size_of(PACKED[kind])
     if kind in LAYOUT:
         return (1 + sum(LAYOUT[kind])) // 8
-    if kind in ("pred", "shift", "lane", "offset", "nibbles", "angle"):
+    if kind in ("pred", "shift", "lane", "offset", "nibbles", *BOUNDED):
         return 1 if kind == "pred" else 4
     return SIZES[re.sub(r"\D", "", kind)]
 
@@ -76,9 +79,8 @@ def edges_of(kind: str) -> list[int]:
         return list(range(32))
     if kind == "offset":
         return [value & 0xFFFFFFFF for value in (0, 1, 2, 5, 16, 31, 32, -1, -2, -5, -16, -32)]
-    if kind == "angle":
-        # What sine and cosine have a bound for: not beyond 100 pi, but infinities and NaNs.
-        return [code for code in float_edges("f32") if not 0x43800000 < code & 0x7FFFFFFF < 0x7F800000]
+    if kind in BOUNDED:
+        return [code for code in float_edges("f32") if not BOUNDED[kind][0] < code & 0x7FFFFFFF < 0x7F800000]
     width = 8 * size_of(kind)
     top = 1 << width - 1
     values = (0, 1, 2, 3, 7, 8, 31, 32, -1, -2, -8, top, top - 1, top + 1, top >> 1, 0x5555555555555555)
@@ -95,15 +97,15 @@ def random_of(kind: str, count: int, seed: int) -> Array:
         width = 8 * size_of(PACKED[kind])
         low, high = (random_of(PACKED[kind], count, seed + step).astype(np.uint64) for step in (2, 5))
         return (low | high << np.uint64(width)).astype(f"u{size}")
-    if kind in LAYOUT or kind == "angle":
-        exponent, mantissa = LAYOUT["f32" if kind == "angle" else kind]
+    if kind in LAYOUT or kind in BOUNDED:
+        exponent, mantissa = LAYOUT["f32" if kind in BOUNDED else kind]
         bias, span = (1 << exponent - 1) - 1, 8 if exponent > 4 else 3
-        first, last = (bias - 12, bias + 8) if kind == "angle" else (bias - span, bias + span)
+        first, last = (bias - 12, bias + BOUNDED[kind][1]) if kind in BOUNDED else (bias - span, bias + span)
         near = np.uint64(first) + extra % np.uint64(last - first)
         moderate = near << np.uint64(mantissa) | raw & np.uint64((1 << mantissa) - 1)
         moderate |= (raw >> np.uint64(60) & np.uint64(1)) << np.uint64(exponent + mantissa)
         wild = (extra >> np.uint64(40)) % np.uint64(2) == 1
-        return np.where(wild & (kind != "angle"), raw, moderate).astype(f"u{size}")
+        return np.where(wild & (kind not in BOUNDED), raw, moderate).astype(f"u{size}")
     if kind in ("pred", "lane"):
         return (raw >> np.uint64(20)).astype(np.uint64) % np.uint64(2 if kind == "pred" else 32)
     if kind == "shift":
@@ -274,15 +276,18 @@ def floats() -> list[Op]:
     return found
 
 
-# The ISA's bounds, by instruction and section; relative and absolute. An ulp of f32 is at most 2^-23 of the value.
+# The ISA's bounds, by instruction and section, read in its version 9.1; relative and absolute. The forms with
+# .ftz have the same ones. An ulp of f32 is at most 2^-23 of the value.
 APPROXIMATE = {
     "div.approx f32": (2**-22, 0.0, "9.7.3.8: 2 ulp for |b| in [2^-126, 2^126]"),
     "div.full f32": (2**-22, 0.0, "9.7.3.8: 2 ulp over the full range"),
     "rcp f32": (2**-23, 0.0, "9.7.3.13: 1 ulp"),
     "sqrt f32": (2**-23, 0.0, "9.7.3.15: relative error 2^-23"),
     "rsqrt f32": (2**-22.9, 0.0, "9.7.3.16: relative error 2^-22.9"),
-    "sin f32": (0.0, 2**-14.7, "9.7.3.18: absolute error 2^-20.5 in [-2 pi, 2 pi], 2^-14.7 in [-100 pi, 100 pi]"),
-    "cos f32": (0.0, 2**-14.7, "9.7.3.19: absolute error 2^-20.5 in [-2 pi, 2 pi], 2^-14.7 in [-100 pi, 100 pi]"),
+    "sin f32": (0.0, 2**-14.7, "9.7.3.18: absolute error 2^-14.7 in [-100 pi, 100 pi]"),
+    "sin f32 turn": (0.0, 2**-20.5, "9.7.3.18: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
+    "cos f32": (0.0, 2**-14.7, "9.7.3.19: absolute error 2^-14.7 in [-100 pi, 100 pi]"),
+    "cos f32 turn": (0.0, 2**-20.5, "9.7.3.19: absolute error 2^-20.5 in [-2 pi, 2 pi]"),
     "lg2 f32": (2**-22, 2**-22, "9.7.3.20: absolute error 2^-22 in (0.5, 2), relative error 2^-22 elsewhere"),
     "ex2 f32": (2**-22, 0.0, "9.7.3.21: 2 ulp"),
     "tanh f32": (2**-11, 0.0, "9.7.3.22: relative error 2^-11"),
@@ -305,8 +310,9 @@ def approximate() -> list[Op]:
     for kind in ("f32", "angle"):
         for unit in ("rcp", "sqrt", "rsqrt", "lg2", "ex2"):
             found += ops(f"{unit}.approx[|.ftz].f32", "T", kind, rule=bound(f"{unit} f32"))
-    found += ops("sin.approx[|.ftz].f32", "T", "angle", rule=bound("sin f32"))
-    found += ops("cos.approx[|.ftz].f32", "T", "angle", rule=bound("cos f32"))
+    for unit in ("sin", "cos"):
+        found += ops(f"{unit}.approx[|.ftz].f32", "T", "angle", rule=bound(f"{unit} f32"))
+        found += ops(f"{unit}.approx[|.ftz].f32", "T", "turn", rule=bound(f"{unit} f32 turn"))
     found += ops("tanh.approx.f32", "T", "f32", rule=bound("tanh f32"))
     found += ops("tanh.approx.f32", "T", "angle", rule=bound("tanh f32"))
     for kind in ("f16", "bf16"):

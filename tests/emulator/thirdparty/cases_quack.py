@@ -12,7 +12,7 @@ from peer_cases import SM90, SM100, Problem, Table
 
 QUACK = Table()
 BF16 = torch.bfloat16
-# Of ex2.approx, relative (PTX ISA 9.2, 9.7.3.22); both sides of a quotient have it.
+# Of ex2.approx, relative: 2 ulp (PTX ISA 9.2, 9.7.3.21); both sides of a quotient have it.
 EX2_ERROR = 2.0**-22
 
 
