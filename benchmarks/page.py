@@ -16,8 +16,8 @@ MEANING = {
     "cache.",
     "ceiling": "the rate of a row at its floor: the longer of its bytes at the device's measured read bandwidth and "
     "its operations at the measured rate of bf16 products. No line where the device was never measured.",
-    "best peer": "the fastest of all that are not this package's default in the row; above 1 dsl is faster. Coloured "
-    "where the two ranges that hold 80 % of the samples do not meet.",
+    "best peer": "the fastest of the row's other columns, another kernel of this package's among them; above 1 dsl is "
+    "faster. Coloured where the two ranges that hold 80 % of the samples do not meet.",
     "smallest problem": "its launches in a CUDA graph, one after another: what a kernel costs before it does any work.",
     "host": "what a launch without a graph costs the processor until it returns: median of single calls.",
 }

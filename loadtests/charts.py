@@ -68,8 +68,10 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
     return figure.update_yaxes(rangemode="tozero")
 
 
-def bars(values: Sequence[Value], colour: str) -> dict[str, Any]:
-    """From the lowest round to the highest."""
+def bars(values: Sequence[Value], colour: str) -> dict[str, Any] | None:
+    """From the lowest round to the highest; none where there was one, which would be drawn as a point."""
+    if all(value.rounds == 1 for value in values):
+        return None
     middle, low, high = zip(*((value.median, value.low, value.high) for value in values), strict=True)
     return document.bars(middle, low, high, colour)
 

@@ -261,8 +261,9 @@ def served_table(results: Results, scenario: Scenario) -> str:
             cells.append(f'<td class="{"worse" if errors else ""}">{errors}</td>')
             rows.append(labelled(level.label, backend, backend == kept[0]) + "".join(cells) + "</tr>")
     rounds = results.environment["rounds"]
+    over = "One round" if rounds == 1 else f"Median of up to {rounds} rounds, then the lowest and the highest"
     caption = (
-        f"Median of up to {rounds} rounds, then the lowest and the highest; times are p50 / p90 / p99. "
+        f"{over}; times are p50 / p90 / p99. "
         f"* fewer than {FEW} requests in all windows: its p99 is little more than the slowest one. "
         f"{DOUBT} the client may be the limit."
     )
