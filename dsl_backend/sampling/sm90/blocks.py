@@ -23,6 +23,16 @@ def barrier():
     cute.arch.sync_threads()
 
 
+def neighbours(tensor: cute.Tensor, start, count: int) -> cute.Tensor:
+    """Some neighbours of shared memory in registers, as few wide accesses; start is a multiple of count."""
+    size = tensor.element_type.width // 8
+    address = tensor.iterator.toint() + start * size
+    there = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.smem, assumed_align=min(16, count * size))
+    held = cute.make_rmem_tensor(count, tensor.element_type)
+    cute.autovec_copy(cute.make_tensor(there, cute.make_layout(count)), held)
+    return held
+
+
 @dsl_user_op
 def read_peer(place, dtype, block, *, loc=None, ip=None):
     """What lies at the same place of another block's shared memory.

@@ -34,6 +34,8 @@ NUMERIC = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
+# Place of the random bits among what one thread finds for all.
+BITS = 3
 # Steps between the largest logit and the smallest group, in which candidates are told from others.
 LEVELS = 256
 # Accesses that a lane has in flight when a warp looks at a thread's logits again.
@@ -69,8 +71,8 @@ class Shared(NamedTuple):
         v: uint32 [room], their distances.
         sums, ties: [warps], what a warp's run keeps below top-p's bound, and how many logits lie at it.
         slots: uint64 [4, 32] for sums over the block.
-        found: uint64 [3]; digit: uint32 [1]: what one thread found for all.
-        count: uint32 [2]: candidates of this block; the lowest id of the largest logit.
+        found: uint64 [4]; digit: uint32 [4]: what one thread found for all.
+        count: uint32 [4]: candidates of this block; the lowest id of the largest logit.
     """
 
     groups: cute.Tensor
@@ -197,6 +199,11 @@ class Sample:
         end = cutlass.min(run + steps * (WARP * self.vector), width)
         start = cutlass.Int64(index) * mX.stride[0]
 
+        if cute.arch.warp_idx() == self.warps - 1:
+            # One warp computes them for all, before it waits for logits.
+            bits = numbers.random_bits(seeds[index], positions[index])
+            if cute.arch.lane_idx() == 0:
+                s.found[BITS] = bits
         temperature = temperatures[index]
         drawn = temperature >= cutlass.Float32(fixed.LEAST_TEMPERATURE)
         temperature = temperature if drawn else cutlass.Float32(1.0)
@@ -220,7 +227,7 @@ class Sample:
             k=cutlass.Int32(wanted) if limited else width,
             least=numbers.least_weight(min_p[index]),
             p=p if p < 1.0 else cutlass.Float32(1.0),
-            bits=numbers.random_bits(seeds[index], positions[index]),
+            bits=cutlass.Uint64(s.found[BITS]),
         )
         to = tokens.iterator + index
         if largest == -cutlass.Float32.inf:
@@ -372,8 +379,10 @@ class Sample:
     def extremes(self, s: Shared):
         """The largest z, and the smallest of a group's that is no infinity; by each warp."""
         largest, lowest = -cutlass.Float32.inf, cutlass.Float32.inf
-        for at in cutlass.range(cute.arch.lane_idx(), self.groups, WARP, unroll=1):
-            value = s.groups[at]
+        count = cutlass.const_expr(self.groups // WARP)
+        held = blocks.neighbours(s.groups, cute.arch.lane_idx() * count, count)
+        for i in cutlass.range_constexpr(count):
+            value = held[i]
             largest = cute.arch.fmax(largest, value)
             lowest = cute.arch.fmin(lowest, value) if value > -cutlass.Float32.inf else lowest
         return (
@@ -450,9 +459,10 @@ class Sample:
         lane = cute.arch.lane_idx()
         each = cutlass.const_expr(LEVELS // WARP)
         total = cutlass.Uint32(0)
+        held = blocks.neighbours(s.low, lane * each, each)
         upto = cute.make_rmem_tensor(each, cutlass.Uint32)
         for i in cutlass.range_constexpr(each):
-            total = total + s.low[lane * each + i]
+            total = total + cutlass.Uint32(held[i])
             upto[i] = total
         before = blocks.running_in_warp(total) - total
         short = cutlass.Uint32(0)
