@@ -32,8 +32,8 @@ LOAD_WARP, SCHEDULE_WARP = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardKey:
-    """All that the kernel's code depends on.
+class LayerKey:
+    """What of a layer, and of what is wanted of it, a kernel's code depends on.
 
     Attributes:
         dtype: of queries, keys, values and outputs.
@@ -46,7 +46,6 @@ class ForwardKey:
         lse: whether the softmax's denominators are wanted.
     """
 
-    config: ForwardConfig
     dtype: str
     heads_q: int
     heads_kv: int
@@ -60,6 +59,13 @@ class ForwardKey:
     lse: bool
     split: bool
     scores: ScoreKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardKey(LayerKey):
+    """All that the kernel's code depends on."""
+
+    config: ForwardConfig
 
 
 class Barriers(NamedTuple):
@@ -145,7 +151,8 @@ class Forward:
         tokens, _, width = q.shape
         if cutlass.const_expr(key.pack == 1):
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-            q_box, q_tile = self.boxed(self.tile_m, self.chunk), (self.tile_m, self.chunk)
+            q_tile: tuple[int, ...] = (self.tile_m, self.chunk)
+            q_box = self.boxed(self.tile_m, self.chunk)
         else:
             mQ = cute.make_tensor(
                 q.iterator,

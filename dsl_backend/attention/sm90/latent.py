@@ -14,10 +14,10 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.scores import ScoreKey, Scoring
+from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP, chunk
-from dsl_backend.attention.sm90.forward import LOAD_WARP, NUMERIC, SCHEDULE_WARP, SWIZZLES
+from dsl_backend.attention.sm90.forward import LOAD_WARP, NUMERIC, SCHEDULE_WARP, SWIZZLES, LayerKey
 from dsl_backend.attention.sm90.latent_configs import GROUPS, MATH_REGISTERS, OTHER_REGISTERS, PARTS, LatentConfig
 from dsl_backend.attention.sm90.latent_load import LatentLoader
 from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
@@ -27,22 +27,10 @@ from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentKey:
-    """All that the kernel's code depends on; as in ForwardKey."""
+class LatentKey(LayerKey):
+    """All that the kernel's code depends on."""
 
     config: LatentConfig
-    dtype: str
-    heads_q: int
-    head_dim: int
-    head_dim_v: int
-    pack: int
-    page_size: int
-    causality: str
-    left: bool
-    right: bool
-    lse: bool
-    split: bool
-    scores: ScoreKey
 
 
 class Barriers(NamedTuple):
@@ -68,7 +56,8 @@ class LatentForward:
         self.tokens_per_tile = ROWS // key.pack
         self.box = box_rows(key.page_size, self.tile_n)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
-        # Chunks of a row in the order in which their room becomes free: only key, then a group's half of the value each.
+        # Chunks of a row, in the order in which their room becomes free: what is only key, then the groups' halves of
+        # the value.
         self.parts = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
 
     @cute.jit
@@ -155,7 +144,7 @@ class LatentForward:
         return warpgroup.make_smem_layout_atom(SWIZZLES[width], self.dtype)
 
     def by_head(self, q: cute.Tensor) -> cute.Tensor:
-        """q [tokens, heads, width] as [heads of a tile, tokens, width, tile of heads]."""
+        """Queries [tokens, heads, width] as [heads of a tile, tokens, width, tile of heads]."""
         tokens, heads, width = q.shape
         pack = self.key.pack
         return cute.make_tensor(

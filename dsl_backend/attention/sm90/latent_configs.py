@@ -7,9 +7,9 @@ from dsl_backend.attention.sm90.configs import MAILBOX_BYTES, MBARRIER_BYTES, RO
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
-MATH_REGISTERS, OTHER_REGISTERS = 240, 24
+MATH_REGISTERS, OTHER_REGISTERS = 232, 40
 # Of a math thread, for addresses and a row's running state.
-OTHER_USES = 40
+OTHER_USES = 32
 # A row of the cache is loaded, and its room freed, in three parts: what is only key, and the halves of the value.
 PARTS = 3
 
@@ -39,7 +39,7 @@ class LatentConfig:
         """Shared memory of a block."""
         rows = (ROWS + self.stages * self.tile_n) * spec.head_dim + ROWS * self.tile_n
         barriers = MBARRIER_BYTES * 2 * (1 + PARTS * self.stages)
-        # Of each row the largest score and what to shrink by, float32, and the groups' totals of this item and the last.
+        # Of each row, in float32: the largest score, what to shrink by, the groups' totals of this item and the last.
         state = 4 * ROWS * (2 + 2 * GROUPS)
         return spec.dtype.itemsize * rows + barriers + state + MAILBOX_BYTES
 

@@ -17,13 +17,12 @@ from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
 from dsl_backend.attention.sm90.multiply import accumulating, by_row
-from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
+from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows, clear_rows
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
 READY, ALL_MATH, OWN_GROUP = 1, 3, 4
 MATH_THREADS = GROUPS * WARPGROUP
-VECTOR = 8  # elements of 16 bytes
 
 
 class LatentMultiplier:
@@ -158,9 +157,9 @@ class LatentMultiplier:
         buffer, round_ = count % self.config.stages, (count // self.config.stages) & 1
         blocks = cutlass.const_expr(self.kernel.chunk // 16)
         first = cutlass.const_expr(self.kernel.parts[0][0])
-        warpgroup.fence()
         for part in cutlass.range_constexpr(PARTS):
             cute.arch.mbarrier_wait(self.barriers.k_full + buffer * PARTS + part, round_)
+            warpgroup.fence()
             for chunk in cutlass.const_expr(self.kernel.parts[part]):
                 for block in cutlass.range_constexpr(blocks):
                     k = chunk * blocks + block
@@ -199,7 +198,7 @@ class LatentMultiplier:
         if tile >= work.whole_end or tile < work.whole_begin:
             self.rows.mask(scores, work, tile)
         self.softmax.weigh(scores, self.shrink)
-        cute.make_tensor(self.P.iterator, self.S.layout).store(self.S.load().to(self.kernel.dtype))
+        narrow(self.S, self.P)
 
     @cute.jit
     def give(self, work, step, count):
@@ -334,11 +333,17 @@ class LatentMultiplier:
 
 
 @cute.jit
-def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
-    """Zero rows of shared memory, 16 bytes a thread."""
-    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
-    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
-        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
-        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
+def narrow(scores: cute.Tensor, weights: cute.Tensor):
+    """Weights as the products take them: an accumulator's registers are an operand's, in the same order.
+
+    The conversions stand here in so many words: the compiler would move its own behind the wgmma.fence that follows.
+    """
+    name = cutlass.const_expr("bf16x2" if weights.element_type is cutlass.BFloat16 else "f16x2")
+    words = cute.recast_tensor(cute.make_tensor(weights.iterator, cute.make_layout(cute.size(weights))), cutlass.Int32)
+    pairs = cute.make_tensor(scores.iterator, cute.make_layout((2, cute.size(words))))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            write_only_types=[cutlass.Int32],
+            read_only_args=[pairs[0, i], pairs[1, i]],
+        )

@@ -18,7 +18,7 @@ from dsl_backend.attention.sm90.configs import (
     packed_heads,
     padded,
 )
-from dsl_backend.attention.sm90.forward import NUMERIC, Forward, ForwardKey
+from dsl_backend.attention.sm90.forward import NUMERIC, Forward, ForwardKey, LayerKey
 from dsl_backend.attention.sm90.schedule import MERGE_FIELDS
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
@@ -34,55 +34,52 @@ def window(width: int | None) -> int:
     return 0 if width is None else min(width, 1 << 30)
 
 
-def key_of(
-    spec: AttentionSpec, config: ForwardConfig, *, split: bool, lse: bool, sinks: torch.dtype | None
-) -> ForwardKey:
-    return ForwardKey(
-        config=config,
-        dtype=short(spec.dtype),
-        heads_q=spec.heads_q,
-        heads_kv=spec.heads_kv,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v,
-        pack=packed_heads(spec.group) if split else 1,
-        page_size=spec.page_size or 0,
-        causality=spec.causality.value,
-        left=spec.window_left is not None,
-        right=spec.window_right is not None,
-        lse=lse,
-        split=split,
-        scores=ScoreKey(
-            softcap=spec.softcap > 0,
-            alibi=spec.alibi,
-            sinks=None if sinks is None else short(sinks),
-            signed=spec.scale <= 0,
-        ),
-    )
+def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool) -> dict[str, Any]:
+    """The fields of a LayerKey."""
+    sinks = None if operands.sinks is None else short(operands.sinks.dtype)
+    return {
+        "dtype": short(spec.dtype),
+        "heads_q": spec.heads_q,
+        "heads_kv": spec.heads_kv,
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "pack": pack,
+        "page_size": spec.page_size or 0,
+        "causality": spec.causality.value,
+        "left": spec.window_left is not None,
+        "right": spec.window_right is not None,
+        "lse": operands.lse is not None,
+        "split": split,
+        "scores": ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=sinks, signed=spec.scale <= 0),
+    }
 
 
-def fake_args(key: ForwardKey) -> tuple[Any, ...]:
-    dtype, many = NUMERIC[key.dtype], cute.sym_int
+def fake_rows(key: LayerKey, dim: int, heads: int, *lead: Any) -> Any:
+    """[*lead, heads, dim]."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in (*lead, heads))
+    return make_fake_tensor(NUMERIC[key.dtype], (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
 
-    def rows_of(dim: int, heads: int, *lead: Any) -> Any:
-        strides = tuple(cute.sym_int64(divisibility=8) for _ in (*lead, heads))
-        return make_fake_tensor(dtype, (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
+
+def fake_pages(key: LayerKey) -> tuple[Any, ...]:
+    """The leading dimensions of keys."""
+    return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
+
+
+def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
+    """A kernel's arguments. rows: of queries, keys and values."""
+    many = cute.sym_int
 
     def vector_of(numeric: Any, length: Any, align: int = 4) -> Any:
         return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
 
-    tokens, requests, pages = many(), many(), many()
-    lead = (pages, key.page_size) if key.page_size else (pages,)
-    width = many()
-    table = make_fake_tensor(cutlass.Int32, (requests, width), (cute.sym_int64(), 1), assumed_align=4)
+    table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
     lse = make_fake_tensor(
         cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
     )
     sinks = key.scores.sinks
     return (
-        rows_of(key.head_dim, key.heads_q, tokens),
-        rows_of(key.head_dim, key.heads_kv, *lead),
-        rows_of(key.head_dim_v, key.heads_kv, *lead),
-        rows_of(key.head_dim_v, key.heads_q, many()),
+        *rows,
+        fake_rows(key, key.head_dim_v, key.heads_q, many()),
         lse if key.lse else None,
         vector_of(cutlass.Int32, many()),
         vector_of(cutlass.Int32, many()),
@@ -107,7 +104,13 @@ SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cut
 
 @cache
 def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
-    return compile_kernel(Forward(key), fake_args(key), key=key, target=target)
+    lead = fake_pages(key)
+    rows = (
+        fake_rows(key, key.head_dim, key.heads_q, cute.sym_int()),
+        fake_rows(key, key.head_dim, key.heads_kv, *lead),
+        fake_rows(key, key.head_dim_v, key.heads_kv, *lead),
+    )
+    return compile_kernel(Forward(key), fake_args(key, *rows), key=key, target=target)
 
 
 def check_alignment(**tensors: torch.Tensor) -> None:
@@ -121,6 +124,42 @@ def check_alignment(**tensors: torch.Tensor) -> None:
             )
 
 
+def shared_args(
+    spec: AttentionSpec,
+    batch: Batch,
+    operands: Operands,
+    scratch: tuple[torch.Tensor | None, torch.Tensor | None],
+    shortest: int,
+    longest: int,
+) -> tuple[Any, ...]:
+    """A kernel's arguments behind its queries, keys and values, up to the size of its grids."""
+    causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
+    return (
+        operands.out,
+        operands.lse,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.kv_start_loc,
+        None if causal is None else causal.view(torch.uint8),
+        operands.sinks,
+        operands.alibi_slopes,
+        *scratch,
+        spec.scale,
+        spec.softcap,
+        window(spec.window_left),
+        window(spec.window_right),
+        max(1, shortest),
+        longest,
+    )
+
+
+def split_scratch(workspace: Workspace, blocks: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the partial results of row tiles [rows, columns], and for what the merge kernel must do with them."""
+    partials = workspace.partials(2 * blocks * rows * (columns + 2))
+    return partials, workspace.integers(blocks * MERGE_FIELDS)[: blocks * MERGE_FIELDS].view(blocks, MERGE_FIELDS)
+
+
 class Prefill:
     """Attention of long queries for one layer spec; see forward.py."""
 
@@ -132,6 +171,7 @@ class Prefill:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or (default_split_config if self.split else default_config)(spec)
         self.blocks = target.sm_count * self.config.resident
+        self.pack = packed_heads(spec.group) if self.split else 1
 
     def longest_query(self) -> int | None:
         return None
@@ -143,33 +183,15 @@ class Prefill:
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
-        spec = self.spec
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        sinks = None if operands.sinks is None else operands.sinks.dtype
-        key = key_of(spec, self.config, split=self.split, lse=operands.lse is not None, sinks=sinks)
-        causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
-        function_of(key, self.target, toolkit.libraries())(
+        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
+        function_of(ForwardKey(config=self.config, **facts), self.target, toolkit.libraries())(
             operands.q,
             operands.keys,
             operands.values,
-            operands.out,
-            operands.lse,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            batch.kv_start_loc,
-            None if causal is None else causal.view(torch.uint8),
-            operands.sinks,
-            operands.alibi_slopes,
-            *self.scratch(),
-            spec.scale,
-            spec.softcap,
-            window(spec.window_left),
-            window(spec.window_right),
-            max(1, shortest),
-            longest,
+            *shared_args(self.spec, batch, operands, self.scratch(), shortest, longest),
             self.blocks,
-            min(self.config.tile_m, min(longest, batch.max_query_len) * key.pack),
+            min(self.config.tile_m, min(longest, batch.max_query_len) * self.pack),
         )
 
 
@@ -182,7 +204,4 @@ class SplitKV(Prefill):
         return min(16, self.config.tile_m // packed_heads(self.spec.group))
 
     def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        slots = 2 * self.blocks
-        partials = self.workspace.partials(slots * self.config.tile_m * (padded(self.spec.head_dim_v) + 2))
-        merges = self.workspace.integers(self.blocks * MERGE_FIELDS)
-        return partials, merges[: self.blocks * MERGE_FIELDS].view(self.blocks, MERGE_FIELDS)
+        return split_scratch(self.workspace, self.blocks, self.config.tile_m, padded(self.spec.head_dim_v))

@@ -122,7 +122,8 @@ class Loader:
         full = self.barriers.k_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
-        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, range(self.k_chunks), work, tile, pages, stage, full)
+        chunks = range(self.k_chunks)
+        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
@@ -131,7 +132,9 @@ class Loader:
         full = self.barriers.v_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
-        self.load_tile(self.v_load, self.mV, self.sV, self.chunk_v, range(self.v_chunks), work, tile, pages, stage, full)
+        self.load_tile(
+            self.v_load, self.mV, self.sV, self.chunk_v, range(self.v_chunks), work, tile, pages, stage, full
+        )
 
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
         """Every box of a tile of keys or values, and of it the chunks (a range)."""

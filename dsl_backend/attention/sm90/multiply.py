@@ -10,19 +10,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
+from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, VECTOR, Rows, clear_rows
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import LOG2_E
 
 # Named barriers; 0 is the block's own.
 TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
-QUAD = 4  # lanes that share a row of an accumulator
-# A thread's rows of an accumulator, 8 apart.
-THREAD_ROWS = 2
-VECTOR = 8  # elements of 16 bytes
 
 
 class Multiplier:
@@ -51,14 +46,13 @@ class Multiplier:
         self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
         self.adding_weighing = accumulating(weighing, True)
         self.sQ, self.sV, self.sOut, self.out, self.lse, self.partials = sQ, sV, sOut, out, lse, partials
-        self.requests = requests
-        self.scoring, self.scores = scoring, scores_of(kernel.key.scores, scoring)
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
         # Where the accumulators' elements are (PTX ISA, wgmma .m64nNk16, matrix D).
         self.row = self.group * ROWS + thread % WARPGROUP // 32 * 16 + lane // QUAD
         self.column = lane % QUAD * 2
+        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
         mine = product.get_slice(thread)
         weighs = weighing.get_slice(thread)
         self.fQ = product.make_fragment_A(mine.partition_A(sQ))
@@ -69,8 +63,7 @@ class Multiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.scores.factor)
-        self.slope = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor)
 
     @cute.jit
     def run(self):
@@ -81,8 +74,9 @@ class Multiplier:
         filled = cutlass.const_expr(self.kernel.tokens_per_tile * self.key.pack)
         if cutlass.const_expr(filled < self.config.tile_m):
             # Rows that no tensor copy writes.
+            threads = cutlass.const_expr(groups * WARPGROUP)
             for stage in cutlass.range_constexpr(self.config.query_stages):
-                self.clear_rows(self.sQ[None, None, stage], filled, self.config.tile_m)
+                clear_rows(self.sQ[None, None, stage], filled, self.config.tile_m, self.thread, threads)
             self.publish()
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
@@ -103,7 +97,7 @@ class Multiplier:
         stage = items % self.config.query_stages
         self.softmax.start()
         self.O.fill(0.0)
-        self.load_slopes(work)
+        self.rows.start(work)
         cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
         last = work.end - 1
         self.first(work, last, stage, tiles)
@@ -219,51 +213,10 @@ class Multiplier:
     @cute.jit
     def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
         scores = by_row(self.S)
-        if cutlass.const_expr(self.scores.bends):
-            self.bend(scores, work, tile)
+        self.rows.bend(scores, work, tile)
         if cutlass.const_expr(masked):
-            self.mask(scores, work, tile)
+            self.rows.mask(scores, work, tile)
         self.softmax.weigh(scores, self.shrink)
-
-    @cute.jit
-    def position(self, work, row: cutlass.Constexpr[int]):
-        """Where a row's token stands among its request's keys."""
-        return work.position + (self.row + 8 * row) // self.key.pack
-
-    @cute.jit
-    def mask(self, scores, work, tile):
-        """What a row does not see becomes -inf."""
-        first = tile * self.kernel.tile_n + self.column
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            position = self.position(work, row)
-            stop = work.keys
-            if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-                stop = cutlass.min(stop, position + work.right + 1)
-            stop -= first
-            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 < stop else -cutlass.Float32.inf
-            if cutlass.const_expr(self.key.left):
-                start = position - self.requests.left - first
-                for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
-
-    @cute.jit
-    def bend(self, scores, work, tile):
-        first = tile * self.kernel.tile_n + self.column
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            away = self.position(work, row) - first
-            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - (j // 2 * 8 + j % 2))
-
-    @cute.jit
-    def head(self, work, row: cutlass.Constexpr[int]):
-        return work.unit * self.key.pack + (self.row + 8 * row) % self.key.pack
-
-    @cute.jit
-    def load_slopes(self, work):
-        if cutlass.const_expr(self.key.scores.alibi):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
-                self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
 
     @cute.jit
     def clear_past(self, work, tile, count):
@@ -272,19 +225,9 @@ class Multiplier:
         if kept < self.kernel.tile_n:
             buffer = count % self.config.stages
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
-            self.clear_rows(self.sV[None, None, buffer], cutlass.max(kept, 0), self.kernel.tile_n)
+            values, threads = self.sV[None, None, buffer], self.config.groups * WARPGROUP
+            clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, threads)
             self.publish()
-
-    @cute.jit
-    def clear_rows(self, tensor, first, end: cutlass.Constexpr[int]):
-        """Zero rows of shared memory, by all math threads."""
-        vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
-        zeros = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
-        zeros.fill(0.0)
-        threads = cutlass.const_expr(self.config.groups * WARPGROUP)
-        for i in cutlass.range(self.thread + first * vectors, end * vectors, threads, unroll=1):
-            row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
-            cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
 
     @cute.jit
     def publish(self):
@@ -328,16 +271,14 @@ class Multiplier:
         """Divide, and send the rows out through the place of their queries."""
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            sink = None
-            if cutlass.const_expr(self.key.scores.sinks):
-                sink = self.scoring.sinks[self.head(work, row)].to(cutlass.Float32)
-            factor, lse = normalized(self.softmax.top[row] * self.softmax.factor, self.softmax.total[row], sink)
+            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
+            factor, lse = normalized(top, total, self.rows.sink(work, row))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):
                 m, to = self.row + 8 * row, self.lse
                 if m < work.rows and self.column == 0:
-                    to[work.query + m // self.key.pack, self.head(work, row)] = lse
+                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
         narrow = cute.make_rmem_tensor(self.O.shape, self.kernel.dtype)
         narrow.store(self.O.load().to(self.kernel.dtype))
         to_shared = cute.make_tiled_copy_C(

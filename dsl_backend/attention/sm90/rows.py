@@ -10,6 +10,7 @@ from dsl_backend.primitives.math import LOG2_E
 # A thread's rows of an accumulator, 8 apart.
 THREAD_ROWS = 2
 QUAD = 4  # lanes that share a row of an accumulator
+VECTOR = 8  # elements of 16 bytes
 
 
 class Rows:
@@ -74,3 +75,14 @@ class Rows:
                 start = position - self.requests.left - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                     scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
+
+
+@cute.jit
+def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
+    """Zero rows of shared memory, 16 bytes a thread."""
+    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
+    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
+        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
+        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
