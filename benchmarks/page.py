@@ -150,7 +150,7 @@ def pictures(rows: Sequence[Record], names: Sequence[str]) -> str:
         return document.charts([charts.bar_chart(shown, names)], wide=True)
     figures = [charts.line_chart(m, names, axis, parameters(apart)) for apart, m in panels(shown, axis)]
     charts.level(figures)
-    return document.charts(figures)
+    return document.charts(figures, wide=len(figures) == 1)
 
 
 def parameters(values: dict[str, object]) -> str:
