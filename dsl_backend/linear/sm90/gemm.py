@@ -154,6 +154,8 @@ class Gemm:
             with cute.arch.elect_one():
                 ring.open()
             cute.arch.mbarrier_init_fence()
+            for atom in (args.x_load, args.weight_load, args.out_store):
+                cpasync.prefetch_descriptor(atom)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
@@ -341,8 +343,10 @@ class Gemm:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
             if thread < 32:
-                cute.copy(args.out_store, sOutOut[None, group], gOutOut[None, top // MMA_M + repeat, column])
-                cute.arch.cp_async_bulk_commit_group()
+                # Copies are waited for by the thread that made them, which is the same one every time.
+                with cute.arch.elect_one():
+                    cute.copy(args.out_store, sOutOut[None, group], gOutOut[None, top // MMA_M + repeat, column])
+                    cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def results(

@@ -172,6 +172,8 @@ class Stream:
             with cute.arch.elect_one():
                 ring.open()
             cute.arch.mbarrier_init_fence()
+            for atom in (args.weight_load, args.x_load):
+                cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         work = self.work(args)
@@ -341,7 +343,7 @@ class Stream:
         """Leave partial sums for the block that has the tile's beginning; once in a launch at most."""
         place = self.handed(args, worker, group, thread)
         half = cutlass.const_expr(self.accumulators // 2)
-        for i in cutlass.range_constexpr(half):
+        for i in cutlass.range(half, unroll_full=True):
             place[i] = first[i]
             place[half + i] = second[i]
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
@@ -375,7 +377,7 @@ class Stream:
                 cute.arch.store(flag, cutlass.Int32(0), sem="relaxed", scope="gpu")
             cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
             place = self.handed(args, worker, group, thread)
-            for i in cutlass.range_constexpr(half):
+            for i in cutlass.range(half, unroll_full=True):
                 first[i] += place[i]
                 second[i] += place[half + i]
 
