@@ -120,6 +120,20 @@ class Row(NamedTuple):
     bits: Any
 
 
+class Cut(NamedTuple):
+    """What the filters leave of a row: z of at least kth, at distances below the end, and some at top-p's bound.
+
+    Attributes:
+        kth: float32, -inf where top-k is off.
+        end: uint32, the first distance that top-p or min-p takes away.
+        bound: uint32, no distance where top-p is off.
+    """
+
+    kth: Any
+    end: Any
+    bound: Any
+
+
 class Sums(NamedTuple):
     """A histogram of uint64 over the threads of a block.
 
@@ -315,16 +329,21 @@ class Sample:
 
     @cute.jit
     def each(self, row: Row, visit: cutlass.Constexpr):
-        """Call visit(z) for each of the thread's logits.
+        """Call visit(z) for each of the thread's logits; z may be NaN, or a negative zero.
 
         One access at a time: what is done with its logits takes longer than a read of a cache.
         """
+        by = numbers.divisor(row.temperature)
         own = row.run + cute.arch.lane_idx() * self.vector
         for column in cutlass.range(own, row.end, WARP * self.vector, unroll=1):
             held = cute.make_rmem_tensor(self.vector, self.dtype)
             load_vector(row.base, row.start + column, held)
+            z = cute.make_rmem_tensor(self.vector, cutlass.Float32)
             for e in cutlass.range_constexpr(self.vector):
-                visit(numbers.scale(cutlass.Float32(held[e]), row.temperature))
+                z[e] = cutlass.Float32(held[e])
+            numbers.quotients(z, by)
+            for e in cutlass.range_constexpr(self.vector):
+                visit(z[e])
 
     @cute.jit
     def again(self, row: Row, wanted, visit: cutlass.Constexpr):
@@ -583,19 +602,21 @@ class Sample:
 
     @cute.jit
     def among_all(self, s: Shared, row: Row, to: cute.Pointer):
-        kth = cutlass.Uint32(0)
+        kth = -cutlass.Float32.inf
         if row.k < row.width:
-            kth = self.kth_largest(s, row)
+            kth = numbers.unordered(self.kth_largest(s, row))
+        limit = numbers.farthest(row.least)
         bound = cutlass.Uint32(NO_BOUND)
         removed = cutlass.Uint64(0)
         if row.p < 1.0:
-            bound, removed = self.top_p_bound(s, row, kth)
+            bound, removed = self.top_p_bound(s, row, kth, limit)
+        cut = Cut(kth, cutlass.min(bound, limit + 1), bound)
         each = numbers.weigh(bound & cutlass.Uint32((1 << 30) - 1))
 
         mass = cute.make_rmem_tensor(1, cutlass.Uint64)
         ties = cute.make_rmem_tensor(1, cutlass.Uint32)
         mass[0], ties[0] = cutlass.Uint64(0), cutlass.Uint32(0)
-        self.each(row, partial(self.weigh_in, row, kth, bound, mass, ties))
+        self.each(row, partial(self.weigh_in, row, cut, mass, ties))
         mass_of_warp = cute.arch.warp_reduction(mass[0], add)
         ties_of_warp = cute.arch.warp_reduction(ties[0], add)
         if cute.arch.lane_idx() == 0:
@@ -625,17 +646,18 @@ class Sample:
         blocks.barrier()
         chosen = cutlass.Int32(s.digit[0])
         if chosen // self.warps == self.rank():
-            self.within(s, row, chosen % self.warps, goal - s.found[0], s.found[1], (kth, bound, removed), to)
+            place = chosen % self.warps
+            self.within(s, row, place, goal - s.found[0], s.found[1], cut, removed, to)
 
     @cute.jit
-    def within(self, s: Shared, row: Row, warp, goal, ties_before, cut, to: cute.Pointer):
+    def within(self, s: Shared, row: Row, warp, goal, ties_before, cut: Cut, removed, to: cute.Pointer):
         """The token at which a run's sum of kept weights passes the goal, found by a block.
 
         Args:
             ties_before: logits at top-p's bound before the run.
-            cut: the k-th largest, top-p's bound, and how many at it go.
+            removed: how many of those go, the first ones.
         """
-        kth, bound, removed = cut
+        each = numbers.weigh(cut.bound & cutlass.Uint32((1 << 30) - 1))
         thread = cute.arch.thread_idx()[0]
         length = row.steps * (WARP * self.vector)
         base = (self.rank() * self.warps + warp) * length
@@ -643,14 +665,14 @@ class Sample:
         passed = cutlass.Uint64(0)
         while base < end and passed <= goal:
             column = base + thread
-            w, tie = cutlass.Uint64(0), cutlass.Uint64(0)
+            w, tie = cutlass.Uint64(0), cutlass.Boolean(False)
             if column < end:
                 held = cute.make_rmem_tensor(1, self.dtype)
                 load_vector(row.base, row.start + column, held)
-                z = numbers.scale(cutlass.Float32(held[0]), row.temperature)
-                w, tie = self.judged(row, kth, bound, z)
-            ties_upto, ties = blocks.running(tie, s.slots[None, 2], self.warps)
-            w = w if tie == 0 or ties_before + ties_upto > removed else cutlass.Uint64(0)
+                w, tie = self.judged(row, cut, numbers.scale(cutlass.Float32(held[0]), row.temperature))
+            one = cutlass.Uint64(1) if tie else cutlass.Uint64(0)
+            ties_upto, ties = blocks.running(one, s.slots[None, 2], self.warps)
+            w = each if tie and ties_before + ties_upto > removed else w
             upto, total = blocks.running(w, s.slots[None, 3], self.warps)
             upto = upto + passed
             if upto > goal and upto - w <= goal:
@@ -660,20 +682,17 @@ class Sample:
             base = base + self.threads
 
     @cute.jit
-    def judged(self, row: Row, kth, bound, z):
-        """(weight, 1 if it lies at top-p's bound) of a z; 0 and 0 where a filter takes it away."""
-        v = numbers.distance(z, row.largest)
-        w = numbers.weigh(v)
-        keep = w >= row.least and numbers.ordered(z) >= kth and v <= bound
-        w = w if keep else cutlass.Uint64(0)
-        tie = cutlass.Uint64(1) if keep and v == bound else cutlass.Uint64(0)
-        return w, tie
+    def judged(self, row: Row, cut: Cut, z):
+        """(weight, whether it lies at top-p's bound) of a z; the weight is 0 where it is not kept for certain."""
+        inside = z >= cut.kth
+        v = numbers.near(z, row.largest)
+        return numbers.weigh(v, inside and v < cut.end), inside and v == cut.bound
 
     @cute.jit
-    def weigh_in(self, row: Row, kth, bound, mass: cute.Tensor, ties: cute.Tensor, z):
-        w, tie = self.judged(row, kth, bound, z)
-        mass[0] = mass[0] + (w if tie == 0 else cutlass.Uint64(0))
-        ties[0] = ties[0] + cutlass.Uint32(tie)
+    def weigh_in(self, row: Row, cut: Cut, mass: cute.Tensor, ties: cute.Tensor, z):
+        w, tie = self.judged(row, cut, z)
+        mass[0] = mass[0] + w
+        ties[0] = ties[0] + 1 if tie else ties[0]
 
     @cute.jit
     def kth_largest(self, s: Shared, row: Row):
@@ -692,13 +711,13 @@ class Sample:
 
     @cute.jit
     def count_digit(self, s: Shared, found, shift, z):
-        key = numbers.ordered(z)
+        key = numbers.ordered(numbers.cleaned(z))
         if (key ^ found) >> shift <= 255:
             at = (key >> shift) & 255
             cute.arch.atomic_add(s.low.iterator + at, cutlass.Uint32(1), sem="relaxed", scope="cta")
 
     @cute.jit
-    def top_p_bound(self, s: Shared, row: Row, kth):
+    def top_p_bound(self, s: Shared, row: Row, kth, limit):
         """The distance at which top-p's budget ends, and how many logits of that distance go too."""
         bound = cutlass.Uint32(0)
         left = cutlass.Uint64(0)
@@ -706,7 +725,7 @@ class Sample:
             shift = cutlass.Uint32(20 - 10 * place)
             self.clear(s)
             blocks.barrier()
-            self.each(row, partial(self.add_digit, s, row, kth, bound, shift))
+            self.each(row, partial(self.add_digit, s, row, kth, limit, bound, shift))
             sums = self.merged(s)
             # The first histogram has all that is kept, and so the budget.
             left = self.budget(row, sums.total) if place == 0 else left
@@ -715,11 +734,11 @@ class Sample:
         return bound, left // numbers.weigh(bound)
 
     @cute.jit
-    def add_digit(self, s: Shared, row: Row, kth, bound, shift, z):
-        v = numbers.distance(z, row.largest)
-        if (v ^ bound) >> shift < BINS and numbers.ordered(z) >= kth:
+    def add_digit(self, s: Shared, row: Row, kth, limit, bound, shift, z):
+        v = numbers.near(z, row.largest)
+        if (v ^ bound) >> shift < BINS and v <= limit and z >= kth:
             w = numbers.weigh(v)
-            if w > 0 and w >= row.least:
+            if w > 0:
                 at = (v >> shift) & (BINS - 1)
                 low = cutlass.Uint32(w & numbers.LOW_32)
                 before = cute.arch.atomic_add(s.low.iterator + at, low, sem="relaxed", scope="cta")
