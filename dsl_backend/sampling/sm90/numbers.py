@@ -63,7 +63,7 @@ def divisor(temperature: cutlass.Float32) -> Divisor:
 
 
 def quotient(x, by: Divisor):
-    """The quotient of x and the temperature, correctly rounded where it is at least SMALLEST_QUOTIENT away from 0; else none.
+    """The quotient, correctly rounded from SMALLEST_QUOTIENT on; a smaller one may be off, one out of range is NaN.
 
     Two steps of Newton's method with exact remainders: from a correctly rounded reciprocal the second one rounds
     correctly (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
