@@ -96,6 +96,7 @@ def linear(
     *,
     activation: Activation | None = None,
     interleaved: bool = False,
+    batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """A layer: activation(x @ weight^T + bias) + residual.
@@ -108,6 +109,8 @@ def linear(
         out: [rows, n], written in place and returned; may overlap no other tensor but as said. New by default.
         activation: Swiglu(...) or Geglu(...); None is the plain product.
         interleaved: the weight's and the bias' gate and up rows take turns: gate 0, up 0, gate 1, ...
+        batch_invariant: a row's result is the same bits whatever rows are beside it, on the same GPU. Few rows are
+            slower so.
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
 
     Rows of all tensors that start at multiples of 16 bytes, and n and k that are multiples of 8, are served fastest.
@@ -118,7 +121,7 @@ def linear(
     """
     n = columns(x, weight, activation)
     if torch.compiler.is_compiling():
-        return compiled(x, weight, bias, residual, out, activation, interleaved, kernel)
+        return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, kernel)
     rows, k = x.shape
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), x)
@@ -144,6 +147,7 @@ def linear(
             interleaved=interleaved,
             bias=bias is not None,
             residual=residual is not None,
+            batch_invariant=batch_invariant,
             vector=common_vector(n, k, operands),
         )
         stream = plan.current_stream(x.device)
@@ -159,6 +163,7 @@ def compiled(
     out: torch.Tensor | None,
     activation: Activation | None,
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> torch.Tensor:
     """The same inside of torch.compile: one node of its graph."""
@@ -166,9 +171,9 @@ def compiled(
 
     name, parameters = ops.encoded(activation)
     if out is None:
-        return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, kernel)
+        return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, batch_invariant, kernel)
     if residual is out:
-        ops.LINEAR_ADD(x, weight, bias, out, name, parameters, interleaved, kernel)
+        ops.LINEAR_ADD(x, weight, bias, out, name, parameters, interleaved, batch_invariant, kernel)
     else:
-        ops.LINEAR_OUT(x, weight, bias, residual, out, name, parameters, interleaved, kernel)
+        ops.LINEAR_OUT(x, weight, bias, residual, out, name, parameters, interleaved, batch_invariant, kernel)
     return out

@@ -183,6 +183,8 @@ class StreamConfig:
 
 
 Config = GemmConfig | StreamConfig
+# Rows that the only kernel of a batch-invariant layer is chosen for.
+INVARIANT_FOR = 1024
 # Arithmetic, not yet measured: stages as shared memory has room, 256 neighbouring bytes of weights where x is small.
 STREAMS = (
     StreamConfig(tokens=8, tile_k=128, stages=6),
@@ -204,8 +206,14 @@ GEMMS = (
 
 
 def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
-    """All kernels that serve a problem for some number of rows; what is compiled before serving."""
-    return tuple(config for config in (*STREAMS, *GEMMS) if not config.objections(spec, target.smem_bytes))
+    """All kernels that serve a problem for some number of rows; what is compiled before serving.
+
+    Batch invariance leaves one: shares of a list of work begin elsewhere where there is more of it.
+    """
+    if not spec.batch_invariant:
+        return tuple(config for config in (*STREAMS, *GEMMS) if not config.objections(spec, target.smem_bytes))
+    fit = [config for config in GEMMS if not config.objections(spec, target.smem_bytes)]
+    return tuple(sorted(fit, key=lambda config: estimate_us(config, spec, INVARIANT_FOR, target))[:1])
 
 
 def blocks_of(config: Config, target: Target) -> int:

@@ -66,7 +66,10 @@ def triton(spec: LinearSpec, target: Target) -> list[str]:
 
 
 def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
-    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+    reasons = [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+    if spec.batch_invariant:
+        reasons.append("is not batch invariant: torch sums in an order that depends on the number of rows")
+    return reasons
 
 
 TABLE = (

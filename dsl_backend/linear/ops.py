@@ -34,10 +34,19 @@ def linear(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> torch.Tensor:
-    chosen = decoded(activation, parameters)
-    return api.linear(x, weight, bias, residual, activation=chosen, interleaved=interleaved, kernel=kernel)
+    return api.linear(
+        x,
+        weight,
+        bias,
+        residual,
+        activation=decoded(activation, parameters),
+        interleaved=interleaved,
+        batch_invariant=batch_invariant,
+        kernel=kernel,
+    )
 
 
 def linear_fake(
@@ -48,6 +57,7 @@ def linear_fake(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], api.columns(x, weight, decoded(activation, parameters))))
@@ -62,10 +72,20 @@ def linear_out(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> None:
-    chosen = decoded(activation, parameters)
-    api.linear(x, weight, bias, residual, out, activation=chosen, interleaved=interleaved, kernel=kernel)
+    api.linear(
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        activation=decoded(activation, parameters),
+        interleaved=interleaved,
+        batch_invariant=batch_invariant,
+        kernel=kernel,
+    )
 
 
 def linear_out_fake(
@@ -77,6 +97,7 @@ def linear_out_fake(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> None:
     api.check_out(out, x.shape[0], api.columns(x, weight, decoded(activation, parameters)), x)
@@ -90,10 +111,11 @@ def linear_add(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> None:
     """Adds to out."""
-    linear_out(x, weight, bias, out, out, activation, parameters, interleaved, kernel)
+    linear_out(x, weight, bias, out, out, activation, parameters, interleaved, batch_invariant, kernel)
 
 
 def linear_add_fake(
@@ -104,9 +126,10 @@ def linear_add_fake(
     activation: str,
     parameters: list[float],
     interleaved: bool,
+    batch_invariant: bool,
     kernel: str | None,
 ) -> None:
-    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, kernel)
+    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, batch_invariant, kernel)
 
 
 LINEAR = register_op("linear", linear, fake=linear_fake)

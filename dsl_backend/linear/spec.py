@@ -67,6 +67,7 @@ class LinearSpec:
         activation: None is the plain product.
         interleaved: gate and up rows take turns, instead of all gate rows first.
         bias, residual: whether there are any.
+        batch_invariant: a row's result is the same bits whatever rows are beside it.
         vector: neighbours that may be accessed at once: it divides k, n and all row strides, and all base addresses are
             aligned to it; 1, 2, 4 or 8.
     """
@@ -78,6 +79,7 @@ class LinearSpec:
     interleaved: bool = False
     bias: bool = False
     residual: bool = False
+    batch_invariant: bool = False
     vector: int = 8
 
     def __post_init__(self) -> None:
@@ -108,5 +110,6 @@ class LinearSpec:
 
     def __str__(self) -> str:
         name = "product" if self.activation is None else str(self.activation)
-        extras = [text for text, has in (("bias", self.bias), ("residual", self.residual)) if has]
+        facts = (("bias", self.bias), ("residual", self.residual), ("batch invariance", self.batch_invariant))
+        extras = [text for text, has in facts if has]
         return f"{' + '.join([name, *extras])} of {self.k} to {self.n} {short(self.dtype)}"

@@ -147,6 +147,24 @@ def test_a_model_names_every_kernel_that_its_mlp_may_need() -> None:
     assert not list(units.units(model.shape_of(config), targets.from_arch("sm_80")))
 
 
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_batch_invariance(kernel: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 512, generator=generator).to(BF16).to(device) for rows in (300, 128))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return api.linear(x, weight, activation=Swiglu(), batch_invariant=True, kernel=kernel)
+
+    whole = layer(x)
+    for first, last in ((0, 1), (3, 12), (130, 195), (299, 300)):
+        assert torch.equal(layer(x[first:last]), whole[first:last]), (first, last)
+
+
+def test_batch_invariance_is_not_torch() -> None:
+    with pytest.raises(Unsupported, match="reference: is not batch invariant: torch sums in an order"):
+        api.linear(X, W, batch_invariant=True, kernel="reference")
+
+
 def test_activations_that_are_none() -> None:
     with pytest.raises(InvalidInput, match="Swiglu's limit is nan: a finite number is needed"):
         Swiglu(limit=float("nan"))

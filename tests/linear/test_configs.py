@@ -51,6 +51,11 @@ def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them() -> None:
     assert isinstance(choose(LLAMA, 8192, H200), GemmConfig)
 
 
+def test_batch_invariance_leaves_one_kernel() -> None:
+    (only,) = candidates(replace(LLAMA, batch_invariant=True), H200)
+    assert isinstance(only, GemmConfig)
+
+
 def test_estimates_are_no_faster_than_the_chip() -> None:
     for rows in ROWS:
         floor = max(LLAMA.weight_rows * LLAMA.k * 2 / 4.4e6, 2 * LLAMA.weight_rows * LLAMA.k * rows / 790e6)

@@ -133,7 +133,8 @@ def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Work
         operands.out,
     )
     rows, k = x.shape
-    tile_m = min(128, max(16, triton.next_power_of_2(rows)))
+    # Another tile may be another instruction, which sums in another order.
+    tile_m = 64 if spec.batch_invariant else min(128, max(16, triton.next_power_of_2(rows)))
     # Two accumulators a tile: half as wide.
     tile_n, tile_k = (64 if spec.parts == 2 or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
     kind, alpha, beta, limit = kind_of(spec)
