@@ -7,11 +7,15 @@ from dsl_backend.log import info_once
 from dsl_backend.sampling import api
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
+# What keeps a bounded part of a row.
+BOUNDS = ("top_k", "min_p")
+
 
 class RowSampler:
     """Draws the tokens of a step; holds the plans, and a tensor for each parameter that a batch does not use.
 
-    Kernels see all parameters at every step, off where they are: a batch with other filters needs no other kernel.
+    For a parameter that is off kernels get a tensor too, and not None: each combination would have to be compiled.
+    Two are left: without top-k and min-p nothing bounds how many logits may be drawn, and kernels choose by that.
 
     Args:
         max_rows: of a step.
@@ -50,7 +54,8 @@ class RowSampler:
             Views that the next step overwrites.
         """
         rows = logits.shape[0]
-        given = {name: off[:rows] for name, off in self.off.items()}
+        bounded = any(filters.get(name) is not None for name in BOUNDS)
+        given = {name: off[:rows] for name, off in self.off.items() if bounded or name not in BOUNDS}
         given |= {name: tensor for name, tensor in filters.items() if tensor is not None}
         return api.run(self.plan(logits, logprobs), logits, Parameters(seeds=seeds, positions=positions, **given))
 
@@ -63,10 +68,12 @@ class RowSampler:
         return self.plans[key]
 
     def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool) -> None:
-        """Make a plan and launch it once, so that no later step compiles or allocates."""
+        """Make a plan and launch it in both ways, so that no later step compiles or allocates."""
         spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=logprobs)
         plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         row = torch.zeros(1, vocab, dtype=dtype, device=self.device)
-        api.run(plan, row, Parameters(seeds=zero, positions=zero, **{name: off[:1] for name, off in self.off.items()}))
+        for bounds in ((), BOUNDS):
+            off = {name: tensor[:1] for name, tensor in self.off.items() if name not in BOUNDS or name in bounds}
+            api.run(plan, row, Parameters(seeds=zero, positions=zero, **off))
         info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_name}")
