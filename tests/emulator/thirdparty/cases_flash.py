@@ -262,72 +262,85 @@ def starts(lengths: tuple[int, ...]) -> torch.Tensor:
 
 @FLASH.case(quick=(SM90, SM100))
 def flash_dense(arch: str) -> Problem:
+    """One sequence of 256 queries and keys, 2 heads of 128, bfloat16."""
     return attention(arch, Attention())
 
 
 @FLASH.case()
 def flash_causal(arch: str) -> Problem:
+    """The same with a causal mask: whole, partial and skipped tiles."""
     return attention(arch, Attention(causal=True))
 
 
 @FLASH.case(SM100)
 def flash_fp8(arch: str) -> Problem:
-    """Against `weighted_in_8_bits`: exact attention is up to 0.2 away, in the rows whose weights are cut off."""
+    """In e4m3, against `weighted_in_8_bits`: exact attention is up to 0.2 away, in rows whose weights are cut off."""
     return attention(arch, Attention(queries=(128,), keys=(384,), dtype=torch.float8_e4m3fn))
 
 
 @FLASH.case(quick=(SM90,))
 def flash_gqa(arch: str) -> Problem:
+    """Four heads of queries share one of keys, and a tile; causal."""
     return attention(arch, Attention(heads=4, kv_heads=1, queries=(128,), causal=True))
 
 
 @FLASH.case()
 def flash_hd64(arch: str) -> Problem:
+    """Heads of 64."""
     return attention(arch, Attention(head_dims=(64, 64)))
 
 
 @FLASH.case()
 def flash_hd96(arch: str) -> Problem:
+    """Heads of 96."""
     return attention(arch, Attention(head_dims=(96, 96)))
 
 
 @FLASH.case()
 def flash_hd192_128(arch: str) -> Problem:
+    """Keys of 192 and values of 128; causal."""
     return attention(arch, Attention(head_dims=(192, 128), causal=True))
 
 
 @FLASH.case()
 def flash_f16(arch: str) -> Problem:
+    """float16."""
     return attention(arch, Attention(dtype=torch.float16))
 
 
 @FLASH.case()
 def flash_partial_tiles(arch: str) -> Problem:
+    """129 queries and 201 keys in a batch of two: tiles that are not full; causal."""
     return attention(arch, Attention(queries=(129,) * 2, keys=(201,) * 2, causal=True))
 
 
 @FLASH.case()
 def flash_varlen(arch: str) -> Problem:
+    """Packed sequences of 1, 130 and 64 queries, by `cu_seqlens`; causal, grouped heads."""
     return attention(arch, Attention(queries=(1, 130, 64), keys=(77, 130, 200), heads=2, kv_heads=1, causal=True))
 
 
 @FLASH.case()
 def flash_window(arch: str) -> Problem:
+    """A window of 70 keys to the left."""
     return attention(arch, Attention(queries=(256,), keys=(256,), window=(70, 0)))
 
 
 @FLASH.case()
 def flash_softcap(arch: str) -> Problem:
+    """Scores are capped by tanh."""
     return attention(arch, Attention(queries=(128,), keys=(256,), softcap=15.0))
 
 
 @FLASH.case()
 def flash_sink(arch: str) -> Problem:
+    """A learned sink for each head; causal."""
     return attention(arch, Attention(queries=(128,), keys=(256,), sink=True, causal=True))
 
 
 @FLASH.case()
 def flash_used_lengths(arch: str) -> Problem:
+    """Padded batches whose lengths are given by `seqused`; causal."""
     return attention(arch, Attention(queries=(100, 30), keys=(150, 200), causal=True), padded)
 
 
@@ -376,21 +389,25 @@ def flash_combine(arch: str) -> Problem:
 
 @FLASH.case(SM100)
 def flash_2cta(arch: str) -> Problem:
+    """Pairs of CTAs multiply together."""
     return attention(arch, Attention(queries=(512,), keys=(256,), heads=1, kv_heads=1))
 
 
 @FLASH.case(SM100)
 def flash_hd256_2cta(arch: str) -> Problem:
+    """Heads of 256, on pairs of CTAs."""
     return attention(arch, Attention(head_dims=(256, 256), heads=1, kv_heads=1))
 
 
 @FLASH.case(SM90)
 def flash_hd256(arch: str) -> Problem:
+    """Heads of 256."""
     return attention(arch, Attention(head_dims=(256, 256), queries=(128,), keys=(160,), heads=1, kv_heads=1))
 
 
 @FLASH.case(SM100, quick=(SM100,))
 def flash_absorbed_mla(arch: str) -> Problem:
+    """Multi-head latent attention with its weights absorbed: 128 heads, keys of 576, values their last 512."""
     return attention(
         arch, Attention(head_dims=(576, 512), queries=(2,), keys=(200,), heads=128, kv_heads=1, absorbed=True)
     )
@@ -398,6 +415,7 @@ def flash_absorbed_mla(arch: str) -> Problem:
 
 @FLASH.case(SM100)
 def flash_absorbed_mla_causal(arch: str) -> Problem:
+    """The same for 32 heads and 5 queries; causal."""
     return attention(
         arch,
         Attention(head_dims=(576, 512), queries=(5,), keys=(160,), heads=32, kv_heads=1, absorbed=True, causal=True),
@@ -406,6 +424,7 @@ def flash_absorbed_mla_causal(arch: str) -> Problem:
 
 @FLASH.case(SM100)
 def flash_cluster_launch_control(arch: str) -> Problem:
+    """Tiles are handed out by cluster launch control; causal."""
     os.environ["FA_CLC"] = "1"
     return attention(arch, Attention(queries=(512,), keys=(256,), heads=3, kv_heads=3, causal=True))
 

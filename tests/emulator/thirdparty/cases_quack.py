@@ -32,11 +32,13 @@ def softmax(rows: int, columns: int, dtype: torch.dtype) -> Problem:
 
 @QUACK.case(quick=(SM100,))
 def softmax_bf16(arch: str) -> Problem:
+    """Rows of 1000 in bfloat16."""
     return softmax(5, 1000, BF16)
 
 
 @QUACK.case()
 def softmax_f32(arch: str) -> Problem:
+    """Rows of 2048 in float32."""
     return softmax(3, 2048, torch.float32)
 
 
@@ -48,6 +50,7 @@ def softmax_cluster(arch: str) -> Problem:
 
 @QUACK.case()
 def softmax_backward(arch: str) -> Problem:
+    """Gradients of rows of 512."""
     from quack.softmax import softmax_bwd
 
     y = torch.randn(3, 512).softmax(-1)
@@ -64,6 +67,7 @@ def softmax_backward(arch: str) -> Problem:
 
 @QUACK.case()
 def cross_entropy(arch: str) -> Problem:
+    """Loss, log-sum-exp and gradient of rows of 1024, one of them ignored."""
     from quack.cross_entropy import cross_entropy_fwd
 
     x = (2 * torch.randn(6, 1024)).to(BF16)
@@ -115,21 +119,25 @@ def rmsnorm(rows: int, columns: int, residual: bool = False) -> Problem:
 
 @QUACK.case(quick=(SM90,))
 def rmsnorm_plain(arch: str) -> Problem:
+    """Rows of 1024 in bfloat16, with weights."""
     return rmsnorm(5, 1024)
 
 
 @QUACK.case()
 def rmsnorm_residual(arch: str) -> Problem:
+    """Rows of 4096 and a residual that is added first."""
     return rmsnorm(3, 4096, residual=True)
 
 
 @QUACK.case()
 def rmsnorm_cluster(arch: str) -> Problem:
+    """Rows of 65536, spread over the CTAs of a cluster."""
     return rmsnorm(2, 65536)
 
 
 @QUACK.case()
 def topk(arch: str) -> Problem:
+    """The 16 largest of 256 with their indices: a bitonic network in registers."""
     from quack.topk import topk_fwd
 
     # All different in float32, so that the indices are fixed as well.
@@ -178,6 +186,7 @@ def gemm(
 
 @QUACK.case(quick=(SM90, SM100))
 def gemm_1cta(arch: str) -> Problem:
+    """Tiles of 128 x 128 in bfloat16, persistent; wgmma on SM90, tcgen05 on SM100."""
     return gemm(arch, BF16, tile_m=128, tile_n=128)
 
 
@@ -189,26 +198,31 @@ def gemm_2cta(arch: str) -> Problem:
 
 @QUACK.case()
 def gemm_pingpong(arch: str) -> Problem:
+    """Two warpgroups take turns at tiles on SM90; clusters along N."""
     return gemm(arch, BF16, tile_m=128, tile_n=128, pingpong=arch == SM90, cluster_n=2)
 
 
 @QUACK.case()
 def gemm_edges(arch: str) -> Problem:
+    """200 x 136 x 72 in float16: no dimension is a multiple of its tile."""
     return gemm(arch, torch.float16, m=200, n=136, k=72, out=torch.float16, tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100)
 def gemm_cluster_launch_control(arch: str) -> Problem:
+    """Tiles are handed out by cluster launch control."""
     return gemm(arch, BF16, m=640, n=256, k=64, tile_m=128, tile_n=128, is_dynamic_persistent=True)
 
 
 @QUACK.case()
 def gemm_fp8(arch: str) -> Problem:
+    """Operands in e4m3."""
     return gemm(arch, torch.float8_e4m3fn, tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100)
 def gemm_fp8_2cta(arch: str) -> Problem:
+    """Operands in e4m3, pairs of CTAs."""
     return gemm(arch, torch.float8_e4m3fn, tile_m=256, tile_n=128, cluster_m=2)
 
 
@@ -243,11 +257,13 @@ def gated(arch: str, **settings: Any) -> Problem:
 
 @QUACK.case()
 def gemm_swiglu(arch: str) -> Problem:
+    """A gated activation in the epilogue, two outputs."""
     return gated(arch, tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100)
 def gemm_swiglu_2cta(arch: str) -> Problem:
+    """The same on pairs of CTAs."""
     return gated(arch, tile_m=256, tile_n=128, cluster_m=2)
 
 
@@ -279,24 +295,29 @@ def block_scaled(arch: str, form: str, **settings: Any) -> Problem:
 
 @QUACK.case(SM100)
 def gemm_mxfp8(arch: str) -> Problem:
+    """e4m3 with a scale for each 32 elements."""
     return block_scaled(arch, "mxfp8_e4m3", tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100)
 def gemm_mxfp8_default(arch: str) -> Problem:
+    """The same with the configuration that quack chooses by itself."""
     return block_scaled(arch, "mxfp8_e4m3")
 
 
 @QUACK.case(SM100)
 def gemm_mxfp4(arch: str) -> Problem:
+    """e2m1 with a scale for each 32 elements."""
     return block_scaled(arch, "mxfp4", tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100, quick=(SM100,))
 def gemm_nvfp4(arch: str) -> Problem:
+    """e2m1 with a scale in e4m3 for each 16 elements."""
     return block_scaled(arch, "nvfp4", tile_m=128, tile_n=128)
 
 
 @QUACK.case(SM100)
 def gemm_nvfp4_2cta(arch: str) -> Problem:
+    """The same on pairs of CTAs."""
     return block_scaled(arch, "nvfp4", tile_m=256, tile_n=128, cluster_m=2)

@@ -24,8 +24,8 @@ from run_case import CASES  # noqa: E402
 HEAD = """# Others' kernels on the emulator
 
 FlashAttention-4 (flash-attn-4 4.0.0b20) and quack (quack-kernels 0.6.3), unmodified, as CuTe DSL 4.6.0 compiles them,
-in the three schedules. They are large, written by others and known to run on the hardware: what the checks say of them
-is either their own or a mistake of the emulator, and each finding was looked into.
+in the three schedules. They are large, written by others and in use on the hardware: what the checks say of them is
+either their own or a mistake of the emulator. Each finding has its reason below the table.
 
 Error: the largest of an element by its budget, where the budget is twice torch's own error in the output's dtype (row
 by row, against float64) and two ulps of the row's largest; above 1 the case fails. Findings are errors of the checks.
@@ -75,23 +75,28 @@ def row(report: dict[str, Any]) -> str:
     outputs = [output for other in told.values() for output in other["outputs"].values()]
     worst = max(output["error"] / output["budget"] if output["budget"] else 0.0 for output in outputs)
     error = f"{worst:.2f}" if not any(output["wrong"] for output in outputs) else "WRONG"
-    cells = (report["case"], report["arch"], ", ".join(one["features"]), f"{one['instructions']:,}", error)
+    cells = (report["case"], report["arch"], doc(report["case"]).splitlines()[0], f"{one['instructions']:,}", error)
     return f"| {' | '.join((*cells, words(one['findings']), words(one['warnings'])))} |"
+
+
+def doc(name: str) -> str:
+    found = inspect.getdoc(CASES[name].make)
+    assert found, f"{name} does not say what it is"
+    return found
 
 
 def lines(reports: list[dict[str, Any]]) -> Iterator[str]:
     yield HEAD
     found = [report for report in reports if report["schedules"]["lazy"]["findings"]]
     yield f"{len(reports)} cases, each in three schedules: {len(reports) - len(found)} without a finding.\n"
-    yield "| case | arch | features | warp instructions | error | findings | warnings |"
+    yield "| case | arch | what | warp instructions | error | findings | warnings |"
     yield "| --- | --- | --- | ---: | ---: | --- | --- |"
     yield from map(row, reports)
     yield "\n## Findings that are the kernels' own\n"
     for name in dict.fromkeys(report["case"] for report in found):
-        doc = inspect.getdoc(CASES[name].make)
-        assert doc, name
         archs = ", ".join(report["arch"] for report in found if report["case"] == name)
-        yield f"- {name} ({archs}): {' '.join(doc.split())}"
+        why = doc(name).partition("\n")[2]
+        yield f"- {name} ({archs}): {' '.join(why.split())}"
     yield LEFT_OUT.rstrip()
 
 

@@ -11,7 +11,6 @@ other path. The kernels are compiled once; each schedule then gets a device of i
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -38,42 +37,6 @@ from emulator.host.launch import Launch  # noqa: E402
 from emulator.machine import Machine  # noqa: E402
 
 CASES: dict[str, Case] = {**FLASH, **QUACK}
-
-
-# What a case is a test of: words by what opcodes that it executes look like; `{}` is the pattern's group.
-FEATURES = {
-    r"wgmma\.mma_async.*\.(\w+)\.\w+": "wgmma {}",
-    r"tcgen05\.mma\..*kind::(\w+)": "tcgen05 {}",
-    r"tcgen05\.mma\.cta_group::2": "two CTAs",
-    r"tcgen05\.cp": "tcgen05.cp",
-    r"mma\.sync": "mma.sync",
-    r"cp\.async\.bulk\.tensor.*mbarrier": "TMA",
-    r"cp\.async\.bulk.*multicast": "multicast",
-    r"cp\.async\.bulk\.(shared|global)": "bulk copies",
-    r"cp\.reduce\.async\.bulk": "bulk reductions",
-    r"cp\.async\.(ca|cg)": "cp.async",
-    r"(ld|st)matrix": "{}matrix",
-    r"(barrier\.cluster|mapa)": "clusters",
-    r"(st|red)\.async": "{}.async",
-    r"(atom|red)\.": "atomics",
-    r"clusterlaunchcontrol": "launch control",
-    r"griddepcontrol": "PDL",
-    r"setmaxnreg": "setmaxnreg",
-}
-
-
-def features(machine: Machine) -> list[str]:
-    """Of the instructions that were executed, in the table's order."""
-    opcodes: set[str] = set()
-    for kernel in machine.profile.kernels.values():
-        counts: Any = sum(kernel.executed.values())
-        opcodes |= {instr.op.text for instr, count in zip(kernel.program.instrs, counts, strict=True) if count}
-    found = {}
-    for pattern, words in FEATURES.items():
-        for opcode in sorted(opcodes):
-            if match := re.match(pattern, opcode):
-                found[words.format(*match.groups())] = True
-    return list(found)
 
 
 class TimedMachine(Machine):
@@ -112,7 +75,6 @@ def told(machine: TimedMachine, problem: Problem, outputs: dict[str, torch.Tenso
         "warnings": Counter(one.kind.name for one in machine.findings if one.warning),
         "errors": [str(one) for one in machine.findings if not one.warning][:20],
         "kernels": sorted(machine.profile.kernels),
-        "features": features(machine),
         "instructions": instructions,
         "seconds": round(machine.seconds, 3),
         "instructions_per_second": round(instructions / max(machine.seconds, 1e-9)),
