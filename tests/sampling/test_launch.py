@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tensors to the CuTe DSL kernel: strides, vectors, what is compiled when, parameters that are off."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import emulator
+from dsl_backend.runtime.precompile import units
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.sampling import reference
+from dsl_backend.sampling import units as sampling_units
+from dsl_backend.sampling.plan import SamplingPlan
+from dsl_backend.sampling.sm90 import launch
+from dsl_backend.sampling.spec import Parameters, SamplingSpec
+
+H200 = from_arch("sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("logits", "vector"),
+    [
+        (torch.zeros(3, 8), 4),
+        (torch.zeros(3, 8, dtype=torch.bfloat16), 8),
+        (torch.zeros(3, 9)[:, :8], 1),
+        (torch.zeros(3, 10)[:, :8], 2),
+        (torch.zeros(3, 12)[:, 2:10], 2),
+        (torch.zeros(3, 7), 1),
+        (torch.zeros(1, 8).expand(3, 8), 4),
+        (torch.zeros(1, 8).as_strided((1, 8), (3, 1)), 4),
+    ],
+)
+def test_vectors(logits: torch.Tensor, vector: int) -> None:
+    assert launch.common_vector(launch.strided(logits)) == vector
+
+
+def test_single_logits_may_have_any_stride() -> None:
+    column = torch.zeros(3, 8)[:, 2:3]
+    assert launch.strided(column).stride() == (8, 1)
+    assert launch.strided(torch.zeros(28).as_strided((4, 1), (2, 7))).stride() == (2, 1)
+
+
+def test_a_plan_compiles_what_it_launches() -> None:
+    """On the emulator, whose functions come from memory the second time."""
+    spec = SamplingSpec(vocab=300)
+    device = torch.device("cpu")
+    x = 3 * torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    rows = Parameters(seeds=torch.arange(2), positions=torch.arange(2))
+    with emulator.device(arch="sm_90a", sms=4, strict=True) as emulated:
+        plan = SamplingPlan(spec, H200, 2, device, "cute")
+        kernel = plan.kernel
+        assert isinstance(kernel, launch.CuteSampler)
+        compiled = dict(kernel.functions)
+        kernel.launch(x, rows, plan.results)
+        top_k = Parameters(**{**vars(rows), "top_k": torch.tensor([7, 0], dtype=torch.int32)})
+        second = plan.results.rows(1)
+        first = plan.results.tokens.clone()
+        kernel.launch(x[:1], Parameters(**{n: None if v is None else v[:1] for n, v in vars(top_k).items()}), second)
+        assert emulated.launches == 2
+    assert kernel.functions == compiled
+    assert first.tolist() == reference.sample(x, rows)[0].tolist()
+    assert second.tokens.tolist() == reference.sample(x, top_k)[0].tolist()[:1]
+
+
+def test_units_of_a_model() -> None:
+    from dsl_backend.runtime.model import ModelShape
+
+    shape = ModelShape(dtype="bfloat16", hidden_size=64, heads_q=1, heads_kv=1, head_dim=64, vocab_size=151936)
+    found = units(shape, H200, ["sampling"])
+    assert {unit.key.config.cluster for unit in found} == {1, 2, 4, 8, 16}
+    assert list(sampling_units.units(shape, from_arch("sm_120"))) == []
