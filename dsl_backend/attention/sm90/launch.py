@@ -102,8 +102,8 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
 SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
-@cache
-def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
+def build(key: ForwardKey, target: Target) -> Function:
+    """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
     lead = fake_pages(key)
     rows = (
         fake_rows(key, key.head_dim, key.heads_q, cute.sym_int()),
@@ -111,6 +111,12 @@ def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
         fake_rows(key, key.head_dim_v, key.heads_kv, *lead),
     )
     return compile_kernel(Forward(key), fake_args(key, *rows), key=key, target=target)
+
+
+@cache
+def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
+    """The function of a key, kept by what host code is linked with."""
+    return build(key, target)
 
 
 def check_alignment(**tensors: torch.Tensor) -> None:
@@ -180,12 +186,15 @@ class Prefill:
         """Partial results, and what the merge kernel must do with them."""
         return None, None
 
+    def key(self, operands: Operands) -> ForwardKey:
+        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
+        return ForwardKey(config=self.config, **facts)
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
-        function_of(ForwardKey(config=self.config, **facts), self.target, toolkit.libraries())(
+        function_of(self.key(operands), self.target, toolkit.libraries())(
             operands.q,
             operands.keys,
             operands.values,
