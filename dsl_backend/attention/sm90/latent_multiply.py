@@ -155,19 +155,26 @@ class LatentMultiplier:
     def issue_scores(self, count):
         """S = Q K^T of the count-th tile, in flight: part by part as they arrive."""
         buffer, round_ = count % self.config.stages, (count // self.config.stages) & 1
-        blocks = cutlass.const_expr(self.kernel.chunk // 16)
-        first = cutlass.const_expr(self.kernel.parts[0][0])
+        rope = cutlass.const_expr(self.kernel.parts[0])
         for part in cutlass.range_constexpr(PARTS):
             cute.arch.mbarrier_wait(self.barriers.k_full + buffer * PARTS + part, round_)
             warpgroup.fence()
-            for chunk in cutlass.const_expr(self.kernel.parts[part]):
-                for block in cutlass.range_constexpr(blocks):
-                    k = chunk * blocks + block
-                    product = self.adding_product
-                    if cutlass.const_expr(chunk == first and block == 0):
-                        product = self.product
-                    cute.gemm(product, self.S, self.fQ[None, None, k, 0], self.fK[None, None, k, buffer], self.S)
+            if cutlass.const_expr(part == 0):
+                for chunk in cutlass.range_constexpr(rope.start, rope.stop):
+                    self.multiply_chunk(chunk, buffer, chunk == rope.start)
+            else:
+                # A loop: ptxas would keep the addresses of all products in registers.
+                chunks = cutlass.const_expr(self.kernel.parts[part])
+                for chunk in cutlass.range(chunks.start, chunks.stop, unroll=1):
+                    self.multiply_chunk(chunk, buffer, False)
         warpgroup.commit_group()
+
+    @cute.jit
+    def multiply_chunk(self, chunk, buffer, first: cutlass.Constexpr[bool]):
+        for block in cutlass.range_constexpr(self.kernel.chunk // 16):
+            product = self.product if cutlass.const_expr(first and block == 0) else self.adding_product
+            queries, keys = self.fQ[None, None, (block, chunk), 0], self.fK[None, None, (block, chunk), buffer]
+            cute.gemm(product, self.S, queries, keys, self.S)
 
     @cute.jit
     def scores_done(self, work, step, count):
