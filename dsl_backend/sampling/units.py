@@ -3,6 +3,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
@@ -15,15 +17,19 @@ MOST_ROWS = 1024
 
 
 def units(model: ModelShape, target: Target) -> Iterator[Unit]:
-    """A kernel for each number of blocks a row; logits are float32 where vLLM samples."""
-    spec = SamplingSpec(vocab=model.vocab_size)
-    if dispatch.cute(spec, target):
-        return
-    # Imports CuTe DSL.
-    from dsl_backend.sampling.sm90 import launch
+    """A kernel for each number of blocks a row.
 
-    for config in cluster_configs(spec, target, MOST_ROWS, widest_vector(spec)):
-        yield Unit("sampling", launch.build, launch.key_of(spec, config), target)
+    Logits are float32 where vLLM has processed them, and its V2 model runner samples others as the model computes them.
+    """
+    for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
+        spec = SamplingSpec(vocab=model.vocab_size, dtype=dtype)
+        if dispatch.cute(spec, target):
+            continue
+        # Imports CuTe DSL.
+        from dsl_backend.sampling.sm90 import launch
+
+        for config in cluster_configs(spec, target, MOST_ROWS, widest_vector(spec)):
+            yield Unit("sampling", launch.build, launch.key_of(spec, config), target)
 
 
 register_family("sampling", units)

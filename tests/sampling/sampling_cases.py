@@ -62,6 +62,7 @@ def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torc
         "nan": lambda: x.where(x > 0, NAN),
         "all-nan": lambda: x * NAN,
         "dead": lambda: x * 0 - INF,
+        "few": lambda: torch.full((vocab,), -INF).index_copy(0, torch.arange(vocab)[-3:], x[-3:]),
         "masked": lambda: x.where(x > 3, -INF),
         "one": lambda: torch.full((vocab,), -INF).index_fill(0, torch.tensor([last]), -5.0),
         "inf": lambda: x.index_fill(0, torch.tensor([last // 2, last]), INF),
@@ -77,7 +78,7 @@ def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torc
 
 DISTRIBUTIONS = (
     *("spread", "ties", "equal", "zeros", "nan", "all-nan", "dead"),
-    *("masked", "one", "inf", "huge", "tiny", "peaked", "sorted", "steep"),
+    *("few", "masked", "one", "inf", "huge", "tiny", "peaked", "sorted", "steep"),
 )
 
 
@@ -157,7 +158,8 @@ CASES = (
             row(name, k=k, p=p)
             for name in ("nan", "all-nan", "dead", "masked", "one", "inf")
             for k, p in ((5, 0.9), (0, 0.9))
-        ),
+        )
+        + (row("few", k=50), row("few", t=0.0)),
         why="NaN and infinities by candidates and by the whole row",
     ),
     Case(

@@ -38,6 +38,8 @@ NUMERIC = {
 BITS = 3
 # Steps between the largest logit and the smallest group, in which candidates are told from others.
 LEVELS = 256
+# Where all groups' largest logits are equal.
+LEAST_REACH = 1e-30
 # Accesses that a lane has in flight when a warp looks at a thread's logits again.
 ROUNDS = 4
 # Lanes that share the pairs of one candidate.
@@ -412,7 +414,6 @@ class Sample:
     @cute.jit
     def first(self, s: Shared, row: Row, own, to: cute.Pointer):
         """The lowest id of the largest logit."""
-
         self.again(row, own == row.largest, partial(self.lower, s, row))
         self.barrier()
         lane = cute.arch.lane_idx()
@@ -446,7 +447,8 @@ class Sample:
         limited = row.k <= self.groups
         if limited or row.least > 0:
             # Levels are counted from the largest logit on; they never fall as z falls.
-            factor = cutlass.Float32(LEVELS - 1) / (row.largest - lowest)
+            reach = cute.arch.fmax(row.largest - lowest, cutlass.Float32(LEAST_REACH))
+            factor = cutlass.Float32(LEVELS - 1) / reach
             level = cutlass.Uint32(LEVELS - 1)
             if limited:
                 level = self.bounding_level(s, row, factor)
@@ -464,7 +466,7 @@ class Sample:
 
     @cute.jit
     def level_of(self, row: Row, factor, z):
-        """From 0 to 255, never less for a smaller z; infinitely far is 255, and so is a product of 0 and infinity."""
+        """From 0 for the largest z to 255, never less for a smaller one; a product of infinity and 0 is 255."""
         far = cute.arch.fmin(numbers.away(z, row.largest) * factor, cutlass.Float32(LEVELS - 1))
         return cutlass.Uint32(far)
 
@@ -491,9 +493,10 @@ class Sample:
 
     @cute.jit
     def candidate(self, row: Row, factor, level, z):
-        """Whether a z may be among the k largest, and has what min-p asks for."""
+        """Whether a z may be among the k largest, and has what min-p asks for; never one whose weight is 0."""
         heavy = row.least == 0 or numbers.weigh(numbers.distance(z, row.largest)) >= row.least
-        return heavy and self.level_of(row, factor, z) <= level
+        drawable = numbers.away(z, row.largest) < cutlass.Float32(fixed.FARTHEST)
+        return heavy and drawable and self.level_of(row, factor, z) <= level
 
     @cute.jit
     def gather(self, s: Shared, row: Row, factor, level, z, column):
