@@ -154,12 +154,12 @@ CASES = (
         id="not-numbers",
         kind=TWO,
         vocab=300,
-        rows=tuple(
-            row(name, k=k, p=p)
-            for name in ("nan", "all-nan", "dead", "masked", "one", "inf")
-            for k, p in ((5, 0.9), (0, 0.9))
-        )
-        + (row("few", k=50), row("few", t=0.0)),
+        rows=(
+            *(row(name, k=5, p=0.9) for name in ("nan", "all-nan", "dead", "masked", "one", "inf")),
+            *(row(name, p=0.9) for name in ("nan", "all-nan", "dead", "masked", "one", "inf")),
+            row("few", k=50),
+            row("few", t=0.0),
+        ),
         why="NaN and infinities by candidates and by the whole row",
     ),
     Case(
