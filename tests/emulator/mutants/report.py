@@ -61,13 +61,20 @@ def lines(verdicts: list[Verdict]) -> Iterator[str]:
     yield HEAD
     yield f"{len(verdicts)} mutants, {total['equivalent']} of them equivalent. Of the other {real}, {found} are found:"
     yield f"{100 * found / real:.1f} %; the bar is {100 * BAR:.0f} %.\n"
-    for title, key in (("kernel", lambda one: one.kernel), ("kind", lambda one: one.kind)):
-        yield row([title, "mutants", *OUTCOMES])
-        yield row(["---"] + ["---:"] * (1 + len(OUTCOMES)))
-        for name in dict.fromkeys(map(key, verdicts)):
-            of = Counter(outcome(one) for one in verdicts if key(one) == name)
-            yield row([name, of.total(), *(of[one] for one in OUTCOMES)])
-        yield ""
+    kernels, kinds = ([*dict.fromkeys(getattr(one, what) for one in verdicts)] for what in ("kernel", "kind"))
+    yield row(["kernel", "mutants", *OUTCOMES])
+    yield row(["---"] + ["---:"] * (1 + len(OUTCOMES)))
+    for name in kernels:
+        of = Counter(outcome(one) for one in verdicts if one.kernel == name)
+        yield row([name, of.total(), *(of[one] for one in OUTCOMES)])
+    yield "\nBy kind of mistake: found by value (v), by a check (c), equivalent (e), not seen (n), survived (s).\n"
+    yield row(["kind", *kernels])
+    yield row(["---"] * (1 + len(kernels)))
+    counts = Counter((one.kind, one.kernel, outcome(one)) for one in verdicts)
+    for kind in sorted(kinds):
+        cells = [[(counts[kind, kernel, one], one[0]) for one in OUTCOMES] for kernel in kernels]
+        yield row([kind, *(" ".join(f"{count}{letter}" for count, letter in cell if count) for cell in cells)])
+    yield ""
     yield "## What found them, by kind of mistake\n"
     by: dict[str, Counter[str]] = defaultdict(Counter)
     for one in verdicts:
@@ -75,7 +82,7 @@ def lines(verdicts: list[Verdict]) -> Iterator[str]:
             by[one.kind][one.found.partition(": Unsupported")[0]] += 1
     yield row(["kind", "found by"])
     yield row(["---", "---"])
-    for kind, names in by.items():
+    for kind, names in sorted(by.items()):
         yield row([kind, ", ".join(f"{name} {count}" for name, count in names.most_common())])
     for title, rows in (("Equivalent", EQUIVALENT), ("Mistakes that are not seen", UNSEEN)):
         yield f"\n## {title}\n"
