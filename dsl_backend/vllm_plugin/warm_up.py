@@ -17,6 +17,9 @@ from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.vllm_plugin import compat
 
+# The sampler's are compiled with its plans where it is taken over, and vLLM calls no softmax of ours.
+ELSEWHERE = ("sampling", "softmax")
+
 
 class Provider:
     """What vLLM asks for units to compile."""
@@ -45,7 +48,8 @@ def units(vllm_config: Any) -> list[Unit]:
     """
     families.load_units()
     settings = vllm_config.model_config
-    if settings is None or not precompile.families():
+    wanted = [name for name in precompile.families() if name not in ELSEWHERE]
+    if settings is None or not wanted:
         return []
     try:
         target = targets.detect()
@@ -56,7 +60,7 @@ def units(vllm_config: Any) -> list[Unit]:
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        return precompile.units(shape, target)
+        return precompile.units(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []

@@ -79,6 +79,13 @@ def test_vllm_compiles_what_the_model_needs() -> None:
     assert [(Key(heads=4, hidden_size=1024, dtype="float16"), "sm_90a")] == BUILT
 
 
+def test_what_vllm_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what is compiled at another place."""
+    monkeypatch.setattr(precompile, "_families", {"softmax": units, "sampling": units})
+    warm_up.install(vllm_config())
+    assert ours() == []
+
+
 def test_every_layer_group_installs() -> None:
     config = vllm_config()
     for _ in range(3):

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CuTe DSL kernels turn a model's logits into probabilities, for compiling them ahead of time."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from dsl_backend.runtime.model import ModelShape
+from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.target import Target
+from dsl_backend.softmax import dispatch
+from dsl_backend.softmax.spec import SoftmaxSpec
+
+
+def specs(model: ModelShape) -> Iterator[SoftmaxSpec]:
+    """Softmax and log-softmax of packed rows of logits, in float32 and as the model computes them."""
+    width = model.vocab_size
+    for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
+        for log in (False, True):
+            yield SoftmaxSpec(width=width, dtype=dtype, out_dtype=dtype, log=log, vector=math.gcd(8, width))
+
+
+def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+    for spec in specs(model):
+        if dispatch.cute(spec, target):
+            continue
+        # Imports CuTe DSL.
+        from dsl_backend.softmax.sm90 import launch
+
+        yield Unit("softmax", launch.build, launch.key_of(spec), target)
+
+
+register_family("softmax", units)

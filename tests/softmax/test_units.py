@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that are compiled for a model ahead of time are those that its logits get."""
+
+import pytest
+import torch
+
+from dsl_backend.runtime import model
+from dsl_backend.runtime import target as targets
+from dsl_backend.softmax import api, units
+from dsl_backend.softmax.spec import SoftmaxSpec
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+CONFIG = {"num_attention_heads": 8, "hidden_size": 1024, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("vocab", [1, 1000, 50257, 128256, 151936])
+def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
+    from dsl_backend.softmax.sm90 import launch
+
+    target = targets.from_arch("sm_90a")
+    listed = [unit.key for unit in units.units(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.empty(2, vocab, dtype=dtype)
+        vector = api.common_vector(logits, torch.empty_like(logits))
+        for log in (False, True):
+            spec = SoftmaxSpec(width=vocab, dtype=dtype, out_dtype=dtype, log=log, vector=vector)
+            assert launch.key_of(spec) in listed
+
+
+def test_a_model_in_float32_has_half_of_them() -> None:
+    shape = model.shape_of(CONFIG | {"vocab_size": 1000, "dtype": "float32"})
+    assert len(list(units.units(shape, targets.from_arch("sm_100a")))) == 2
+
+
+def test_other_gpus_have_none() -> None:
+    assert list(units.units(model.shape_of(CONFIG | {"vocab_size": 1000}), targets.from_arch("sm_80"))) == []
