@@ -7,10 +7,11 @@
 import importlib
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -20,10 +21,15 @@ from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
+from dsl_backend.sampling import dispatch as sampling
+from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.softmax import dispatch as softmax
+from dsl_backend.softmax.spec import SoftmaxSpec
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
+VOCAB = 128256
 
 # What a line of the report is called -> the distributions that may provide it, in order.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -91,7 +97,7 @@ class OperationReport(Record):
 
 
 class LayerReport(Record):
-    """A typical layer."""
+    """A typical layer, or what is done with its model's logits."""
 
     name: str
     spec: str
@@ -199,16 +205,39 @@ def target_report(target: Target, detected: bool) -> TargetReport:
     )
 
 
+def operation_report(operation: str, judged: Iterable[tuple[Any, list[str]]]) -> OperationReport:
+    """Of a dispatch table's entries with their objections, best entry first."""
+    kernels = [KernelReport(kernel=entry.name, objections=reasons) for entry, reasons in judged]
+    served_by = next((one.kernel for one in kernels if not one.objections), None)
+    return OperationReport(operation=operation, served_by=served_by, kernels=kernels)
+
+
 def layer_report(name: str, spec: AttentionSpec, target: Target) -> LayerReport:
-    operations = []
-    for operation in dispatch.operations_of(spec):
-        judged = [
-            KernelReport(kernel=entry.name, objections=reasons)
-            for entry, reasons in dispatch.judge(operation, spec, target)
-        ]
-        served_by = next((one.kernel for one in judged if not one.objections), None)
-        operations.append(OperationReport(operation=operation.value, served_by=served_by, kernels=judged))
+    operations = [
+        operation_report(operation.value, dispatch.judge(operation, spec, target))
+        for operation in dispatch.operations_of(spec)
+    ]
     return LayerReport(name=name, spec=str(spec), operations=operations)
+
+
+def logits_reports(target: Target) -> list[LayerReport]:
+    """What is done with the logits of a usual vocabulary."""
+    sample = sampling.Operation.SAMPLE
+    draws = {
+        "sampling": SamplingSpec(vocab=VOCAB),
+        "sampling, log-probabilities": SamplingSpec(vocab=VOCAB, logprobs=True),
+    }
+    normal = SoftmaxSpec(width=VOCAB, dtype=torch.float32, out_dtype=torch.float32, vector=8)
+    reports = [
+        LayerReport(
+            name=name,
+            spec=str(spec),
+            operations=[operation_report(sample.value, sampling.judge(sample, spec, target))],
+        )
+        for name, spec in draws.items()
+    ]
+    operation = operation_report(softmax.OPERATION, softmax.judge(normal, target))
+    return [*reports, LayerReport(name="softmax", spec=str(normal), operations=[operation])]
 
 
 def examine(arch: str | None = None) -> Report:
@@ -228,5 +257,6 @@ def examine(arch: str | None = None) -> Report:
         versions={name: version(distributions) for name, distributions in DISTRIBUTIONS.items()},
         target=target_report(target, arch is None),
         plugin=plugin_report(),
-        layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()],
+        layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
+        + logits_reports(target),
     )

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 from dsl_backend import __version__, cli, doctor
 from dsl_backend.attention import dispatch
 from dsl_backend.runtime import target as targets
+from dsl_backend.sampling import dispatch as sampling
+from dsl_backend.softmax import dispatch as softmax
 
 
 def invoke(*words: str) -> Result:
@@ -121,6 +123,23 @@ def test_kernels_are_those_of_dispatch() -> None:
             assert found["served_by"] == next((entry.name for entry, reasons in judged if not reasons), None)
             seen.add(operation)
     assert seen == set(dispatch.Operation)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
+def test_logits_are_those_of_dispatch(arch: str) -> None:
+    """Softmax and the sampler, with every kernel of their tables; something serves both everywhere."""
+    layers = {layer["name"]: layer for layer in report("--arch", arch)["layers"]}
+    tables = {
+        "softmax": softmax.TABLE,
+        "sampling": sampling.TABLE[sampling.Operation.SAMPLE],
+        "sampling, log-probabilities": sampling.TABLE[sampling.Operation.SAMPLE],
+    }
+    for name, table in tables.items():
+        (operation,) = layers[name]["operations"]
+        assert [one["kernel"] for one in operation["kernels"]] == [entry.name for entry in table]
+        assert operation["served_by"] is not None
+    if arch == "cpu":
+        assert layers["sampling"]["operations"][0]["served_by"] in ("reference", "triton")
 
 
 def test_reasons_are_shown() -> None:
