@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the SM100 kernels: frozen, and able to say why they do not fit."""
+
+from dataclasses import dataclass
+
+from dsl_backend.attention.sm90.configs import MAILBOX_BYTES, MBARRIER_BYTES, chunk, padded
+from dsl_backend.attention.spec import AttentionSpec
+
+WARP = 32
+WARPGROUP = 128
+ROWS = 128  # of one product
+TENSOR_COLUMNS = 512
+# Warps by role: two softmax warpgroups, a correction warpgroup, then single warps.
+SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE = (0, 4), 8, 12, 13, 14
+THREADS = 16 * WARP
+# Registers of a thread by role; times the role's threads, the 64 K of an SM.
+SOFTMAX_REGISTERS, CORRECT_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """Tiles and buffers of the forward kernel.
+
+    Attributes:
+        halves: products of 128 query rows each that share key tiles and take turns.
+        tile_n: keys of a tile.
+        stages: key tiles, and value tiles, in flight.
+        query_stages: query tiles in flight; an output leaves through its query tile's place.
+        least_share: key tiles that a block takes at least where ranges are split.
+        polynomial: of each 16 exponentials, those that the FMA pipe computes rather than the special unit.
+        patience: base-2 growth of a row's largest score up to which sums are left at the old scale.
+    """
+
+    halves: int = 2
+    tile_n: int = 128
+    stages: int = 2
+    query_stages: int = 1
+    least_share: int = 2
+    polynomial: int = 0
+    patience: float = 8.0
+    resident: int = 1
+
+    @property
+    def tile_m(self) -> int:
+        return self.halves * ROWS
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    def columns(self, head_dim_v: int) -> int:
+        """Of tensor memory: scores, whose place weights take, and sums."""
+        return self.halves * (self.tile_n + padded(head_dim_v))
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Shared memory of a block."""
+        dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        queries = self.query_stages * self.tile_m * max(dims, dims_v)
+        keys = self.stages * self.tile_n * (dims + dims_v)
+        barriers = MBARRIER_BYTES * (2 * (self.query_stages + 2 * self.stages) + 6 * self.halves)
+        statistics = 2 * 4 * self.tile_m
+        return spec.dtype.itemsize * (queries + keys) + barriers + statistics + MAILBOX_BYTES
+
+    def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
+        """Why the kernel cannot be built so; empty where it can."""
+        reasons = []
+        if self.halves not in (1, 2):
+            reasons.append(f"{self.halves} products of 128 rows: 1 or 2 are possible")
+        if self.tile_n % 32 or not 32 <= self.tile_n <= 128:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of 32 up to 128 is possible")
+        if self.stages < 2 or self.query_stages < 1:
+            reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
+        if self.columns(spec.head_dim_v) > TENSOR_COLUMNS:
+            reasons.append(f"{self.columns(spec.head_dim_v)} columns of tensor memory: there are {TENSOR_COLUMNS}")
+        needed = self.smem_bytes(spec)
+        if needed > smem_bytes:
+            reasons.append(f"a block needs {needed} bytes of shared memory: there are {smem_bytes}")
+        if spec.head_dim != spec.head_dim_v and chunk(spec.head_dim) != chunk(spec.head_dim_v):
+            reasons.append(
+                f"outputs of {spec.head_dim_v} elements do not fit the place of queries of {spec.head_dim}: their rows "
+                f"are cut into pieces of {chunk(spec.head_dim_v)} and {chunk(spec.head_dim)}"
+            )
+        return reasons
+
+
+def default_config(spec: AttentionSpec) -> ForwardConfig:
+    """For long queries."""
+    if max(spec.head_dim, spec.head_dim_v) <= 128:
+        return ForwardConfig(stages=2)
+    if spec.head_dim_v <= 128:
+        return ForwardConfig(tile_n=64, stages=2)
+    return ForwardConfig(halves=1, tile_n=64, stages=2)

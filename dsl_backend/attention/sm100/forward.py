@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention forward for SM100: roles of warps around tensor memory (FlashAttention-4: Zadouri et al., 2026).
+
+One warp issues products, whose scores and sums live in tensor memory. Two softmax warpgroups, each with 128 query rows,
+turn scores into weights in place, in turn; a correction warpgroup rescales sums when a row's largest score has grown,
+and stores outputs. One warp loads, one finds work.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
+from cutlass.utils import blackwell_helpers
+
+from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.work import SLOTS, Mailbox
+from dsl_backend.attention.sm90.configs import chunk, padded
+from dsl_backend.attention.sm90.forward import NUMERIC, SWIZZLES, LayerKey
+from dsl_backend.attention.sm90.load import Loader, box_rows
+from dsl_backend.attention.sm90.schedule import QueryTiles, Requests
+from dsl_backend.attention.sm100.configs import (
+    CORRECT,
+    CORRECT_REGISTERS,
+    LOAD,
+    MULTIPLY,
+    OTHER_REGISTERS,
+    ROWS,
+    SCHEDULE,
+    SOFTMAX_REGISTERS,
+    TENSOR_COLUMNS,
+    WARPGROUP,
+    ForwardConfig,
+)
+from dsl_backend.attention.sm100.correct import Corrector
+from dsl_backend.attention.sm100.multiply import Multiplier
+from dsl_backend.attention.sm100.softmax import Softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardKey(LayerKey):
+    """All that the kernel's code depends on."""
+
+    config: ForwardConfig
+
+
+class Barriers(NamedTuple):
+    """Arrays of mbarriers; `_full` says that something was written, `_empty` that it was read.
+
+    Attributes:
+        s_full: scores of a half, by its product.
+        p_full: weights of a half, by its softmax.
+        o_ready: sums of a half are at the scale of the next weights, or free for new ones.
+        o_full: sums of a half are complete.
+        l_full, l_empty: what a half's softmax tells the correction of its rows.
+    """
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_ready: cute.Pointer
+    o_full: cute.Pointer
+    l_full: cute.Pointer
+    l_empty: cute.Pointer
+
+
+class Forward:
+    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
+
+    def __init__(self, key: ForwardKey):
+        self.key, self.config = key, key.config
+        self.dtype = NUMERIC[key.dtype]
+        self.dims, self.dims_v = padded(key.head_dim), padded(key.head_dim_v)
+        self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.head_dim_v)
+        self.halves, self.tile_m, self.tile_n = self.config.halves, self.config.tile_m, self.config.tile_n
+        self.tokens_per_tile = self.tile_m // key.pack
+        self.box = box_rows(key.page_size, self.tile_n)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        keys: cute.Tensor,
+        values: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        starts: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor | None,
+        packed_starts: cute.Tensor | None,
+        causal: cute.Tensor | None,
+        sinks: cute.Tensor | None,
+        slopes: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
+        scale: cutlass.Float32,
+        softcap: cutlass.Float32,
+        left: cutlass.Int32,
+        right: cutlass.Int32,
+        shortest: cutlass.Int32,
+        longest: cutlass.Int32,
+        blocks: cutlass.Int32,
+        rows: cutlass.Int32,
+        stream,
+    ):
+        key, config = self.key, self.config
+        product = blackwell_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            tcgen05.CtaGroup.ONE,
+            (ROWS, self.tile_n),
+        )
+        weighing = blackwell_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            tcgen05.CtaGroup.ONE,
+            (ROWS, self.dims_v),
+            tcgen05.OperandSource.TMEM,
+        )
+        q_layout = self.staged(self.tile_m, self.dims, config.query_stages)
+        k_layout = self.staged(self.tile_n, self.dims, config.stages)
+        v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
+        out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
+        order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
+        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
+        mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
+        q_load, mQ = cpasync.make_tiled_tma_atom(
+            load, mQ, self.boxed(self.tile_m, self.chunk), (self.tile_m, self.chunk)
+        )
+        k_load, mK = cpasync.make_tiled_tma_atom(load, mK, self.boxed(self.box, self.chunk), (self.box, self.chunk))
+        v_load, mV = cpasync.make_tiled_tma_atom(load, mV, self.boxed(self.box, self.chunk_v), (self.box, self.chunk_v))
+        self.kernel(
+            product,
+            weighing,
+            q_load,
+            mQ,
+            k_load,
+            mK,
+            v_load,
+            mV,
+            q_layout,
+            k_layout,
+            v_layout,
+            out_layout,
+            out,
+            lse,
+            Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
+            Scoring(scale, softcap, sinks, slopes),
+        ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    def atom(self, width: int):
+        """The swizzled atom of rows `width` elements wide."""
+        return warpgroup.make_smem_layout_atom(SWIZZLES[chunk(width)], self.dtype)
+
+    def staged(self, rows: int, width: int, stages: int):
+        """[rows, width, stages] in shared memory: columns of chunks, each [rows, chunk]."""
+        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
+
+    def boxed(self, rows: int, width: int):
+        """[rows, width] of one chunk, as a tensor copy writes it."""
+        return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
+
+    @cute.kernel
+    def kernel(
+        self,
+        product: cute.TiledMma,
+        weighing: cute.TiledMma,
+        q_load: cute.CopyAtom,
+        mQ: cute.Tensor,
+        k_load: cute.CopyAtom,
+        mK: cute.Tensor,
+        v_load: cute.CopyAtom,
+        mV: cute.Tensor,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        out_layout: cute.ComposedLayout,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        requests: Requests,
+        scoring: Scoring,
+    ):
+        config, halves = self.config, self.halves
+        allocator = cutlass.utils.SmemAllocator()
+        places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+        q_place = allocator.allocate(places * 2, byte_alignment=1024)
+        sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
+        sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
+        sV = allocator.allocate_tensor(self.dtype, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
+        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
+        place = allocator.allocate_array(cutlass.Int32, 1)
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 6
+        barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = WARPGROUP // 32
+        if warp == LOAD:
+            with cute.arch.elect_one():
+                # Copies and products arrive once; groups by a lane of each warp; the mailbox's readers are all roles.
+                readers = (halves + 1) * group + 2
+                counts = [1, group, 1, 1, 1, 1, 1, readers, 1, group, group, 1, group, group]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                    for i in cutlass.range_constexpr(size):
+                        cute.arch.mbarrier_init(pointer + i, count)
+            cute.arch.mbarrier_init_fence()
+        if warp == MULTIPLY:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, place)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.sync_threads()
+        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
+
+        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        if warp < halves * group:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group).run()
+        elif warp >= CORRECT and warp < CORRECT + group:
+            cute.arch.setmaxregister_decrease(CORRECT_REGISTERS)
+            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, scoring).run()
+        else:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == MULTIPLY:
+                Multiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
+            if warp == LOAD:
+                Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
+            if warp == SCHEDULE:
+                QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
+        cute.arch.sync_threads()
+        if warp == MULTIPLY:
+            cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)
+
+    def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+        pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
+        return cute.make_tensor(pointer, layout.outer)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multiply role: one warp issues all products.
+
+After the weights of a half have been multiplied, the next scores of the same half follow, so that while one half's
+softmax works, the tensor cores work for the other. Products of one thread execute in order, which is what lets scores
+overwrite weights that were just read.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import tcgen05
+
+from dsl_backend.attention.sm100 import tensor_memory
+from dsl_backend.attention.sm100.configs import ROWS
+
+
+class Multiplier:
+    """Scores S = Q K^T and sums O += P V of each half."""
+
+    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV):
+        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+        self.product, self.weighing = product, weighing
+        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
+        self.fQ = [product.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in range(kernel.halves)]
+        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
+        scores = product.make_fragment_C(mine.partition_shape_C((ROWS, kernel.tile_n)))
+        sums = weighing.make_fragment_C(weighs.partition_shape_C((ROWS, kernel.dims_v)))
+        weights = weighing.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
+        self.S = [cute.make_tensor(base + scores_at(kernel, g), scores.layout) for g in range(kernel.halves)]
+        self.O = [cute.make_tensor(base + sums_at(kernel, g), sums.layout) for g in range(kernel.halves)]
+        self.P = [
+            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype), weights.layout)
+            for g in range(kernel.halves)
+        ]
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            stage = items % self.config.query_stages
+            cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+            count = work.end - work.begin
+            self.wait_keys(tiles)
+            for g in cutlass.range_constexpr(self.kernel.halves):
+                self.score(g, stage, tiles)
+            self.release(self.barriers.k_empty, tiles)
+            self.wait_values(tiles)
+            for g in cutlass.range_constexpr(self.kernel.halves):
+                self.sum(g, tiles, False)
+                if count > 1:
+                    self.follow(g, stage, tiles)
+            self.release_both(tiles, count > 1)
+            for step in cutlass.range(1, count, unroll=1):
+                tile = tiles + step
+                self.wait_values(tile)
+                for g in cutlass.range_constexpr(self.kernel.halves):
+                    self.sum(g, tile, True)
+                    if step < count - 1:
+                        self.follow(g, stage, tile)
+                self.release_both(tile, step < count - 1)
+            for g in cutlass.range_constexpr(self.kernel.halves):
+                self.commit(self.barriers.o_full + g)
+            tiles += count
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def follow(self, g: cutlass.Constexpr[int], stage, tile):
+        """The half's scores of the tile after this one."""
+        if cutlass.const_expr(g == 0):
+            self.wait_keys(tile + 1)
+        self.score(g, stage, tile + 1)
+
+    @cute.jit
+    def release_both(self, tile, followed):
+        if followed:
+            self.release(self.barriers.k_empty, tile + 1)
+        self.release(self.barriers.v_empty, tile)
+
+    @cute.jit
+    def wait_keys(self, tile):
+        cute.arch.mbarrier_wait(self.barriers.k_full + tile % self.config.stages, (tile // self.config.stages) & 1)
+
+    @cute.jit
+    def wait_values(self, tile):
+        cute.arch.mbarrier_wait(self.barriers.v_full + tile % self.config.stages, (tile // self.config.stages) & 1)
+
+    @cute.jit
+    def release(self, empty, tile):
+        """The ring's place is free when all products so far are done."""
+        self.commit(empty + tile % self.config.stages)
+
+    @cute.jit
+    def commit(self, barrier):
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier)
+
+    @cute.jit
+    def score(self, g: cutlass.Constexpr[int], stage, tile):
+        buffer = tile % self.config.stages
+        product = self.product.with_()
+        for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
+            product.set(tcgen05.Field.ACCUMULATE, k > 0)
+            cute.gemm(product, self.S[g], self.fQ[g][None, None, k, stage], self.fK[None, None, k, buffer], self.S[g])
+        self.commit(self.barriers.s_full + g)
+
+    @cute.jit
+    def sum(self, g: cutlass.Constexpr[int], tile, adds: cutlass.Constexpr[bool]):
+        """Once the half's weights are there and its sums are at their scale."""
+        buffer = tile % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.o_ready + g, tile & 1)
+        cute.arch.mbarrier_wait(self.barriers.p_full + g, tile & 1)
+        tensor_memory.after_sync()
+        weighing = self.weighing.with_()
+        for k in cutlass.range_constexpr(cute.size(self.fV, mode=[2])):
+            weighing.set(tcgen05.Field.ACCUMULATE, adds or k > 0)
+            cute.gemm(weighing, self.O[g], self.P[g][None, None, k], self.fV[None, None, k, buffer], self.O[g])
+
+
+def scores_at(kernel, half: int) -> int:
+    """The half's first column of scores, and of weights."""
+    return half * kernel.tile_n
+
+
+def sums_at(kernel, half: int) -> int:
+    return kernel.halves * kernel.tile_n + half * kernel.dims_v

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax role: a warpgroup turns the scores of a half into weights, a thread a row, in place."""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.attention.sm100 import tensor_memory
+from dsl_backend.attention.sm100.configs import ROWS, WARPGROUP
+from dsl_backend.attention.sm100.multiply import scores_at
+from dsl_backend.primitives.math import LOG2_E, exp2, finite_or_zero, tree
+
+# What the correction is told of a row: first how its sums shrink, at the end its total and its largest score.
+SHRINK, TOP = 0, 1
+
+
+class Softmax:
+    """A thread's row: row `thread` of its half."""
+
+    def __init__(self, kernel, mailbox, barriers, base, statistics, requests, scoring, half):
+        self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
+        self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
+        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key.scores, scoring)
+        self.half = half
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.row = half * ROWS + self.thread
+        self.columns = scores_at(kernel, 1) * half
+        self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
+        self.P = cute.make_rmem_tensor(kernel.tile_n, kernel.dtype)
+        self.top = cute.make_rmem_tensor(1, cutlass.Float32)
+        self.total = cute.make_rmem_tensor(1, cutlass.Float32)
+        self.slope = cute.make_rmem_tensor(1, cutlass.Float32)
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.start(work)
+            told = tiles + items  # a message for each tile, and one for each item
+            whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
+            for step in cutlass.range(work.end - whole_end, unroll=1):
+                self.weigh(work, work.end - 1 - step, tiles, told, True)
+                tiles += 1
+                told += 1
+            whole_begin = cutlass.min(work.whole_begin, whole_end)
+            for step in cutlass.range(whole_end - whole_begin, unroll=1):
+                self.weigh(work, whole_end - 1 - step, tiles, told, False)
+                tiles += 1
+                told += 1
+            if cutlass.const_expr(self.key.left):
+                for step in cutlass.range(whole_begin - work.begin, unroll=1):
+                    self.weigh(work, whole_begin - 1 - step, tiles, told, True)
+                    tiles += 1
+                    told += 1
+            self.tell(self.total[0], self.top[0] * self.scores.factor, told)
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def start(self, work):
+        self.top.fill(-cutlass.Float32.inf)
+        self.total.fill(0.0)
+        if cutlass.const_expr(self.key.scores.alibi):
+            self.slope[0] = self.scoring.slopes[self.head(work)] * LOG2_E
+
+    @cute.jit
+    def head(self, work):
+        return work.unit * self.key.pack + self.row % self.key.pack
+
+    @cute.jit
+    def weigh(self, work, tile, count, told, masked: cutlass.Constexpr[bool]):
+        """A tile's scores into weights; count: tiles before it."""
+        cute.arch.mbarrier_wait(self.barriers.s_full + self.half, count & 1)
+        tensor_memory.after_sync()
+        tensor_memory.load(self.base, self.columns, self.S, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        scores = [self.S[j] for j in range(self.kernel.tile_n)]
+        position = work.position + self.row // self.key.pack
+        first = tile * self.kernel.tile_n
+        if cutlass.const_expr(self.scores.bends):
+            away = position - first
+            scores = [self.scores.bend(score, self.slope[0], away - j) for j, score in enumerate(scores)]
+        if cutlass.const_expr(masked):
+            scores = self.masked(scores, work, position, first)
+        before = self.top[0]
+        top = cute.arch.fmax(before, tree(scores, cute.arch.fmax))
+        # A little growth is let pass: weights above 1 are as good, and sums need no correction.
+        top = before if (top - before) * self.scores.factor <= self.config.patience else top
+        self.top[0] = top
+        reference = finite_or_zero(top) * self.scores.factor
+        shrink = exp2(before * self.scores.factor - reference)
+        self.tell(shrink, cutlass.Float32(0.0), told)
+        weights = [exp2(score * self.scores.factor - reference) for score in scores]
+        for j in cutlass.range_constexpr(self.kernel.tile_n):
+            self.S[j] = weights[j]
+        self.P.store(self.S.load().to(self.kernel.dtype))
+        packed = cute.recast_tensor(self.P, cutlass.Float32)
+        tensor_memory.store(packed, self.base, self.columns, self.thread)
+        cute.arch.fence_view_async_tmem_store()
+        tensor_memory.before_sync()
+        self.arrive(self.barriers.p_full + self.half)
+        self.total[0] = self.total[0] * shrink + tree(weights, lambda a, b: a + b)
+
+    @cute.jit
+    def masked(self, scores, work, position, first):
+        """What the row does not see becomes -inf."""
+        stop = work.keys
+        if cutlass.const_expr(self.key.right or self.key.causality != "full"):
+            stop = cutlass.min(stop, position + work.right + 1)
+        stop -= first
+        start = position - self.requests.left - first if cutlass.const_expr(self.key.left) else None
+        kept = [hidden(score, j < stop) for j, score in enumerate(scores)]
+        if cutlass.const_expr(self.key.left):
+            kept = [hidden(score, start <= j) for j, score in enumerate(kept)]
+        return kept
+
+    @cute.jit
+    def tell(self, value, top, told):
+        """The correction, of this row."""
+        cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (told & 1) ^ 1)
+        place = self.statistics
+        place[self.thread, SHRINK, self.half] = value
+        place[self.thread, TOP, self.half] = top
+        self.arrive(self.barriers.l_full + self.half)
+
+    @cute.jit
+    def arrive(self, barrier):
+        """By a lane, for the warp."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def hidden(score: cutlass.Float32, seen):
+    return score if seen else -cutlass.Float32.inf
