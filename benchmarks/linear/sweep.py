@@ -14,7 +14,17 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from dsl_backend.linear.configs import GEMMS, STREAMS, Config, GemmConfig, StreamConfig, blocks_of, choose, estimate_us
+from dsl_backend.linear.configs import (
+    GEMMS,
+    STREAMS,
+    Config,
+    GemmConfig,
+    StreamConfig,
+    blocks_of,
+    choose,
+    deepest,
+    estimate_us,
+)
 from dsl_backend.linear.kernel import Operands, Workspace
 from dsl_backend.linear.sm90 import launch
 from dsl_backend.linear.spec import LinearSpec
@@ -54,8 +64,8 @@ def wide(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
             continue
         if isinstance(tile, GemmConfig) and rows <= 64:
             continue
-        fits = [n for n in range(2, 15) if not dataclasses.replace(tile, stages=n).objections(spec, target.smem_bytes)]
-        for stages in {fits[-1], max(2, fits[-1] // 2)} if fits else ():
+        most = deepest(tile, spec, target.smem_bytes)
+        for stages in () if most is None else (most.stages, max(2, most.stages // 2)):
             config = dataclasses.replace(tile, stages=stages)
             if config not in seen:
                 seen.add(config)

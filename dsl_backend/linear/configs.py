@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles, stages and clusters of the CuTe DSL kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
@@ -185,35 +186,41 @@ class StreamConfig:
 Config = GemmConfig | StreamConfig
 # Rows that the only kernel of a batch-invariant layer is chosen for.
 INVARIANT_FOR = 1024
-# Arithmetic, not yet measured: stages as shared memory has room, 256 neighbouring bytes of weights where x is small.
+MOST_STAGES = 12
+# Tiles, with as many stages as fit. By arithmetic, not yet measured; where x is small, 256 bytes of weights at a time.
 STREAMS = (
-    StreamConfig(tokens=8, tile_k=128, stages=6),
-    StreamConfig(tokens=16, tile_k=128, stages=6),
-    StreamConfig(tokens=32, tile_k=128, stages=5),
-    StreamConfig(tokens=64, groups=2, stages=5),
-    StreamConfig(tokens=64, groups=2, split_tokens=True, stages=6),
-    StreamConfig(tokens=128, groups=2, split_tokens=True, stages=4),
+    StreamConfig(tokens=8, tile_k=128),
+    StreamConfig(tokens=16, tile_k=128),
+    StreamConfig(tokens=32, tile_k=128),
+    StreamConfig(tokens=64, groups=2),
+    StreamConfig(tokens=64, groups=2, split_tokens=True),
+    StreamConfig(tokens=128, groups=2, split_tokens=True),
 )
 GEMMS = (
-    GemmConfig(tile_m=128, box_n=128, stages=4, cluster=2),
-    GemmConfig(tile_m=128, box_n=96, stages=4, cluster=2, pingpong=True),
-    GemmConfig(tile_m=256, box_n=64, stages=4, cluster=2),
-    GemmConfig(tile_m=128, box_n=64, stages=5, pingpong=True),
-    # Where an output tile is as wide as its weights, and leaves less room.
-    GemmConfig(tile_m=128, box_n=128, stages=3, cluster=2),
-    GemmConfig(tile_m=256, box_n=64, stages=3, cluster=2),
+    GemmConfig(tile_m=128, box_n=128, cluster=2),
+    GemmConfig(tile_m=128, box_n=96, cluster=2, pingpong=True),
+    GemmConfig(tile_m=256, box_n=64, cluster=2),
+    GemmConfig(tile_m=128, box_n=64, pingpong=True),
 )
 
 
+def deepest(tiles: Config, spec: LinearSpec, smem_bytes: int) -> Config | None:
+    """The configuration with as many stages as shared memory has room for; None where nothing makes it fit."""
+    tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
+    return next((config for config in tried if not config.objections(spec, smem_bytes)), None)
+
+
+@cache
 def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
     """All kernels that serve a problem for some number of rows; what is compiled before serving.
 
     Batch invariance leaves one: shares of a list of work begin elsewhere where there is more of it.
     """
-    if not spec.batch_invariant:
-        return tuple(config for config in (*STREAMS, *GEMMS) if not config.objections(spec, target.smem_bytes))
-    fit = [config for config in GEMMS if not config.objections(spec, target.smem_bytes)]
-    return tuple(sorted(fit, key=lambda config: estimate_us(config, spec, INVARIANT_FOR, target))[:1])
+    tiles = GEMMS if spec.batch_invariant else (*STREAMS, *GEMMS)
+    found = [config for one in tiles if (config := deepest(one, spec, target.smem_bytes)) is not None]
+    if spec.batch_invariant:
+        found = sorted(found, key=lambda config: estimate_us(config, spec, INVARIANT_FOR, target))[:1]
+    return tuple(found)
 
 
 def blocks_of(config: Config, target: Target) -> int:

@@ -12,7 +12,7 @@ from dsl_backend.linear.kernel import Operands, Workspace
 from dsl_backend.linear.sm90 import launch
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.linear import BF16, F16, LinearCase, Tensors, expected, judge, random_case, tensors
+from dsl_backend.testing.linear import F16, LinearCase, Tensors, expected, judge, random_case, tensors
 
 SMEM_BYTES = 227 * 1024
 SMS = 4
@@ -188,6 +188,3 @@ def random_emulated(seed: int) -> Emulated:
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )
-
-
-__all__ = ["BF16", "CASES", "Emulated", "emulate", "random_emulated"]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops, units
+from dsl_backend.linear import api, dispatch, ops, reference, units
 from dsl_backend.linear.configs import choose
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import model
@@ -145,6 +145,20 @@ def test_a_model_names_every_kernel_that_its_mlp_may_need() -> None:
     spec = LinearSpec(n=7168, k=4096, dtype=BF16, activation=Swiglu())
     assert {choose(spec, rows, target) for rows in (1, 9, 20, 64, 100, 200, 1000, 8192)} <= found
     assert not list(units.units(model.shape_of(config), targets.from_arch("sm_80")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cute", "triton"])
+def test_offsets_past_32_bits(kernel: str, device: torch.device) -> None:
+    rows, k, n = 2**20 + 3, 2048 + 8, 64
+    x = torch.randn(rows, k, dtype=BF16, device=device)
+    weight = torch.randn(2 * n, k, device=device).mul(k**-0.5).to(BF16)
+    wide = torch.randn(rows, k, dtype=BF16, device=device)
+    residual, out = wide[:, :n], torch.empty_like(wide)[:, -n:]
+    api.linear(x, weight, residual=residual, out=out, activation=Swiglu(), kernel=kernel)
+    for chosen in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 4, rows)):
+        right = reference.exact(x[chosen], weight, residual=residual[chosen], activation=Swiglu())
+        torch.testing.assert_close(out[chosen].double(), right, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])

@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsl_backend.errors import Unsupported
+from dsl_backend.linear import dispatch
 from dsl_backend.linear.configs import (
     GEMMS,
+    MOST_STAGES,
     STREAMS,
     Config,
     GemmConfig,
@@ -37,10 +40,20 @@ def test_every_candidate_serves_something(activation: Swiglu | None) -> None:
             assert config.objections(spec, H200.smem_bytes) == []
 
 
-def test_no_candidate_is_for_nobody() -> None:
-    specs = [LLAMA, replace(LLAMA, activation=None)]
-    for config in (*STREAMS, *GEMMS):
-        assert any(config in candidates(spec, H200) for spec in specs), config
+def test_shared_memory_is_filled() -> None:
+    for spec in (LLAMA, replace(LLAMA, activation=None)):
+        assert len(candidates(spec, H200)) == len(STREAMS) + len(GEMMS)
+        for config in candidates(spec, H200):
+            deeper = replace(config, stages=config.stages + 1)
+            assert config.stages >= 3, config
+            assert config.stages == MOST_STAGES or deeper.objections(spec, H200.smem_bytes), config
+
+
+def test_too_little_shared_memory_is_an_objection() -> None:
+    small = replace(H200, smem_bytes=20_000)
+    assert candidates(LLAMA, small) == ()
+    with pytest.raises(Unsupported, match="20000 bytes of shared memory are too few for every tile"):
+        dispatch.choose(LLAMA, small, "cute")
 
 
 def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them() -> None:

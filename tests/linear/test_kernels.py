@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CuTe DSL kernels on the emulator: right, and without a finding."""
 
+from dataclasses import replace
+
 import pytest
-from linear_kernels import CASES, Emulated, emulate, random_emulated
+from linear_kernels import CASES, Emulated, emulate, random_emulated, spec_of
+
+from dsl_backend.linear.configs import GEMMS, STREAMS, StreamConfig, candidates
+from dsl_backend.linear.spec import Swiglu
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.linear import LinearCase
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 3, 150
@@ -27,6 +34,21 @@ def test_case(one: Emulated, schedule: str) -> None:
 )
 def test_fuzz(seed: int) -> None:
     emulate(random_emulated(seed), SCHEDULES[seed % 3], seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", [Swiglu(), None], ids=["gated", "plain"])
+@pytest.mark.parametrize("place", range(len(STREAMS) + len(GEMMS)))
+def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> None:
+    """At full size, on two and a half rounds of its stages."""
+    target = from_arch("sm_90a")
+    case = LinearCase(rows=1, n=200, k=8, activation=activation)
+    config = candidates(spec_of(case), target)[place]
+    if isinstance(config, StreamConfig):
+        case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
+    else:
+        case = replace(case, rows=config.tile_m * 2 - 3, k=64 * config.stages * 5 // 2 - 24)
+    emulate(Emulated(id=str(config), why="real tiles", case=case, config=config, sms=2), "random", place)
 
 
 def test_ids_are_unique() -> None:
