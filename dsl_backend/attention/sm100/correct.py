@@ -72,7 +72,7 @@ class Corrector:
 
     @cute.jit
     def shrink(self, g: cutlass.Constexpr[int], factor):
-        """Sums times the factor, where a row of the warp needs it. Its products are done: the scores came after them."""
+        """Sums times the factor, where a row of the warp needs it; their products are done, as the scores came later."""
         if cute.arch.vote_any_sync(factor != 1.0):
             tensor_memory.after_sync()
             base = self.base + sums_at(self.kernel, g)
