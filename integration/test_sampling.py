@@ -55,8 +55,9 @@ def outcomes(checkpoint: Checkpoint) -> dict[str, Outcome]:
         "ours, processed": job("dsl", engine={"logprobs_mode": "processed_logprobs"}),
         "theirs, processed": job("dsl", engine={"logprobs_mode": "processed_logprobs"}, environment=OFF),
         "masked logits": job("dsl", engine={"logprobs_mode": "processed_logits"}),
-        # With drafts vLLM takes no min-p, and on a CPU its rejection sampler fails at top-k.
-        "drafts": job("dsl", engine={"speculative_config": NGRAM}, prompts=asked[:2], sampling=SAMPLING[:2]),
+        # With drafts vLLM takes no min-p; and its rejection sampler for CPUs reads parameters of requests that are not
+        # greedy from memory that nothing was written to (vLLM 0.32.0).
+        "drafts": job("dsl", engine={"speculative_config": NGRAM}, prompts=asked[:2], sampling=()),
     }
     done = dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
     backend, dtype = device().dense_truth
