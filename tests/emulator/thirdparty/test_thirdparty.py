@@ -39,3 +39,11 @@ def test_values_and_findings(arch: str, name: str) -> None:
             f"{schedule}: {told['findings']}: {told['errors']}"
         )
         assert told["instructions"] > 0, f"{schedule}: nothing was launched"
+
+
+def test_every_case_says_what_it_is() -> None:
+    """docs/emulator-thirdparty.md has the first line of it, and the rest where a case has findings of its own."""
+    for name, case in CASES.items():
+        first, *rest = (case.make.__doc__ or "").strip().splitlines()
+        assert first, name
+        assert rest or not case.known, name
