@@ -36,7 +36,7 @@ class ForwardConfig:
     stages: int = 2
     query_stages: int = 1
     least_share: int = 2
-    polynomial: int = 0
+    polynomial: int = 4
     patience: float = 8.0
     resident: int = 1
 

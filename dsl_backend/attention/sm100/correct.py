@@ -5,12 +5,11 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.sm90.rows import VECTOR, clear_rows
+from dsl_backend.attention.sm90.rows import VECTOR, clear_rows, store_rows
 from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
-from dsl_backend.primitives.copy import store_vector
 
 OWN = 1  # named barrier of the warpgroup
 PIECE = 32  # columns of sums in registers at a time
@@ -47,7 +46,8 @@ class Corrector:
                 tensor_memory.after_sync()
                 self.finish(work, g, stage, top, total)
             cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
-            self.store_rows(work, stage)
+            rows = self.sOut[None, None, stage]
+            store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
             # The next queries arrive by another proxy.
             cute.arch.fence_proxy("async.shared", space="cta")
             self.arrive(self.barriers.q_empty + stage)
@@ -72,7 +72,7 @@ class Corrector:
 
     @cute.jit
     def shrink(self, g: cutlass.Constexpr[int], factor):
-        """Sums times the factor, where a row of the warp needs it; their products are done, as the scores came later."""
+        """Sums times the factor, where a row of the warp needs it. Products are done: the scores came after them."""
         if cute.arch.vote_any_sync(factor != 1.0):
             tensor_memory.after_sync()
             base = self.base + sums_at(self.kernel, g)
@@ -110,21 +110,6 @@ class Corrector:
             for i in cutlass.range_constexpr(width // VECTOR):
                 place = cute.local_tile(rows, (1, VECTOR), (m, first // VECTOR + i))
                 cute.autovec_copy(narrow[None, i], cute.group_modes(place, 0, 2))
-
-    @cute.jit
-    def store_rows(self, work, stage):
-        """Shared to global memory, 16 bytes a thread."""
-        vectors = cutlass.const_expr(self.kernel.dims_v // VECTOR)
-        rows = self.sOut[None, None, stage]
-        held = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
-        for i in cutlass.range(self.thread, work.rows * vectors, WARPGROUP, unroll=4):
-            m, column = i // vectors, i % vectors
-            if column * VECTOR < self.key.head_dim_v:
-                cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
-                token = work.query + m // self.key.pack
-                head = work.unit * self.key.pack + m % self.key.pack
-                offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + column * VECTOR
-                store_vector(held, self.out.iterator, offset)
 
     @cute.jit
     def clear_past(self, work, count):

@@ -8,7 +8,16 @@ from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm100.multiply import scores_at
-from dsl_backend.primitives.math import LOG2_E, exp2, finite_or_zero, tree
+from dsl_backend.primitives.math import (
+    LOG2_E,
+    add_pair,
+    exp2,
+    exp2_by_polynomial,
+    finite_or_zero,
+    fma_pair,
+    max_or_nan,
+    tree,
+)
 
 # What the correction is told of a row: first how its sums shrink, at the end its total and its largest score.
 SHRINK, TOP = 0, 1
@@ -22,6 +31,8 @@ class Softmax:
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
         self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key.scores, scoring)
         self.half = half
+        # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
+        self.polynomial = 0 if kernel.key.lse else kernel.config.polynomial
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row = half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
@@ -86,14 +97,16 @@ class Softmax:
         if cutlass.const_expr(masked):
             scores = self.masked(scores, work, position, first)
         before = self.top[0]
-        top = cute.arch.fmax(before, tree(scores, cute.arch.fmax))
+        # A NaN must not vanish: the polynomial has none.
+        larger = max_or_nan if self.polynomial else cute.arch.fmax
+        top = larger(before, tree(scores, larger))
         # A little growth is let pass: weights above 1 are as good, and sums need no correction.
         top = before if (top - before) * self.scores.factor <= self.config.patience else top
         self.top[0] = top
         reference = finite_or_zero(top) * self.scores.factor
         shrink = exp2(before * self.scores.factor - reference)
         self.tell(shrink, cutlass.Float32(0.0), told)
-        weights = [exp2(score * self.scores.factor - reference) for score in scores]
+        weights = self.powers(scores, reference, 0 if masked else self.polynomial)
         for j in cutlass.range_constexpr(self.kernel.tile_n):
             self.S[j] = weights[j]
         self.P.store(self.S.load().to(self.kernel.dtype))
@@ -102,7 +115,16 @@ class Softmax:
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
         self.arrive(self.barriers.p_full + self.half)
-        self.total[0] = self.total[0] * shrink + tree(weights, lambda a, b: a + b)
+        sums = tree(list(zip(weights[::2], weights[1::2], strict=True)), add_pair)
+        self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
+
+    def powers(self, scores, reference, polynomial: int) -> list:
+        """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""
+        factor, weights = self.scores.factor, []
+        for j in range(0, len(scores), 2):
+            power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
+            weights += exp2_by_polynomial(power) if j % 16 < polynomial else (exp2(power[0]), exp2(power[1]))
+        return weights
 
     @cute.jit
     def masked(self, scores, work, position, first):

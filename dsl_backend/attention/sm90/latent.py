@@ -54,7 +54,7 @@ class LatentForward:
         self.chunk = chunk(key.head_dim)
         self.tile_n = self.config.tile_n
         self.tokens_per_tile = ROWS // key.pack
-        self.box = box_rows(key.page_size, self.tile_n)
+        self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
         # Chunks of a row, in the order in which their room becomes free: what is only key, then the groups' halves of
         # the value.
@@ -100,12 +100,13 @@ class LatentForward:
         k_box = cute.tile_to_shape(atom, (self.box, self.chunk), order=(0, 1))
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self))
         load = cpasync.CopyBulkTensorTileG2SOp()
+        load_shared = cpasync.CopyBulkTensorTileG2SMulticastOp() if config.cluster > 1 else load
         q_tile = (key.pack, self.tokens_per_tile, self.chunk)
         v_load, mV = cpasync.make_tiled_tma_atom(load, self.by_head(q), q_box, q_tile)
         r_load, mR = cpasync.make_tiled_tma_atom(load, self.by_head(q_rope), q_box, q_tile)
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
-        k_load, mK = cpasync.make_tiled_tma_atom(load, mK, k_box, (self.box, self.chunk))
+        k_load, mK = cpasync.make_tiled_tma_atom(load_shared, mK, k_box, (self.box, self.chunk))
         scoring = Scoring(scale, softcap, sinks, slopes)
         self.kernel(
             product,
@@ -127,7 +128,13 @@ class LatentForward:
             merges,
             Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
             scoring,
-        ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
         if cutlass.const_expr(key.split):
             merge = Merge(key, ROWS, self.dims_v)
             merge.kernel(partials, merges, out, lse, scoring).launch(
@@ -203,14 +210,14 @@ class LatentForward:
         if warp == 0:
             with cute.arch.elect_one():
                 group = WARPGROUP // 32
-                # A loading warp fills by bytes. One group's warps empty a part of a key tile, both groups' the queries;
-                # the mailbox has the load warp as well.
-                counts = [1, GROUPS * group, 1, group, 1, GROUPS * group + 1]
+                # A loading warp fills by bytes. One group's warps empty a part of a key tile, in all blocks of a
+                # cluster; both groups' the queries; the mailbox has the load warp as well.
+                counts = [1, GROUPS * group, 1, config.cluster * group, 1, GROUPS * group + 1]
                 for pointer, size, count in zip(barriers, sizes, counts, strict=True):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
 
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < WARPGROUP // 32:
@@ -220,7 +227,9 @@ class LatentForward:
             if warp == SCHEDULE_WARP:
                 if cutlass.const_expr(self.key.split):
                     least = config.least_share
-                    KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least).run()
+                    KeyShares(
+                        self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least, config.cluster
+                    ).run()
                 else:
                     QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
         else:
@@ -245,3 +254,15 @@ class LatentForward:
                 scoring,
                 thread - WARPGROUP,
             ).run()
+        if cutlass.const_expr(config.cluster > 1):
+            # A block's memory and barriers are there until the others have done with them.
+            self.meet()
+
+    @cute.jit
+    def meet(self):
+        """All threads of a cluster, or of a block that is alone."""
+        if cutlass.const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

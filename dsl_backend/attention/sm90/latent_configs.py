@@ -23,12 +23,14 @@ class LatentConfig:
         stages: key tiles in flight.
         scores_first: the second warpgroup issues its tile's scores before it sums the first one's tile, so that the
             sums run beside its softmax. Otherwise after it, and the first tile's room is free sooner.
+        cluster: blocks that share key tiles: each has other heads of the same tokens, and loads a part for all.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
     """
 
     tile_n: int = ROWS
     stages: int = 2
     scores_first: bool = False
+    cluster: int = 1
     least_share: int = 2
 
     @property
@@ -60,6 +62,11 @@ class LatentConfig:
                 f"latent sizes {spec.head_dim}/{spec.head_dim_v}: values of a multiple of {wide} elements up to 512, "
                 f"and a multiple of 16 more for keys, are possible"
             )
+        units = spec.group // packed_heads(spec.group)
+        if self.cluster not in (1, 2) or units % self.cluster:
+            reasons.append(f"clusters of {self.cluster} blocks: 1, or 2 where heads fill an even number of row tiles")
+        if self.cluster > 1 and spec.page_size is None:
+            reasons.append("blocks share key tiles of paged keys only")
         held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         if held > MATH_REGISTERS - OTHER_USES:
             most = MATH_REGISTERS - OTHER_USES
@@ -72,5 +79,7 @@ class LatentConfig:
 
 def default_latent_config(spec: AttentionSpec) -> LatentConfig:
     """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile."""
+    units = spec.group // packed_heads(spec.group)
     stages = 2 if spec.head_dim > 320 else 4
-    return LatentConfig(stages=stages, scores_first=spec.heads_q > packed_heads(spec.heads_q))
+    cluster = 2 if units % 2 == 0 and spec.page_size is not None else 1
+    return LatentConfig(stages=stages, scores_first=units > 1, cluster=cluster)

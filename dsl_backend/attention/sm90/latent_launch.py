@@ -45,7 +45,7 @@ class Latent:
     ) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or default_latent_config(spec)
-        self.blocks = target.sm_count
+        self.blocks = target.sm_count // self.config.cluster * self.config.cluster
         self.pack = packed_heads(spec.group)
 
     def longest_query(self) -> int | None:

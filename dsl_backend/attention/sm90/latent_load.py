@@ -17,6 +17,12 @@ class LatentLoader(Loader):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.tile_n // self.box
+        # Blocks of a cluster load a share of each tile, for all of them.
+        cluster = self.config.cluster
+        self.own_boxes, self.first_box, self.multicast = self.boxes // cluster, 0, {}
+        if cluster > 1:
+            self.first_box = cute.arch.block_idx_in_cluster() * self.own_boxes
+            self.multicast = {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
         self.group = kernel.key.heads_q // kernel.key.pack
         self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
         # Queries against what is value too, and against the rest.

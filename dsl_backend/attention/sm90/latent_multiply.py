@@ -179,14 +179,26 @@ class LatentMultiplier:
     @cute.jit
     def scores_done(self, work, step, count):
         """This group has read the tile as keys; the last time in an item, the queries too."""
-        self.release(self.barriers.k_empty + count % self.config.stages * PARTS)
+        self.release_part(count, 0)
         if step + 2 >= work.end - work.begin:
             self.release(self.barriers.q_empty)
 
     @cute.jit
     def sums_done(self, count):
         """This group has read its half of the tile's values."""
-        self.release(self.barriers.k_empty + count % self.config.stages * PARTS + 1 + self.group)
+        self.release_part(count, 1 + self.group)
+
+    @cute.jit
+    def release_part(self, count, part):
+        """This warp has read a part of the count-th tile; every block of a cluster may write to it."""
+        empty = self.barriers.k_empty + count % self.config.stages * PARTS + part
+        if cutlass.const_expr(self.config.cluster == 1):
+            self.release(empty)
+        else:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                for block in cutlass.range_constexpr(self.config.cluster):
+                    cute.arch.mbarrier_arrive(empty, block)
 
     @cute.jit
     def release(self, empty):

@@ -25,7 +25,8 @@ class Loader:
     def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
-        self.boxes = self.tile_n // self.box
+        self.boxes = self.own_boxes = self.tile_n // self.box
+        self.first_box, self.multicast = 0, {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack
         self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
         self.q_load, self.k_load, self.v_load = q_load, k_load, v_load
@@ -144,11 +145,13 @@ class Loader:
             # [box, place in a page, chunk, page]
             cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
             to, given = cpasync.tma_partition(atom, 0, one, target, cut)
-            for b in range(self.boxes):
+            for i in range(self.own_boxes):
+                b = self.first_box + i
                 page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
                 place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
                 for c in chunks:
-                    cute.copy(atom, given[None, place, c, page], to[None, b, c, stage], tma_bar_ptr=full)
+                    source = given[None, place, c, page]
+                    cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)
         else:
             rows = cute.domain_offset((work.source + tile * self.tile_n, 0), source[None, None, head])
             cut = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)

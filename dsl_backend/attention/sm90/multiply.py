@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
-from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, VECTOR, Rows, clear_rows
+from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows, clear_rows, store_rows
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own.
@@ -287,25 +287,10 @@ class Multiplier:
         mine = to_shared.get_slice(self.thread)
         cute.copy(to_shared, to_shared.retile(narrow), mine.partition_D(self.sOut[None, None, stage]))
         cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
-        self.store_rows(work, stage)
+        rows = self.sOut[None, None, stage]
+        store_rows(rows, self.out, work, self.key, self.group * ROWS, ROWS, self.thread % WARPGROUP, WARPGROUP)
         # The next queries arrive by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def store_rows(self, work, stage):
-        """Shared to global memory, 16 bytes a thread."""
-        vectors = cutlass.const_expr(self.kernel.dims_v // VECTOR)
-        rows = self.sOut[None, None, stage]
-        held = cute.make_rmem_tensor(VECTOR, self.kernel.dtype)
-        for i in cutlass.range_constexpr(ROWS * vectors // WARPGROUP):
-            index = i * WARPGROUP + self.thread % WARPGROUP
-            m, column = self.group * ROWS + index // vectors, index % vectors
-            if m < work.rows and column * VECTOR < self.key.head_dim_v:
-                cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
-                token = work.query + m // self.key.pack
-                head = work.unit * self.key.pack + m % self.key.pack
-                offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + column * VECTOR
-                store_vector(held, self.out.iterator, offset)
 
 
 def by_row(accumulator: cute.Tensor) -> cute.Tensor:

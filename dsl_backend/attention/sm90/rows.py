@@ -5,6 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
 
 # A thread's rows of an accumulator, 8 apart.
@@ -86,3 +87,33 @@ def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutl
     for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
         row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
         cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
+
+
+@cute.jit
+def store_rows(
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    work,
+    key: cutlass.Constexpr,
+    first: cutlass.Int32,
+    count: cutlass.Constexpr[int],
+    thread: cutlass.Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """Rows first ... first + count of a tile from shared to global memory, 16 bytes a thread.
+
+    Args:
+        rows: the tile's, [row, column].
+        thread: of `threads` that take part.
+    """
+    vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
+    held = cute.make_rmem_tensor(VECTOR, rows.element_type)
+    for i in cutlass.range_constexpr(count * vectors // threads):
+        index = i * threads + thread
+        m, column = first + index // vectors, index % vectors
+        if m < work.rows and column * VECTOR < key.head_dim_v:
+            cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
+            token = work.query + m // key.pack
+            head = work.unit * key.pack + m % key.pack
+            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column * VECTOR
+            store_vector(held, out.iterator, offset)

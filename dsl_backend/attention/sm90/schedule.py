@@ -133,13 +133,24 @@ class KeyShares:
     """Equal, contiguous shares of all the key tiles of the batch (stream-K: Osama et al., 2023).
 
     A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
-    before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1.
+    before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
+    share, of neighbouring units: the first ones' slots come before all second ones'.
     """
 
-    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, merges, least: int):
+    def __init__(
+        self,
+        key,
+        mailbox,
+        tokens_per_tile: int,
+        tile_n: int,
+        requests: Requests,
+        merges,
+        least: int,
+        cluster: int = 1,
+    ):
         self.key, self.mailbox, self.requests = key, mailbox, requests
         self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
-        self.units = key.heads_q // key.pack
+        self.cluster, self.units = cluster, key.heads_q // key.pack // cluster
         self.merges, self.least = merges, least
 
     @cute.jit
@@ -171,7 +182,9 @@ class KeyShares:
     def run(self):
         count = cutlass.Int32(cute.size(self.requests.lengths))
         lane = cute.arch.lane_idx()
-        block, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
+        mine = rank * blocks + block
         total = cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             total += self.read(chunk * WARP + lane, count)[4]
@@ -192,25 +205,25 @@ class KeyShares:
                 item, tile = (place - base) // tiles, (place - base) % tiles
                 taken = cutlass.min(tiles - tile, end - place)
                 row_tiles = work // tiles // self.units
-                unit, row = item // row_tiles, item % row_tiles * self.tokens_per_tile
+                unit, row = item // row_tiles * self.cluster + rank, item % row_tiles * self.tokens_per_tile
                 start = base + item * tiles
                 slot = cutlass.Int32(WHOLE)
                 if taken < tiles:
-                    slot = 2 * block + (1 if start >= block * share else 0)
+                    slot = 2 * mine + (1 if start >= block * share else 0)
                 rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
                 if taken < tiles and start >= block * share:
                     parts = (start + tiles - 1) // share - block + 1
                     if lane == 0:
-                        merge[block, 1] = first + row
-                        merge[block, 2] = unit
-                        merge[block, 3] = rows
+                        merge[mine, 1] = first + row
+                        merge[mine, 2] = unit
+                        merge[mine, 3] = rows
                 self.mailbox.post(
                     posted, self.piece(chunk * WARP + owner, first, queries, keys, unit, row, rows, tile, taken, slot)
                 )
                 posted += 1
                 place += taken
         if lane == 0:
-            merge[block, 0] = parts
+            merge[mine, 0] = parts
         nothing = cutlass.Int32(0)
         self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
 
