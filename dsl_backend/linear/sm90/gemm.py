@@ -77,6 +77,7 @@ class Gemm:
         self.gated, self.interleaved = key.activation is not None, key.interleaved
         self.activate = epilogue_of(key.activation)
         self.parts = 2 if self.gated else 1
+        self.biased = key.bias
         self.columns = config.columns(self.parts)
         self.dtype = NUMERIC[key.dtype]
         self.stage_bytes = config.stage_bytes
@@ -265,17 +266,33 @@ class Gemm:
                 # The other consumer has seen all its stages full: phases of a stage cannot be confused.
                 if turn > 0:
                     cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
+            row, column = raster(first + turn * clusters, height, width, self.band)
+            if cutlass.const_expr(args.bias is not None):
+                self.begin(args, sums, column * self.columns, thread)
             self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
             if cutlass.const_expr(self.pingpong):
                 if turn + 1 < turns:
                     cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
             wgmma.wait_group(0)
             ring.release(turn * blocks + blocks - 1, thread, self.cluster)
-            row, column = raster(first + turn * clusters, height, width, self.band)
             top = (row * self.cluster + rank) * self.tile_m + part * self.rows
             self.finish(args, sums, sOut, group, thread, top, column)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def begin(self, args: GemmArgs, sums: cute.Tensor, left: cutlass.Int32, thread: cutlass.Int32):
+        """Sums begin with the bias of their columns: added behind them, it would need registers of its own."""
+        n = args.out.shape[1]
+        for j in cutlass.range_constexpr(self.box_n // 8):
+            for a in cutlass.range_constexpr(2):
+                for box in cutlass.range_constexpr(2):
+                    column = left + 8 * j + 2 * (thread % 4) + a
+                    if cutlass.const_expr(not self.gated):
+                        column += box * self.box_n
+                    value = bias_of(args.bias, column, box if self.gated else 0, n, self.interleaved)
+                    for row in cutlass.range_constexpr(2 * self.repeats):
+                        sums[(a, row % 2, j + box * (self.box_n // 8)), row // 2, 0] = value
 
     @cute.jit
     def products(
@@ -289,8 +306,11 @@ class Gemm:
         blocks: cutlass.Int32,
         thread: cutlass.Int32,
     ):
-        """Issue a tile's products from position `start`; the last ones are still under way when this returns."""
-        product.set(wgmma.Field.ACCUMULATE, False)
+        """Issue a tile's products from position `start`; the last ones are still under way when this returns.
+
+        They are added to the bias, where there is one.
+        """
+        product.set(wgmma.Field.ACCUMULATE, self.biased)
         for block in cutlass.range(blocks, unroll=1):
             position = start + block
             stage = ring.stage(position)
@@ -359,7 +379,7 @@ class Gemm:
         top: cutlass.Int32,
         left: cutlass.Int32,
     ):
-        """64 rows of sums through bias, activation and residual.
+        """64 rows of sums through activation and residual.
 
         wgmma's accumulators: a thread has columns 8 j + 2 (lane % 4) + a of rows 16 warp + lane / 4 + 8 b.
         """
@@ -367,23 +387,20 @@ class Gemm:
         row = top + thread // 32 * 16 + lane // 4
         m, n = args.out.shape
         pair = cute.make_rmem_tensor(2, self.dtype)
+        first = left + 2 * (lane % 4)
+        starts = [cutlass.Int64(0), cutlass.Int64(0)]
+        if cutlass.const_expr(args.residual is not None):
+            starts = [cutlass.Int64(row + 8 * b) * args.residual.stride[0] + first for b in range(2)]
         for j in cutlass.range_constexpr(self.columns // 8):
-            column = left + 8 * j + 2 * (lane % 4)
             for b in cutlass.range_constexpr(2):
                 values = [sums[(a, b, j), repeat, 0] for a in range(2)]
-                ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for a in range(2)] if self.gated else values
-                if cutlass.const_expr(args.bias is not None):
-                    for a in cutlass.range_constexpr(2):
-                        values[a] += bias_of(args.bias, column + a, 0, n, self.interleaved)
-                        if cutlass.const_expr(self.gated):
-                            ups[a] += bias_of(args.bias, column + a, 1, n, self.interleaved)
                 if cutlass.const_expr(self.gated):
+                    ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for a in range(2)]
                     values = [self.activate(value, up) for value, up in zip(values, ups, strict=True)]
                 if cutlass.const_expr(args.residual is not None):
                     pair.fill(0.0)
-                    if row + 8 * b < m and column < n:
-                        start = cutlass.Int64(row + 8 * b) * args.residual.stride[0] + column
-                        load_vector(args.residual.iterator, start, pair)
+                    if row + 8 * b < m and first + 8 * j < n:
+                        load_vector(args.residual.iterator, starts[b] + 8 * j, pair)
                     values = [value + pair[a].to(cutlass.Float32) for a, value in enumerate(values)]
                 for a in cutlass.range_constexpr(2):
                     rounded[(a, b, j), 0, 0] = values[a].to(self.dtype)
