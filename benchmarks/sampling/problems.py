@@ -84,8 +84,8 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
 
 def some_of(layer: Layer, chosen: torch.Tensor, **changes: torch.Tensor) -> Parameters:
     """The parameters of the chosen rows."""
-    values = {name: None if value is None else value[chosen] for name, value in vars(layer.parameters).items()}
-    return Parameters(**{**values, **changes})
+    given = {name: value for name, value in vars(layer.parameters).items() if value is not None}
+    return Parameters(**{**{name: value[chosen] for name, value in given.items()}, **changes})
 
 
 def verdict(inputs: Inputs, index: int, tokens: torch.Tensor, *, exact: bool) -> torch.Tensor:
