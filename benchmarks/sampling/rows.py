@@ -32,5 +32,5 @@ def cases() -> list[Case[Problem]]:
         for vocab in VOCABULARIES
         if vocab != QWEN
     ]
-    found += [case(Problem(rows=2, vocab=300, filters=name), SMALLEST) for name in ("none", "k+p", "min-p")]
+    found += [case(Problem(rows=1, vocab=300, filters=name), SMALLEST) for name in ("k+p", "min-p")]
     return found

@@ -95,10 +95,10 @@ def problem(case: Case, seed: int) -> tuple[torch.Tensor, Parameters]:
     rows = Parameters(
         seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator),
         positions=torch.randint(0, 2**40, (count,), generator=generator),
-        temperature=torch.tensor(temperature),
+        temperature=torch.tensor(temperature, dtype=F32),
         top_k=torch.tensor(top_k, dtype=case.k_dtype),
-        top_p=torch.tensor(top_p),
-        min_p=torch.tensor(min_p),
+        top_p=torch.tensor(top_p, dtype=F32),
+        min_p=torch.tensor(min_p, dtype=F32),
     )
     return x, rows
 
