@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dsl_backend.attention.sm90.configs import default_config, default_split_config
+from dsl_backend.attention.sm90 import configs as sm90
+from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime import toolkit
@@ -100,10 +101,8 @@ def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
-def cute_sm90(spec: AttentionSpec, target: Target) -> list[str]:
-    """What the SM90 kernels of dense attention need."""
-    if not target.wgmma:
-        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+def cute_dense(spec: AttentionSpec) -> list[str]:
+    """What the CuTe DSL kernels of dense attention need, on any SM."""
     reasons = [*toolkit.missing()]
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
@@ -119,26 +118,39 @@ def cute_sm90(spec: AttentionSpec, target: Target) -> list[str]:
     return reasons
 
 
-def cute_sm90_prefill(spec: AttentionSpec, target: Target) -> list[str]:
-    return cute_sm90(spec, target) or default_config(spec).objections(spec, target.smem_bytes)
+def sm90_prefill(spec: AttentionSpec, target: Target) -> list[str]:
+    if not target.wgmma:
+        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    return cute_dense(spec) or sm90.default_config(spec).objections(spec, target.smem_bytes)
 
 
-def cute_sm90_decode(spec: AttentionSpec, target: Target) -> list[str]:
-    return cute_sm90(spec, target) or default_split_config(spec).objections(spec, target.smem_bytes)
+def sm90_decode(spec: AttentionSpec, target: Target) -> list[str]:
+    if not target.wgmma:
+        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    return cute_dense(spec) or sm90.default_split_config(spec).objections(spec, target.smem_bytes)
+
+
+def sm100_dense(spec: AttentionSpec, target: Target) -> list[str]:
+    if not target.tcgen05:
+        return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
+    return cute_dense(spec) or sm100.default_config(spec).objections(spec, target.smem_bytes)
 
 
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry, ...]] = {
-    # The CuTe DSL kernels come first when they have been timed on the chip; until then they are had by name.
+    # Kernels in CuTe DSL, one for each SM, come first when they have been timed on the chip; until then they are had by
+    # name.
     Operation.PREFILL: (
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", cute_sm90_prefill),
+        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", sm90_prefill),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_dense),
         REFERENCE,
     ),
     Operation.DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", cute_sm90_decode),
+        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", sm90_decode),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_dense),
         REFERENCE,
     ),
     Operation.MLA_DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla), REFERENCE),
@@ -166,16 +178,17 @@ def choose(operation: Operation, spec: AttentionSpec, target: Target, kernel: st
     """
     judged = judge(operation, spec, target)
     if kernel is not None:
-        names = [entry.name for entry, _ in judged]
+        names = list(dict.fromkeys(entry.name for entry, _ in judged))
         if kernel not in names:
             raise InvalidInput(f"{operation.value} has no kernel {kernel!r}: choose one of {', '.join(names)}")
         judged = [(entry, reasons) for entry, reasons in judged if entry.name == kernel]
     for entry, reasons in judged:
         if not reasons:
             return entry
-    raise Unsupported(
-        f"{operation.value} of {spec} on {target.arch}", {entry.name: reasons for entry, reasons in judged}
-    )
+    all_reasons: dict[str, list[str]] = {}
+    for entry, reasons in judged:
+        all_reasons.setdefault(entry.name, []).extend(reasons)
+    raise Unsupported(f"{operation.value} of {spec} on {target.arch}", all_reasons)
 
 
 def operations_of(spec: AttentionSpec) -> Sequence[Operation]:

@@ -300,7 +300,7 @@ def test_a_name_never_falls_back() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    message = "attention.decode has no kernel 'fast': choose one of triton, reference"
+    message = "attention.decode has no kernel 'fast': choose one of triton, cute, reference"
     with pytest.raises(InvalidInput, match=re.escape(message)):
         dispatch.choose(Operation.DECODE, CASE.spec, CPU, "fast")
 
@@ -309,7 +309,7 @@ def test_every_objection_is_kept() -> None:
     layer = spec(head_dim=66, head_dim_v=320, page_size=24, dtype=torch.float32, kv_dtype=FP16)
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.PREFILL, layer, from_arch("sm_70"))
-    assert set(raised.value.objections) == {"triton", "reference"}
+    assert set(raised.value.objections) == {"triton", "cute", "reference"}
     assert raised.value.objections["triton"] == (
         "needs compute capability 7.5 or newer, this is sm_70",
         "dtype float32 is not one of float16, bfloat16",
@@ -337,7 +337,32 @@ def test_every_objection_is_kept() -> None:
 )
 def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None:
     with pytest.raises(Unsupported, match=re.escape(objection)):
-        dispatch.choose(Operation.PREFILL, layer, from_arch(arch))
+        dispatch.choose(Operation.PREFILL, layer, from_arch(arch), "triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "objection"),
+    [
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype float32 is not one of float16, bfloat16"),
+        ({"kv_dtype": FP8}, "keys of float8_e4m3fn are not of the queries' bfloat16"),
+        ({"head_dim": 264, "head_dim_v": 264}, "head size 264 is not a multiple of 8 from 16 to 256"),
+        ({"page_size": 24}, "page size 24 is not a multiple of 16"),
+        ({"head_dim": 80, "head_dim_v": 64}, "outputs of 64 elements do not fit the place of queries of 80"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_cute_objects(change: dict[str, Any], objection: str, arch: str) -> None:
+    with pytest.raises(Unsupported, match=re.escape(objection)):
+        dispatch.choose(Operation.PREFILL, spec(**change), from_arch(arch), "cute")
+
+
+def test_cute_is_for_its_own_chips() -> None:
+    with pytest.raises(Unsupported) as raised:
+        dispatch.choose(Operation.PREFILL, spec(), from_arch("sm_120a"), "cute")
+    assert raised.value.objections["cute"] == (
+        "serves GPUs with wgmma (sm_90a), this is sm_120a",
+        "serves GPUs with tcgen05 (sm_100a, sm_103a), this is sm_120a",
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])

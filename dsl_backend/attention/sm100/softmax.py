@@ -120,7 +120,8 @@ class Softmax:
 
     def powers(self, scores, reference, polynomial: int) -> list:
         """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""
-        factor, weights = self.scores.factor, []
+        factor = self.scores.factor
+        weights: list = []
         for j in range(0, len(scores), 2):
             power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
             weights += exp2_by_polynomial(power) if j % 16 < polynomial else (exp2(power[0]), exp2(power[1]))

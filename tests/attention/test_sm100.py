@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM100 kernel on the emulator: right, and without a finding, whatever lies around its data."""
+
+import pytest
+
+from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm100.configs import ForwardConfig
+from dsl_backend.attention.sm100.launch import Prefill
+from dsl_backend.testing.cases import Case
+from tests.attention.emulated import SERVED, emulate, scratch
+
+# What a change is checked with: each role, ring, mask, score and layout once.
+QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128")
+
+
+def make(planner: Planner, short: bool, index: int) -> Kernel:
+    spec = planner.spec
+    halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
+    config = ForwardConfig(halves=halves, tile_n=64, stages=2 + index % 2, query_stages=1 + index % 2)
+    return Prefill(spec, planner.target, scratch(), config)
+
+
+@pytest.mark.parametrize(
+    ("index", "case"),
+    [
+        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.full,))
+        for index, case in enumerate(SERVED)
+    ],
+)
+def test_case(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index)
+
+
+def test_quick_cases_exist() -> None:
+    assert set(QUICK) <= {case.id for case in SERVED}
