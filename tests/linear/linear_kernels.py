@@ -112,6 +112,12 @@ CASES = [
         config=SMALL,
     ),
     Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=SMALL),
+    Emulated(
+        id="gemm-bias",
+        why="roundings stay behind the wait for products, where one block of k is all there is",
+        case=LinearCase(rows=128, n=16, k=8, dtype=F16, bias=True),
+        config=replace(SMALL, tile_m=256),
+    ),
     # --- few rows ---
     Emulated(
         id="stream", why="a tile of several shares; all edges ragged", case=replace(GATED, rows=13), config=STREAM

@@ -26,6 +26,7 @@ from dsl_backend.linear.configs import (
 from dsl_backend.linear.epilogue import epilogue_of
 from dsl_backend.linear.sm90.views import NUMERIC, bias_of, parts_view
 from dsl_backend.linear.spec import Activation
+from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import raster
@@ -274,6 +275,7 @@ class Gemm:
                 if turn + 1 < turns:
                     cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
             wgmma.wait_group(0)
+            settle(sums)
             ring.release(turn * blocks + blocks - 1, thread, self.cluster)
             top = (row * self.cluster + rank) * self.tile_m + part * self.rows
             self.finish(args, sums, sOut, group, thread, top, column)

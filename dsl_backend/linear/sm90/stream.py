@@ -22,6 +22,7 @@ from dsl_backend.linear.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGIS
 from dsl_backend.linear.epilogue import epilogue_of
 from dsl_backend.linear.sm90.views import NUMERIC, bias_of, parts_view
 from dsl_backend.linear.spec import Activation
+from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import share
@@ -279,6 +280,8 @@ class Stream:
             end = cutlass.min(work.end, top + work.blocks)
             self.products(product, first, second, fFirst, fSecond, fX, ring, begin - work.start, end - begin, thread)
             wgmma.wait_group(0)
+            settle(first)
+            settle(second)
             ring.release(end - 1 - work.start, thread, 1)
             if begin > top:
                 self.hand_over(args, first, second, work.worker, group, thread)
