@@ -52,7 +52,17 @@ def emulate(run: Run, seed: int) -> None:
 
 
 QUICK = (
-    Run(mla(16, id="ragged", q_lens=(1, 1, 0, 1), kv_lens=(700, 33, 0, 300), why="rings wrap, parts merge"), "random"),
+    Run(
+        mla(
+            16,
+            id="ragged",
+            q_lens=(1, 1, 0, 1, 1),
+            kv_lens=(700, 33, 0, 300, 20),
+            q_gain=8.0,
+            why="rings wrap, parts merge, rows' largest scores grow by more than sums bear",
+        ),
+        "random",
+    ),
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(
         mla(

@@ -11,10 +11,11 @@ class OnlineSoftmax:
     """Rows of scores, tile by tile, into weights 2^(score - top).
 
     `top` is the largest score so far as the products give it, before `factor`; `total` this thread's sum of weights.
+    With `slack`, top stays while it is exceeded by less: weights grow to 2^slack, and sums need not be shrunk.
     """
 
-    def __init__(self, rows: int, lanes: int, factor: cutlass.Float32):
-        self.rows, self.lanes, self.factor = rows, lanes, factor
+    def __init__(self, rows: int, lanes: int, factor: cutlass.Float32, slack: float = 0.0):
+        self.rows, self.lanes, self.factor, self.slack = rows, lanes, factor, slack
         self.top = cute.make_rmem_tensor(rows, cutlass.Float32)
         self.total = cute.make_rmem_tensor(rows, cutlass.Float32)
 
@@ -32,10 +33,17 @@ class OnlineSoftmax:
                 largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << bit))
             before = self.top[row]
             top = cute.arch.fmax(before, largest)
+            if cutlass.const_expr(self.slack > 0.0):
+                # The difference is no number where both are -inf: top stays.
+                moves = (largest - before) * self.factor > self.slack
+                top = largest if moves else before
             self.top[row] = top
             # A row that has seen nothing keeps -inf; the exponential needs a finite reference.
             reference = finite_or_zero(top) * self.factor
             shrink[row] = exp2(before * self.factor - reference)
+            if cutlass.const_expr(self.slack > 0.0):
+                # One exactly, whatever a fused multiplication makes of the difference.
+                shrink[row] = shrink[row] if moves else 1.0
             for j in cutlass.range_constexpr(columns):
                 scores[row, j] = exp2(scores[row, j] * self.factor - reference)
             added = tree([scores[row, j] for j in range(columns)], lambda a, b: a + b)

@@ -18,11 +18,14 @@ from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
 from dsl_backend.attention.sm90.multiply import accumulating, by_row
 from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows, clear_rows
+from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
 READY, ALL_MATH, OWN_GROUP = 1, 3, 4
 MATH_THREADS = GROUPS * WARPGROUP
+# Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
+SLACK = 8.0
 
 
 class LatentMultiplier:
@@ -73,7 +76,7 @@ class LatentMultiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
     @cute.jit
     def run(self):
@@ -211,6 +214,7 @@ class LatentMultiplier:
 
     @cute.jit
     def weigh(self, work, step):
+        settle(self.S)
         tile = work.end - 1 - step
         scores = by_row(self.S)
         self.rows.bend(scores, work, tile)
@@ -221,9 +225,11 @@ class LatentMultiplier:
 
     @cute.jit
     def give(self, work, step, count):
-        """Weights and maxima to the other group; then the sums of this one, which are done at the end."""
-        # All of this group have read what the other one gave.
-        cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
+        """Weights and maxima to the other group; then the sums of this one, which are done at the end.
+
+        What lies in the place was read by this group's products. A warp's products read its own rows of weights, and
+        it has waited for them: it may write there.
+        """
         to_shared = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.product
         )
@@ -265,9 +271,10 @@ class LatentMultiplier:
     @cute.jit
     def shrink_sums(self):
         sums = by_row(self.O)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                sums[row, j] *= self.shrink[row]
+        if cute.arch.vote_any_sync(self.shrink[0] != 1.0 or self.shrink[1] != 1.0):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                for j in cutlass.range(cute.size(sums, mode=[1]), unroll_full=True):
+                    sums[row, j] *= self.shrink[row]
 
     @cute.jit
     def clear_past(self, work, step, count):
@@ -319,7 +326,7 @@ class LatentMultiplier:
             m = self.row + 8 * row
             if m < work.rows:
                 first = m * columns + self.group * (columns // GROUPS) + self.column
-                for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+                for j in cutlass.range(0, cute.size(sums, mode=[1]), 2, unroll_full=True):
                     pair[0], pair[1] = sums[row, j], sums[row, j + 1]
                     store_vector(pair, partial, first + j * 4)
                 if self.column == 0 and self.group == 0:
@@ -341,7 +348,7 @@ class LatentMultiplier:
                 token, head = work.query + m // self.key.pack, self.rows.head(work, row)
                 first = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
                 first += self.group * (columns // GROUPS) + self.column
-                for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+                for j in cutlass.range(0, cute.size(sums, mode=[1]), 2, unroll_full=True):
                     for i in cutlass.range_constexpr(2):
                         pair[i] = (sums[row, j + i] * factor).to(self.kernel.dtype)
                     store_vector(pair, self.out.iterator, first + j * 4)
