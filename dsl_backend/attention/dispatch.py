@@ -130,10 +130,16 @@ def sm90_decode(spec: AttentionSpec, target: Target) -> list[str]:
     return cute_dense(spec) or sm90.default_split_config(spec).objections(spec, target.smem_bytes)
 
 
-def sm100_dense(spec: AttentionSpec, target: Target) -> list[str]:
+def sm100_prefill(spec: AttentionSpec, target: Target) -> list[str]:
     if not target.tcgen05:
         return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
     return cute_dense(spec) or sm100.default_config(spec).objections(spec, target.smem_bytes)
+
+
+def sm100_decode(spec: AttentionSpec, target: Target) -> list[str]:
+    if not target.tcgen05:
+        return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
+    return cute_dense(spec) or sm100.default_split_config(spec).objections(spec, target.smem_bytes)
 
 
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
@@ -144,13 +150,13 @@ TABLE: dict[Operation, tuple[Entry, ...]] = {
     Operation.PREFILL: (
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", sm90_prefill),
-        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_dense),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_prefill),
         REFERENCE,
     ),
     Operation.DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", sm90_decode),
-        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_dense),
+        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", sm100_decode),
         REFERENCE,
     ),
     Operation.MLA_DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla), REFERENCE),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM100 kernel on the emulator: right, and without a finding, whatever lies around its data."""
+"""The SM100 kernels on the emulator: right, and without a finding, whatever lies around their data."""
 
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm100.configs import ForwardConfig
-from dsl_backend.attention.sm100.launch import Prefill
+from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.testing.cases import Case
 from tests.attention.emulated import SERVED, emulate, scratch
 
@@ -15,10 +15,15 @@ QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128")
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
-    spec = planner.spec
+    spec, target = planner.spec, planner.target
     halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
-    config = ForwardConfig(halves=halves, tile_n=64, stages=2 + index % 2, query_stages=1 + index % 2)
-    return Prefill(spec, planner.target, scratch(), config)
+    stages = 2 + index % 2
+    if short:
+        config = ForwardConfig(halves=halves, alternate=halves == 2, tile_n=64, stages=stages, least_share=1)
+        return SplitKV(spec, target, scratch(), config)
+    return Prefill(
+        spec, target, scratch(), ForwardConfig(halves=halves, tile_n=64, stages=stages, query_stages=stages - 1)
+    )
 
 
 @pytest.mark.parametrize(

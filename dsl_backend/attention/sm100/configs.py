@@ -22,7 +22,9 @@ class ForwardConfig:
     """Tiles and buffers of the forward kernel.
 
     Attributes:
-        halves: products of 128 query rows each that share key tiles and take turns.
+        halves: products of 128 query rows each that take turns.
+        alternate: the halves have the same query rows and every other key tile, rather than the same key tiles and
+            rows of their own; for few queries over many keys.
         tile_n: keys of a tile.
         stages: key tiles, and value tiles, in flight.
         query_stages: query tiles in flight; an output leaves through its query tile's place.
@@ -32,6 +34,7 @@ class ForwardConfig:
     """
 
     halves: int = 2
+    alternate: bool = False
     tile_n: int = 128
     stages: int = 2
     query_stages: int = 1
@@ -42,7 +45,7 @@ class ForwardConfig:
 
     @property
     def tile_m(self) -> int:
-        return self.halves * ROWS
+        return ROWS if self.alternate else self.halves * ROWS
 
     @property
     def threads(self) -> int:
@@ -58,7 +61,7 @@ class ForwardConfig:
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
         barriers = MBARRIER_BYTES * (2 * (self.query_stages + 2 * self.stages) + 6 * self.halves)
-        statistics = 2 * 4 * self.tile_m
+        statistics = 2 * 4 * self.halves * ROWS
         return spec.dtype.itemsize * (queries + keys) + barriers + statistics + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
@@ -72,6 +75,8 @@ class ForwardConfig:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         if self.columns(spec.head_dim_v) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec.head_dim_v)} columns of tensor memory: there are {TENSOR_COLUMNS}")
+        if self.alternate and self.halves != 2:
+            reasons.append("one product cannot alternate")
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:
             reasons.append(f"a block needs {needed} bytes of shared memory: there are {smem_bytes}")
@@ -90,3 +95,12 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if spec.head_dim_v <= 128:
         return ForwardConfig(tile_n=64, stages=2)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
+
+
+def default_split_config(spec: AttentionSpec) -> ForwardConfig:
+    """For short queries over long key ranges."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if spec.head_dim_v > 128:
+        return ForwardConfig(halves=1, tile_n=64, stages=2)
+    tile_n = 128 if widest <= 128 else 64
+    return ForwardConfig(alternate=True, tile_n=tile_n, stages=4 if widest <= 64 else 2)

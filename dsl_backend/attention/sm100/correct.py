@@ -5,11 +5,14 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.softmax import normalized
+from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.rows import VECTOR, clear_rows, store_rows
 from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
+from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.math import exp2, finite_or_zero
 
 OWN = 1  # named barrier of the warpgroup
 PIECE = 32  # columns of sums in registers at a time
@@ -18,42 +21,83 @@ PIECE = 32  # columns of sums in registers at a time
 class Corrector:
     """A thread's row of each half."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sOut, out, lse, scoring):
+    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, scoring):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
-        self.sV, self.sOut, self.out, self.lse, self.scoring = sV, sOut, out, lse, scoring
+        self.sV, self.sOut, self.out, self.lse, self.partials = sV, sOut, out, lse, partials
+        self.scoring = scoring
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half, where they alternate
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
             self.clear_past(work, tiles)
-            for step in cutlass.range(work.end - work.begin, unroll=1):
-                for g in cutlass.range_constexpr(self.kernel.halves):
-                    shrink, _ = self.told(g, tiles + items)
-                    if step > 0:
-                        self.shrink(g, shrink)
-                    tensor_memory.before_sync()
-                    self.arrive(self.barriers.o_ready + g)
-                tiles += 1
+            count = work.end - work.begin
             stage = items % self.config.query_stages
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                total, top = self.told(g, tiles + items)
-                cute.arch.mbarrier_wait(self.barriers.o_full + g, items & 1)
-                tensor_memory.after_sync()
-                self.finish(work, g, stage, top, total)
-            cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
-            rows = self.sOut[None, None, stage]
-            store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
-            # The next queries arrive by another proxy.
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.arrive(self.barriers.q_empty + stage)
+            if cutlass.const_expr(self.kernel.alternate):
+                for step in cutlass.range((count + 1) // 2, unroll=1):
+                    self.correct(0, step, even + step + items)
+                    if 2 * step + 1 < count:
+                        self.correct(1, step, odd + step + items)
+                even += (count + 1) // 2
+                odd += count // 2
+                self.finish_together(work, stage, items, even + items, odd + items)
+            else:
+                for step in cutlass.range(count, unroll=1):
+                    for g in cutlass.range_constexpr(self.kernel.halves):
+                        self.correct(g, step, tiles + step + items)
+                for g in cutlass.range_constexpr(self.kernel.halves):
+                    total, top = self.told(g, tiles + count + items)
+                    self.wait_sums(g, items)
+                    self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
+            self.leave(work, stage)
+            tiles += count
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
+
+    @cute.jit
+    def leave(self, work, stage):
+        """Whole rows go out; the queries' place is free."""
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+        if work.slot == WHOLE:
+            rows = self.sOut[None, None, stage]
+            store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
+        # The next queries arrive by another proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.arrive(self.barriers.q_empty + stage)
+
+    @cute.jit
+    def correct(self, g: cutlass.Constexpr[int], step, count):
+        """The half's sums are made ready for the weights of its tile `step` of the item."""
+        shrink, _ = self.told(g, count)
+        if step > 0:
+            self.shrink(g, shrink)
+        tensor_memory.before_sync()
+        self.arrive(self.barriers.o_ready + g)
+
+    @cute.jit
+    def wait_sums(self, g: cutlass.Constexpr[int], items):
+        cute.arch.mbarrier_wait(self.barriers.o_full + g, items & 1)
+        tensor_memory.after_sync()
+
+    @cute.jit
+    def finish_together(self, work, stage, items, even, odd):
+        """Both halves have a part of the same rows."""
+        totals, tops = [], []
+        for g, count in ((0, even), (1, odd)):
+            total, top = self.told(g, count)
+            self.wait_sums(g, items)
+            totals.append(total)
+            tops.append(top)
+        top = cute.arch.fmax(tops[0], tops[1])
+        weights = [exp2(one - finite_or_zero(top)) for one in tops]
+        total = totals[0] * weights[0] + totals[1] * weights[1]
+        self.finish(work, self.thread, stage, top, total, list(enumerate(weights)))
 
     @cute.jit
     def told(self, g: cutlass.Constexpr[int], count):
@@ -86,9 +130,46 @@ class Corrector:
             cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def finish(self, work, g: cutlass.Constexpr[int], stage, top, total):
-        """The half's sums, divided, into the place of its queries."""
-        m = g * ROWS + self.thread
+    def finish(self, work, m, stage, top, total, halves: cutlass.Constexpr):
+        """Row m: sums of the halves, each times its weight; divided, into the place of its queries, or as they are.
+
+        Args:
+            top, total: the row's largest base-2 score, and its sum of 2^(score - top).
+            halves: (half, weight), the weight None where there is one half.
+        """
+        if cutlass.const_expr(self.key.split):
+            if work.slot != WHOLE:
+                self.store_partial(work, m, top, total, halves)
+            else:
+                self.store_whole(work, m, stage, top, total, halves)
+        else:
+            self.store_whole(work, m, stage, top, total, halves)
+
+    @cute.jit
+    def columns(self, g: cutlass.Constexpr[int], first: cutlass.Constexpr[int], registers: cute.Tensor):
+        """The half's sums of this thread's row."""
+        tensor_memory.load(self.base + sums_at(self.kernel, g), first, registers, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+
+    @cute.jit
+    def sums(self, work, first: cutlass.Constexpr[int], width: cutlass.Constexpr[int], halves: cutlass.Constexpr):
+        """A piece of a row: the halves' columns, weighed and added."""
+        found = cute.make_rmem_tensor(width, cutlass.Float32)
+        self.columns(halves[0][0], first, found)
+        if cutlass.const_expr(len(halves) > 1):
+            (_, weight), (other, other_weight) = halves
+            for j in cutlass.range_constexpr(width):
+                found[j] *= weight
+            # One without a tile has sums that nobody wrote.
+            if work.end - work.begin > 1:
+                held = cute.make_rmem_tensor(width, cutlass.Float32)
+                self.columns(other, first, held)
+                for j in cutlass.range_constexpr(width):
+                    found[j] += held[j] * other_weight
+        return found
+
+    @cute.jit
+    def store_whole(self, work, m, stage, top, total, halves: cutlass.Constexpr):
         head = work.unit * self.key.pack + m % self.key.pack
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
@@ -98,18 +179,31 @@ class Corrector:
             to = self.lse
             if m < work.rows:
                 to[work.query + m // self.key.pack, head] = row_lse
-        base = self.base + sums_at(self.kernel, g)
         rows = self.sOut[None, None, stage]
         for first, width in tensor_memory.pieces(self.kernel.dims_v, PIECE):
-            held = cute.make_rmem_tensor(width, cutlass.Float32)
-            tensor_memory.load(base, first, held, self.thread)
-            cute.arch.fence_view_async_tmem_load()
+            found = self.sums(work, first, width, halves)
             narrow = cute.make_rmem_tensor((VECTOR, width // VECTOR), self.kernel.dtype)
             for j in cutlass.range_constexpr(width):
-                narrow[j] = (held[j] * factor).to(self.kernel.dtype)
+                narrow[j] = (found[j] * factor).to(self.kernel.dtype)
             for i in cutlass.range_constexpr(width // VECTOR):
                 place = cute.local_tile(rows, (1, VECTOR), (m, first // VECTOR + i))
                 cute.autovec_copy(narrow[None, i], cute.group_modes(place, 0, 2))
+
+    @cute.jit
+    def store_partial(self, work, m, top, total, halves: cutlass.Constexpr):
+        """Sums as they are, in float32; the merge kernel does the rest."""
+        tile_m, columns = cutlass.const_expr(self.kernel.tile_m), cutlass.const_expr(self.kernel.dims_v)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * (tile_m * (columns + 2))
+        for first, width in tensor_memory.pieces(columns, PIECE):
+            found = self.sums(work, first, width, halves)
+            if m < work.rows:
+                for i in cutlass.range_constexpr(0, width, 4):
+                    part = cute.make_tensor(found.iterator + i, cute.make_layout(4))
+                    store_vector(part, partial, m * columns + first + i)
+        if m < work.rows:
+            place = partial + tile_m * columns + m
+            cute.make_tensor(place, cute.make_layout(1))[0] = top
+            cute.make_tensor(place + tile_m, cute.make_layout(1))[0] = total
 
     @cute.jit
     def clear_past(self, work, count):

@@ -11,15 +11,17 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import chunk, padded
-from dsl_backend.attention.sm90.forward import NUMERIC, SWIZZLES, LayerKey
-from dsl_backend.attention.sm90.load import Loader, box_rows
-from dsl_backend.attention.sm90.schedule import QueryTiles, Requests
+from dsl_backend.attention.sm90.forward import LayerKey
+from dsl_backend.attention.sm90.load import Loader
+from dsl_backend.attention.sm90.merge import Merge
+from dsl_backend.attention.sm90.rows import clear_rows
+from dsl_backend.attention.sm90.schedule import Requests
+from dsl_backend.attention.sm90.tiles import TiledKernel
 from dsl_backend.attention.sm100.configs import (
     CORRECT,
     CORRECT_REGISTERS,
@@ -34,7 +36,7 @@ from dsl_backend.attention.sm100.configs import (
     ForwardConfig,
 )
 from dsl_backend.attention.sm100.correct import Corrector
-from dsl_backend.attention.sm100.multiply import Multiplier
+from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multiplier
 from dsl_backend.attention.sm100.softmax import Softmax
 
 
@@ -72,17 +74,12 @@ class Barriers(NamedTuple):
     l_empty: cute.Pointer
 
 
-class Forward:
+class Forward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
     def __init__(self, key: ForwardKey):
-        self.key, self.config = key, key.config
-        self.dtype = NUMERIC[key.dtype]
-        self.dims, self.dims_v = padded(key.head_dim), padded(key.head_dim_v)
-        self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.head_dim_v)
-        self.halves, self.tile_m, self.tile_n = self.config.halves, self.config.tile_m, self.config.tile_n
-        self.tokens_per_tile = self.tile_m // key.pack
-        self.box = box_rows(key.page_size, self.tile_n)
+        super().__init__(key, key.config)
+        self.halves, self.alternate = key.config.halves, key.config.alternate
 
     @cute.jit
     def __call__(
@@ -135,16 +132,8 @@ class Forward:
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-        order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
-        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
-        mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
-        q_load, mQ = cpasync.make_tiled_tma_atom(
-            load, mQ, self.boxed(self.tile_m, self.chunk), (self.tile_m, self.chunk)
-        )
-        k_load, mK = cpasync.make_tiled_tma_atom(load, mK, self.boxed(self.box, self.chunk), (self.box, self.chunk))
-        v_load, mV = cpasync.make_tiled_tma_atom(load, mV, self.boxed(self.box, self.chunk_v), (self.box, self.chunk_v))
+        (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
+        scoring = Scoring(scale, softcap, sinks, slopes)
         self.kernel(
             product,
             weighing,
@@ -160,21 +149,16 @@ class Forward:
             out_layout,
             out,
             lse,
+            partials,
+            merges,
             Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
-            Scoring(scale, softcap, sinks, slopes),
+            scoring,
         ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
-
-    def atom(self, width: int):
-        """The swizzled atom of rows `width` elements wide."""
-        return warpgroup.make_smem_layout_atom(SWIZZLES[chunk(width)], self.dtype)
-
-    def staged(self, rows: int, width: int, stages: int):
-        """[rows, width, stages] in shared memory: columns of chunks, each [rows, chunk]."""
-        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
-
-    def boxed(self, rows: int, width: int):
-        """[rows, width] of one chunk, as a tensor copy writes it."""
-        return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
+        if cutlass.const_expr(key.split):
+            merge = Merge(key, self.tile_m, self.dims_v)
+            merge.kernel(partials, merges, out, lse, scoring).launch(
+                grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
+            )
 
     @cute.kernel
     def kernel(
@@ -193,10 +177,15 @@ class Forward:
         out_layout: cute.ComposedLayout,
         out: cute.Tensor,
         lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
         config, halves = self.config, self.halves
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         q_place = allocator.allocate(places * 2, byte_alignment=1024)
@@ -220,6 +209,12 @@ class Forward:
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
+        filled = self.tokens_per_tile * self.key.pack
+        if cutlass.const_expr(filled < self.tile_m):
+            # Rows that no tensor copy writes.
+            for stage in cutlass.range_constexpr(config.query_stages):
+                clear_rows(sQ[None, None, stage], filled, self.tile_m, cute.arch.thread_idx()[0], config.threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
         if warp == MULTIPLY:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, place)
             cute.arch.relinquish_tmem_alloc_permit()
@@ -229,22 +224,23 @@ class Forward:
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < halves * group:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group).run()
+            softmax = Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group)
+            if cutlass.const_expr(self.alternate):
+                softmax.run_alternating()
+            else:
+                softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(CORRECT_REGISTERS)
-            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, scoring).run()
+            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, scoring).run()
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MULTIPLY:
-                Multiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
+                role = AlternatingMultiplier if self.alternate else Multiplier
+                role(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
             if warp == LOAD:
                 Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
             if warp == SCHEDULE:
-                QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
+                self.schedule(mailbox, requests, merges).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
             cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)
-
-    def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
-        pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
-        return cute.make_tensor(pointer, layout.outer)

@@ -22,7 +22,8 @@ class Multiplier:
         self.product, self.weighing = product, weighing
         mine, weighs = product.get_slice(0), weighing.get_slice(0)
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
-        self.fQ = [product.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in range(kernel.halves)]
+        own = range(1 if kernel.alternate else kernel.halves)
+        self.fQ = [product.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in own]
         self.fK = product.make_fragment_B(mine.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
@@ -51,7 +52,7 @@ class Multiplier:
             self.release(self.barriers.k_empty, tiles)
             self.wait_values(tiles)
             for g in cutlass.range_constexpr(self.kernel.halves):
-                self.sum(g, tiles, False)
+                self.sum(g, tiles, tiles, False)
                 if count > 1:
                     self.follow(g, stage, tiles)
             self.release_both(tiles, count > 1)
@@ -59,7 +60,7 @@ class Multiplier:
                 tile = tiles + step
                 self.wait_values(tile)
                 for g in cutlass.range_constexpr(self.kernel.halves):
-                    self.sum(g, tile, True)
+                    self.sum(g, tile, tile, True)
                     if step < count - 1:
                         self.follow(g, stage, tile)
                 self.release_both(tile, step < count - 1)
@@ -107,20 +108,73 @@ class Multiplier:
         product = self.product.with_()
         for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
             product.set(tcgen05.Field.ACCUMULATE, k > 0)
-            cute.gemm(product, self.S[g], self.fQ[g][None, None, k, stage], self.fK[None, None, k, buffer], self.S[g])
+            cute.gemm(
+                product,
+                self.S[g],
+                self.fQ[min(g, len(self.fQ) - 1)][None, None, k, stage],
+                self.fK[None, None, k, buffer],
+                self.S[g],
+            )
         self.commit(self.barriers.s_full + g)
 
     @cute.jit
-    def sum(self, g: cutlass.Constexpr[int], tile, adds: cutlass.Constexpr[bool]):
-        """Once the half's weights are there and its sums are at their scale."""
+    def sum(self, g: cutlass.Constexpr[int], tile, turn, adds: cutlass.Constexpr[bool]):
+        """Once the half's weights are there and its sums are at their scale; turn: of the half's own."""
         buffer = tile % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.o_ready + g, tile & 1)
-        cute.arch.mbarrier_wait(self.barriers.p_full + g, tile & 1)
+        cute.arch.mbarrier_wait(self.barriers.o_ready + g, turn & 1)
+        cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
         weighing = self.weighing.with_()
         for k in cutlass.range_constexpr(cute.size(self.fV, mode=[2])):
             weighing.set(tcgen05.Field.ACCUMULATE, adds or k > 0)
             cute.gemm(weighing, self.O[g], self.P[g][None, None, k], self.fV[None, None, k, buffer], self.O[g])
+
+
+class AlternatingMultiplier(Multiplier):
+    """Both halves have the same rows, and every other key tile."""
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            stage = items % self.config.query_stages
+            cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+            count = work.end - work.begin
+            self.begin(0, stage, tiles, 0, count)
+            self.begin(1, stage, tiles, 1, count)
+            self.go_on(0, stage, tiles, 0, count, even, False)
+            self.go_on(1, stage, tiles, 1, count, odd, False)
+            for pair in cutlass.range(1, (count + 1) // 2, unroll=1):
+                self.go_on(0, stage, tiles, 2 * pair, count, even + pair, True)
+                self.go_on(1, stage, tiles, 2 * pair + 1, count, odd + pair, True)
+            self.commit(self.barriers.o_full)
+            self.commit(self.barriers.o_full + 1)
+            tiles += count
+            even += (count + 1) // 2
+            odd += count // 2
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def begin(self, g: cutlass.Constexpr[int], stage, tiles, tile, count):
+        """The half's scores of the item's tile, if there is one."""
+        if tile < count:
+            self.wait_keys(tiles + tile)
+            self.score(g, stage, tiles + tile)
+            self.release(self.barriers.k_empty, tiles + tile)
+
+    @cute.jit
+    def go_on(self, g: cutlass.Constexpr[int], stage, tiles, tile, count, turn, adds: cutlass.Constexpr[bool]):
+        """The half's sums of the item's tile, if there is one, and then its next scores."""
+        if tile < count:
+            self.wait_values(tiles + tile)
+            self.sum(g, tiles + tile, turn, adds)
+            self.release(self.barriers.v_empty, tiles + tile)
+        self.begin(g, stage, tiles, tile + 2, count)
 
 
 def scores_at(kernel, half: int) -> int:

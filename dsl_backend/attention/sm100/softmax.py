@@ -34,7 +34,7 @@ class Softmax:
         # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
         self.polynomial = 0 if kernel.key.lse else kernel.config.polynomial
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.row = half * ROWS + self.thread
+        self.row = self.thread if kernel.alternate else half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
         self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
         self.P = cute.make_rmem_tensor(kernel.tile_n, kernel.dtype)
@@ -65,6 +65,24 @@ class Softmax:
                     self.weigh(work, whole_begin - 1 - step, tiles, told, True)
                     tiles += 1
                     told += 1
+            self.tell(self.total[0], self.top[0] * self.scores.factor, told)
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def run_alternating(self):
+        """Every other tile, from this half's first on."""
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.start(work)
+            told = tiles + items
+            for step in cutlass.range(self.half, work.end - work.begin, 2, unroll=1):
+                self.weigh(work, work.end - 1 - step, tiles, told, True)
+                tiles += 1
+                told += 1
             self.tell(self.total[0], self.top[0] * self.scores.factor, told)
             items += 1
             work = self.mailbox.read(items)

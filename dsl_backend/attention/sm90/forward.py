@@ -11,23 +11,18 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.parts.scores import ScoreKey, Scoring
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import REGISTERS, WARPGROUP, ForwardConfig, chunk, padded
-from dsl_backend.attention.sm90.load import Loader, box_rows, query_box
+from dsl_backend.attention.sm90.configs import REGISTERS, WARPGROUP, ForwardConfig
+from dsl_backend.attention.sm90.load import Loader
 from dsl_backend.attention.sm90.merge import Merge
 from dsl_backend.attention.sm90.multiply import Multiplier
-from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.sm90.schedule import Requests
+from dsl_backend.attention.sm90.tiles import TiledKernel
 
-NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-SWIZZLES = {
-    64: warpgroup.SmemLayoutAtomKind.K_SW128,
-    32: warpgroup.SmemLayoutAtomKind.K_SW64,
-    16: warpgroup.SmemLayoutAtomKind.K_SW32,
-}
 LOAD_WARP, SCHEDULE_WARP = 0, 1
 
 
@@ -81,17 +76,11 @@ class Barriers(NamedTuple):
     work_empty: cute.Pointer
 
 
-class Forward:
+class Forward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
     def __init__(self, key: ForwardKey):
-        self.key, self.config = key, key.config
-        self.dtype = NUMERIC[key.dtype]
-        self.dims, self.dims_v = padded(key.head_dim), padded(key.head_dim_v)
-        self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.head_dim_v)
-        self.tile_m, self.tile_n = self.config.tile_m, self.config.tile_n
-        self.tokens_per_tile = self.tile_m // key.pack
-        self.box = box_rows(key.page_size, self.tile_n)
+        super().__init__(key, key.config)
         self.most_registers, self.least_registers = REGISTERS[self.config.groups]
         if self.config.resident > 1:
             self.most_registers, self.least_registers = 216, 24
@@ -147,28 +136,7 @@ class Forward:
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tokens, _, width = q.shape
-        if cutlass.const_expr(key.pack == 1):
-            mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-            q_tile: tuple[int, ...] = (self.tile_m, self.chunk)
-            q_box = self.boxed(self.tile_m, self.chunk)
-        else:
-            mQ = cute.make_tensor(
-                q.iterator,
-                cute.make_layout(
-                    (key.pack, tokens, width, key.heads_q // key.pack),
-                    stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack),
-                ),
-            )
-            q_tile = (key.pack, self.tokens_per_tile, self.chunk)
-            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self))
-        order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
-        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
-        mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
-        q_load, mQ = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
-        k_load, mK = cpasync.make_tiled_tma_atom(load, mK, self.boxed(self.box, self.chunk), (self.box, self.chunk))
-        v_load, mV = cpasync.make_tiled_tma_atom(load, mV, self.boxed(self.box, self.chunk_v), (self.box, self.chunk_v))
+        (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
         scoring = Scoring(scale, softcap, sinks, slopes)
         self.kernel(
             product,
@@ -201,18 +169,6 @@ class Forward:
             merge.kernel(partials, merges, out, lse, scoring).launch(
                 grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
             )
-
-    def atom(self, width: int):
-        """The swizzled atom of rows `width` elements wide."""
-        return warpgroup.make_smem_layout_atom(SWIZZLES[chunk(width)], self.dtype)
-
-    def staged(self, rows: int, width: int, stages: int):
-        """[rows, width, stages] in shared memory: columns of chunks, each [rows, chunk]."""
-        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
-
-    def boxed(self, rows: int, width: int):
-        """[rows, width] of one chunk, as a tensor copy writes it."""
-        return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
 
     @cute.kernel
     def kernel(
@@ -271,11 +227,7 @@ class Forward:
             if warp == LOAD_WARP:
                 Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
             if warp == SCHEDULE_WARP:
-                if cutlass.const_expr(self.key.split):
-                    least = config.least_share
-                    KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least).run()
-                else:
-                    QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests).run()
+                self.schedule(mailbox, requests, merges).run()
         else:
             cute.arch.setmaxregister_increase(self.most_registers)
             Multiplier(
@@ -295,7 +247,3 @@ class Forward:
                 scoring,
                 thread - WARPGROUP,
             ).run()
-
-    def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
-        pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
-        return cute.make_tensor(pointer, layout.outer)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a layer's spec and tensors to the SM90 kernels: their keys, functions and launches."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,14 +13,14 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.sm90.configs import (
-    ForwardConfig,
     default_config,
     default_split_config,
     packed_heads,
     padded,
 )
-from dsl_backend.attention.sm90.forward import NUMERIC, Forward, ForwardKey, LayerKey
+from dsl_backend.attention.sm90.forward import Forward, ForwardKey, LayerKey
 from dsl_backend.attention.sm90.schedule import MERGE_FIELDS
+from dsl_backend.attention.sm90.tiles import NUMERIC
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
@@ -102,19 +103,26 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
 SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
-def build(key: ForwardKey, target: Target) -> Function:
-    """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
+def rows_of(key: LayerKey) -> tuple[Any, ...]:
+    """Queries, keys and values."""
     lead = fake_pages(key)
-    rows = (
+    return (
         fake_rows(key, key.head_dim, key.heads_q, cute.sym_int()),
         fake_rows(key, key.head_dim, key.heads_kv, *lead),
         fake_rows(key, key.head_dim_v, key.heads_kv, *lead),
     )
-    return compile_kernel(Forward(key), fake_args(key, *rows), key=key, target=target)
+
+
+def build(key: ForwardKey, target: Target) -> Function:
+    """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
+    return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
+
+
+Build = Callable[[Any, Target], Function]
 
 
 @cache
-def function_of(key: ForwardKey, target: Target, libraries: str) -> Function:
+def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> Function:
     """The function of a key, kept by what host code is linked with."""
     return build(key, target)
 
@@ -167,34 +175,44 @@ def split_scratch(workspace: Workspace, blocks: int, rows: int, columns: int) ->
 
 
 class Prefill:
-    """Attention of long queries for one layer spec; see forward.py."""
+    """Attention of long queries for one layer spec; see forward.py.
 
+    Attributes:
+        build: compiles the kernel of a key.
+        key_type: the key's.
+        default: the configuration for a spec.
+        split: key ranges are cut into equal shares.
+    """
+
+    build: Build = staticmethod(build)
+    key_type: Any = ForwardKey
+    default: Callable[[AttentionSpec], Any] = staticmethod(default_config)
     split = False
 
-    def __init__(
-        self, spec: AttentionSpec, target: Target, workspace: Workspace, config: ForwardConfig | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
-        self.config = config or (default_split_config if self.split else default_config)(spec)
+        self.config = config or self.default(spec)
         self.blocks = target.sm_count * self.config.resident
         self.pack = packed_heads(spec.group) if self.split else 1
 
     def longest_query(self) -> int | None:
-        return None
+        return min(16, self.config.tile_m // self.pack) if self.split else None
 
     def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results, and what the merge kernel must do with them."""
-        return None, None
+        if not self.split:
+            return None, None
+        return split_scratch(self.workspace, self.blocks, self.config.tile_m, padded(self.spec.head_dim_v))
 
-    def key(self, operands: Operands) -> ForwardKey:
+    def key(self, operands: Operands) -> Any:
         facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
-        return ForwardKey(config=self.config, **facts)
+        return self.key_type(config=self.config, **facts)
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        function_of(self.key(operands), self.target, toolkit.libraries())(
+        function_of(self.build, self.key(operands), self.target, toolkit.libraries())(
             operands.q,
             operands.keys,
             operands.values,
@@ -207,10 +225,5 @@ class Prefill:
 class SplitKV(Prefill):
     """Attention of short queries, whose key ranges are cut into equal shares."""
 
+    default = staticmethod(default_split_config)
     split = True
-
-    def longest_query(self) -> int | None:
-        return min(16, self.config.tile_m // packed_heads(self.spec.group))
-
-    def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return split_scratch(self.workspace, self.blocks, self.config.tile_m, padded(self.spec.head_dim_v))
