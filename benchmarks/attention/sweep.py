@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import torch
 from dsl_backend.attention.kernel import Operands, Workspace
-from dsl_backend.attention.sm90 import launch
+from dsl_backend.attention.sm90 import latent_launch, launch
 from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
+from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
@@ -37,10 +38,26 @@ PREFILL = {
     256: ((2, 64), (2, 80), (2, 48)),
 }
 SPLIT_TILES = (32, 64, 96, 128, 160, 192)
+LATENT_TILES = ((64, 2), (48, 2), (32, 3), (32, 4))  # and stages
+
+Config = ForwardConfig | LatentConfig
+Kernel = launch.Prefill | latent_launch.Latent
 
 
-def candidates(spec: AttentionSpec, split: bool, target: Target) -> Iterator[ForwardConfig]:
+def latent_candidates(spec: AttentionSpec, target: Target) -> Iterator[Config]:
+    default = default_latent_config(spec)
+    yield default
+    for (tile_n, stages), first, cluster, least in itertools.product(LATENT_TILES, (False, True), (1, 2), (1, 2, 4)):
+        config = LatentConfig(tile_n=tile_n, stages=stages, scores_first=first, cluster=cluster, least_share=least)
+        if config != default and not config.objections(spec, target.smem_bytes):
+            yield config
+
+
+def candidates(spec: AttentionSpec, split: bool, target: Target) -> Iterator[Config]:
     """Configurations worth a try that fit, the default first."""
+    if spec.latent:
+        yield from latent_candidates(spec, target)
+        return
     seen = [default_split_config(spec) if split else default_config(spec)]
     widest = max(spec.head_dim, spec.head_dim_v)
     shapes = PREFILL[next(width for width in PREFILL if width >= widest)]
@@ -64,18 +81,18 @@ def candidates(spec: AttentionSpec, split: bool, target: Target) -> Iterator[For
     yield from seen
 
 
-def bound(
-    case: Case[Problem], split: bool, config: ForwardConfig, target: Target, workspace: Workspace
-) -> launch.Prefill:
-    kernel = launch.SplitKV if split else launch.Prefill
-    return kernel(case.problem.spec, target, workspace, config)
+def bound(case: Case[Problem], split: bool, config: Config, target: Target, workspace: Workspace) -> Kernel:
+    spec = case.problem.spec
+    if isinstance(config, LatentConfig):
+        return latent_launch.LatentSplitKV(spec, target, workspace, config)
+    return (launch.SplitKV if split else launch.Prefill)(spec, target, workspace, config)
 
 
 def operands_of(layer: inputs.Layer) -> Operands:
     return Operands(layer.q, None, layer.keys, layer.values, layer.out, None, None, None, None, None)
 
 
-def microseconds(case: Case[Problem], kernel: launch.Prefill, made: inputs.Inputs) -> float:
+def microseconds(case: Case[Problem], kernel: Kernel, made: inputs.Inputs) -> float:
     """Median of a launch, once its result is right."""
     device, batch = made.batch.device, made.batch
 
@@ -100,13 +117,18 @@ def microseconds(case: Case[Problem], kernel: launch.Prefill, made: inputs.Input
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention.sweep", description=__doc__)
-    parser.add_argument("operation", choices=("decode", "prefill", "mla-prefill"))
+    parser.add_argument("operation", choices=("decode", "mla-decode", "prefill", "mla-prefill"))
     parser.add_argument("--rows", default=None, help="regular expression of row names; by default the table's")
     parser.add_argument("--best", type=int, default=6, help="lines for each row")
     parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
     given = parser.parse_args()
-    split = given.operation == "decode"
-    make = {"decode": rows.decode_cases, "prefill": rows.prefill_cases, "mla-prefill": rows.packed_cases}
+    split = given.operation in ("decode", "mla-decode")
+    make = {
+        "decode": rows.decode_cases,
+        "mla-decode": rows.latent_cases,
+        "prefill": rows.prefill_cases,
+        "mla-prefill": rows.packed_cases,
+    }
     cases = [case for case in select(make[given.operation](16), given.rows) if not case.problem.is_fp8_kv]
     target, device = targets.detect(), torch.device("cuda")
     workspace = Workspace(device)
@@ -116,7 +138,8 @@ def main() -> int:
         made = inputs.build(case.problem, 1, device, 0)
         for config in tried[case.id]:
             key = bound(case.problem.spec, split, config, target, workspace).key(operands_of(made.layers[0]))
-            units[key] = Unit("attention", launch.build, key, target)
+            build = latent_launch.build if case.problem.latent else launch.build
+            units[key] = Unit("attention", build, key, target)
     for outcome in precompile.run(list(units.values())):
         if outcome.error:
             print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
@@ -124,7 +147,7 @@ def main() -> int:
     for case in cases:
         layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
         made = inputs.build(case.problem, layers, device, 0)
-        found: list[tuple[float, ForwardConfig]] = []
+        found: list[tuple[float, Config]] = []
         for config in tried[case.id]:
             try:
                 found.append(

@@ -25,14 +25,19 @@ from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
-@cache
-def function_of(key: LatentKey, target: Target, libraries: str) -> Function:
+def build(key: LatentKey, target: Target) -> Function:
     rows = (
         fake_rows(key, key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(key, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(key, key.head_dim, key.heads_kv, *fake_pages(key)),
     )
     return compile_kernel(LatentForward(key), fake_args(key, *rows), key=key, target=target)
+
+
+@cache
+def function_of(key: LatentKey, target: Target, libraries: str) -> Function:
+    """The function of a key, kept by what host code is linked with."""
+    return build(key, target)
 
 
 class Latent:
@@ -55,6 +60,9 @@ class Latent:
         """Partial results, and what the merge kernel must do with them."""
         return None, None
 
+    def key(self, operands: Operands) -> LatentKey:
+        return LatentKey(config=self.config, **facts_of(self.spec, operands, pack=self.pack, split=self.split))
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
@@ -62,8 +70,7 @@ class Latent:
         if q_rope is None:
             q, q_rope = q[..., :latent], q[..., latent:]
         check_alignment(q=q, q_rope=q_rope, keys=operands.keys)
-        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
-        function_of(LatentKey(config=self.config, **facts), self.target, toolkit.libraries())(
+        function_of(self.key(operands), self.target, toolkit.libraries())(
             q,
             q_rope,
             operands.keys,
