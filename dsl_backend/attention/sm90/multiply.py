@@ -14,6 +14,7 @@ from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
 from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows, clear_rows, store_rows
+from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own.
@@ -171,6 +172,7 @@ class Multiplier:
         self.issue_scores(stage, count)
         self.give_turn()
         warpgroup.wait_group(0)
+        settle(self.S)
         self.release(self.barriers.k_empty, count)
         self.clear_past(work, tile, count)
         self.weigh(work, tile, True)
@@ -184,9 +186,11 @@ class Multiplier:
         self.issue_sums(count - 1)
         self.give_turn()
         warpgroup.wait_group(1)
+        settle(self.S)
         self.release(self.barriers.k_empty, count)
         self.weigh(work, tile, masked)
         warpgroup.wait_group(0)
+        settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
         self.shrink_sums()
         self.narrow()
@@ -196,6 +200,7 @@ class Multiplier:
         """The last tile's sums; count: tiles so far."""
         self.issue_sums(count - 1)
         warpgroup.wait_group(0)
+        settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
 
     @cute.jit
