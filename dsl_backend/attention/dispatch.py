@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.sm90 import configs as sm90
+from dsl_backend.attention.sm90.latent_configs import default_latent_config
 from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.errors import InvalidInput, Unsupported
@@ -84,8 +85,9 @@ def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
     return triton_common(spec, target) + dense_head_dims(spec)
 
 
-def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
-    reasons = triton_common(spec, target)
+def latent_only(spec: AttentionSpec) -> list[str]:
+    """What kernels of absorbed MLA need."""
+    reasons = []
     if not spec.latent:
         reasons.append("serves the latent keys of MLA only")
     if (spec.head_dim, spec.head_dim_v) not in LATENT_DIMS:
@@ -96,23 +98,33 @@ def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
     return reasons
 
 
+def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
+    return triton_common(spec, target) + latent_only(spec)
+
+
 def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
     """The reference computes on the host: it would read lengths back from a GPU at every step."""
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
-def cute_dense(spec: AttentionSpec) -> list[str]:
-    """What the CuTe DSL kernels of dense attention need, on any SM."""
-    reasons = [*toolkit.missing()]
+def cute_storage(spec: AttentionSpec) -> list[str]:
+    """Dtypes and pages that the CuTe DSL kernels take."""
+    reasons = []
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
     if spec.kv_dtype != spec.dtype:
         reasons.append(f"keys of {short(spec.kv_dtype)} are not of the queries' {short(spec.dtype)}")
+    if spec.page_size is not None and spec.page_size % 16:
+        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
+    return reasons
+
+
+def cute_dense(spec: AttentionSpec) -> list[str]:
+    """What the CuTe DSL kernels of dense attention need, on any SM."""
+    reasons = [*toolkit.missing(), *cute_storage(spec)]
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
         if dim % 8 or not 16 <= dim <= 256:
             reasons.append(f"{name} {dim} is not a multiple of 8 from 16 to 256")
-    if spec.page_size is not None and spec.page_size % 16:
-        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
     if spec.latent:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons
@@ -142,6 +154,13 @@ def sm100_decode(spec: AttentionSpec, target: Target) -> list[str]:
     return cute_dense(spec) or sm100.default_split_config(spec).objections(spec, target.smem_bytes)
 
 
+def sm90_mla(spec: AttentionSpec, target: Target) -> list[str]:
+    if not target.wgmma:
+        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    reasons = [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
+    return reasons or default_latent_config(spec).objections(spec, target.smem_bytes)
+
+
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry, ...]] = {
@@ -159,7 +178,11 @@ TABLE: dict[Operation, tuple[Entry, ...]] = {
         Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", sm100_decode),
         REFERENCE,
     ),
-    Operation.MLA_DECODE: (Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla), REFERENCE),
+    Operation.MLA_DECODE: (
+        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
+        Entry("cute", "dsl_backend.attention.sm90.latent_launch:LatentSplitKV", sm90_mla),
+        REFERENCE,
+    ),
     Operation.WRITE_KV: (
         Entry("triton", "dsl_backend.attention.triton.write_kv:write_kv", triton_common),
         Entry("reference", "dsl_backend.attention.reference:write_kv", cpu_only),

@@ -356,6 +356,16 @@ def test_cute_objects(change: dict[str, Any], objection: str, arch: str) -> None
         dispatch.choose(Operation.PREFILL, spec(**change), from_arch(arch), "cute")
 
 
+def test_cute_objects_to_fp8_latents() -> None:
+    layer = dataclasses.replace(LATENT.spec, kv_dtype=FP8)
+    with pytest.raises(Unsupported, match="keys of float8_e4m3fn are not of the queries'"):
+        dispatch.choose(Operation.MLA_DECODE, layer, from_arch("sm_90a"), "cute")
+    served = dispatch.choose(
+        Operation.MLA_DECODE, dataclasses.replace(layer, kv_dtype=layer.dtype), from_arch("sm_90a"), "cute"
+    )
+    assert served.kernel.endswith("LatentSplitKV")
+
+
 def test_cute_is_for_its_own_chips() -> None:
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.PREFILL, spec(), from_arch("sm_120a"), "cute")
