@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsl_backend import log
-from dsl_backend.runtime import cache, compile, key, precompile
+from dsl_backend.runtime import cache, compile, key, precompile, toolkit
 from dsl_backend.runtime.compiles import compiles
 
 # Tests put others in its place.
@@ -21,6 +21,7 @@ def fresh() -> None:
     cache.stats = cache.Stats()
     log.warning_once.cache_clear()
     SOURCES_OF.cache_clear()
+    toolkit.missing.cache_clear()
 
 
 @pytest.fixture(autouse=True)
