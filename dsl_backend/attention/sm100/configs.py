@@ -3,11 +3,10 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.sm90.configs import MAILBOX_BYTES, MBARRIER_BYTES, chunk, padded
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, chunk, padded
 from dsl_backend.attention.spec import AttentionSpec
 
 WARP = 32
-WARPGROUP = 128
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps.

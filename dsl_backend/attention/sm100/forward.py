@@ -14,14 +14,13 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.merge import Merge
+from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel, clear_rows
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.forward import LayerKey
-from dsl_backend.attention.sm90.load import Loader
-from dsl_backend.attention.sm90.merge import Merge
-from dsl_backend.attention.sm90.rows import clear_rows
-from dsl_backend.attention.sm90.schedule import Requests
-from dsl_backend.attention.sm90.tiles import TiledKernel
 from dsl_backend.attention.sm100.configs import (
     CORRECT,
     CORRECT_REGISTERS,
@@ -32,7 +31,6 @@ from dsl_backend.attention.sm100.configs import (
     SCHEDULE,
     SOFTMAX_REGISTERS,
     TENSOR_COLUMNS,
-    WARPGROUP,
     ForwardConfig,
 )
 from dsl_backend.attention.sm100.correct import Corrector

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a layer's spec and tensors to the SM100 kernels; SM90's launches, with kernels of their own."""
+"""The SM100 kernels of dense attention for one layer spec."""
 
-from dsl_backend.attention.sm90 import launch as sm90
+from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.sm100.configs import default_config, default_split_config
 from dsl_backend.attention.sm100.forward import Forward, ForwardKey
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -10,11 +10,11 @@ from dsl_backend.runtime.target import Target
 
 def build(key: ForwardKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
-    return compile_kernel(Forward(key), sm90.fake_args(key, *sm90.rows_of(key)), key=key, target=target)
+    return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
-class Prefill(sm90.Prefill):
-    """Attention of long queries."""
+class Prefill(DenseKernel):
+    """Attention of long queries; see forward.py."""
 
     build = staticmethod(build)
     key_type = ForwardKey

@@ -3,24 +3,12 @@
 
 from dataclasses import dataclass
 
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded
 from dsl_backend.attention.spec import AttentionSpec
 
-WARPGROUP = 128
 ROWS = 64  # of a warpgroup's wgmma
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
 REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
-MBARRIER_BYTES = 8
-MAILBOX_BYTES = 256  # of parts/work.py: two items, their barriers, room to align them
-
-
-def padded(dim: int) -> int:
-    """A head size as shared memory holds it: wgmma takes 16 elements at a time."""
-    return -(-dim // 16) * 16
-
-
-def chunk(dim: int) -> int:
-    """Elements of a row of 128, 64 or 32 bytes that the swizzle permutes: the widest that divide a padded head size."""
-    return next(width for width in (64, 32, 16) if padded(dim) % width == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +97,3 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     if widest <= 128:
         return ForwardConfig(groups=1, tile_n=128, stages=3)
     return ForwardConfig(groups=1, tile_n=64, stages=2)
-
-
-def packed_heads(group: int) -> int:
-    """Query heads that share a tile's rows: the group, or where it is wider than the rows a part of it."""
-    return next(pack for pack in range(min(group, ROWS), 0, -1) if group % pack == 0)

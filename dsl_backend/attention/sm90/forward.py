@@ -14,46 +14,17 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.scores import ScoreKey, Scoring
+from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.merge import Merge
+from dsl_backend.attention.parts.schedule import Requests
+from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import REGISTERS, WARPGROUP, ForwardConfig
-from dsl_backend.attention.sm90.load import Loader
-from dsl_backend.attention.sm90.merge import Merge
+from dsl_backend.attention.sm90.configs import REGISTERS, ForwardConfig
 from dsl_backend.attention.sm90.multiply import Multiplier
-from dsl_backend.attention.sm90.schedule import Requests
-from dsl_backend.attention.sm90.tiles import TiledKernel
 
 LOAD_WARP, SCHEDULE_WARP = 0, 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerKey:
-    """What of a layer, and of what is wanted of it, a kernel's code depends on.
-
-    Attributes:
-        dtype: of queries, keys, values and outputs.
-        heads_q, heads_kv: of the layer.
-        pack: query heads whose rows share a tile.
-        page_size: tokens of a page; 0 where keys are packed.
-        causality: `full`, `causal` or `per_request`.
-        left, right: whether a window ends before or after a position.
-        split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
-        lse: whether the softmax's denominators are wanted.
-    """
-
-    dtype: str
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    pack: int
-    page_size: int
-    causality: str
-    left: bool
-    right: bool
-    lse: bool
-    split: bool
-    scores: ScoreKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,17 +14,18 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
+from dsl_backend.attention.parts.load import box_rows, query_box
+from dsl_backend.attention.parts.merge import Merge
+from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
 from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP, chunk
+from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP, chunk
-from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP, LayerKey
+from dsl_backend.attention.sm90.configs import ROWS
+from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP
 from dsl_backend.attention.sm90.latent_configs import GROUPS, MATH_REGISTERS, OTHER_REGISTERS, PARTS, LatentConfig
 from dsl_backend.attention.sm90.latent_load import LatentLoader
 from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
-from dsl_backend.attention.sm90.load import box_rows, query_box
-from dsl_backend.attention.sm90.merge import Merge
-from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
-from dsl_backend.attention.sm90.tiles import NUMERIC, SWIZZLES
 
 
 @dataclass(frozen=True, kw_only=True)

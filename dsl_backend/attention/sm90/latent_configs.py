@@ -3,7 +3,8 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.sm90.configs import MAILBOX_BYTES, MBARRIER_BYTES, ROWS, WARPGROUP, chunk, packed_heads
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, packed_heads
+from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns

@@ -7,10 +7,7 @@ import torch
 from cutlass import cute
 
 from dsl_backend.attention.kernel import Operands, Workspace
-from dsl_backend.attention.sm90.configs import ROWS, packed_heads
-from dsl_backend.attention.sm90.latent import LatentForward, LatentKey
-from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
-from dsl_backend.attention.sm90.launch import (
+from dsl_backend.attention.parts.launch import (
     check_alignment,
     facts_of,
     fake_args,
@@ -19,6 +16,10 @@ from dsl_backend.attention.sm90.launch import (
     shared_args,
     split_scratch,
 )
+from dsl_backend.attention.parts.sizes import packed_heads
+from dsl_backend.attention.sm90.configs import ROWS
+from dsl_backend.attention.sm90.latent import LatentForward, LatentKey
+from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel

@@ -5,9 +5,9 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
+from dsl_backend.attention.parts.load import Loader, query_box
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.latent_configs import PARTS
-from dsl_backend.attention.sm90.load import Loader, query_box
 
 
 class LatentLoader(Loader):

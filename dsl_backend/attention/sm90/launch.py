@@ -1,116 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a layer's spec and tensors to the SM90 kernels: their keys, functions and launches."""
+"""The SM90 kernels of dense attention for one layer spec."""
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
-import cutlass
-import torch
-from cutlass import cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-from dsl_backend.attention.kernel import Operands, Workspace
-from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.sm90.configs import (
-    default_config,
-    default_split_config,
-    packed_heads,
-    padded,
-)
-from dsl_backend.attention.sm90.forward import Forward, ForwardKey, LayerKey
-from dsl_backend.attention.sm90.schedule import MERGE_FIELDS
-from dsl_backend.attention.sm90.tiles import NUMERIC
-from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
-from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import toolkit
+from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.sm90.configs import default_config, default_split_config
+from dsl_backend.attention.sm90.forward import Forward, ForwardKey
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
-
-ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
-
-
-def window(width: int | None) -> int:
-    """A window as the kernel takes it; what int32 positions could not be added to is unbounded."""
-    return 0 if width is None else min(width, 1 << 30)
-
-
-def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool) -> dict[str, Any]:
-    """The fields of a LayerKey."""
-    sinks = None if operands.sinks is None else short(operands.sinks.dtype)
-    return {
-        "dtype": short(spec.dtype),
-        "heads_q": spec.heads_q,
-        "heads_kv": spec.heads_kv,
-        "head_dim": spec.head_dim,
-        "head_dim_v": spec.head_dim_v,
-        "pack": pack,
-        "page_size": spec.page_size or 0,
-        "causality": spec.causality.value,
-        "left": spec.window_left is not None,
-        "right": spec.window_right is not None,
-        "lse": operands.lse is not None,
-        "split": split,
-        "scores": ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=sinks, signed=spec.scale <= 0),
-    }
-
-
-def fake_rows(key: LayerKey, dim: int, heads: int, *lead: Any) -> Any:
-    """[*lead, heads, dim]."""
-    strides = tuple(cute.sym_int64(divisibility=8) for _ in (*lead, heads))
-    return make_fake_tensor(NUMERIC[key.dtype], (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
-
-
-def fake_pages(key: LayerKey) -> tuple[Any, ...]:
-    """The leading dimensions of keys."""
-    return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
-
-
-def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
-    """A kernel's arguments. rows: of queries, keys and values."""
-    many = cute.sym_int
-
-    def vector_of(numeric: Any, length: Any, align: int = 4) -> Any:
-        return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
-
-    table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
-    lse = make_fake_tensor(
-        cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
-    )
-    sinks = key.scores.sinks
-    return (
-        *rows,
-        fake_rows(key, key.head_dim_v, key.heads_q, many()),
-        lse if key.lse else None,
-        vector_of(cutlass.Int32, many()),
-        vector_of(cutlass.Int32, many()),
-        table if key.page_size else None,
-        None if key.page_size else vector_of(cutlass.Int32, many()),
-        vector_of(cutlass.Uint8, many(), 1) if key.causality == Causality.PER_REQUEST.value else None,
-        vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
-        vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
-        make_fake_tensor(cutlass.Int32, (many(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
-        if key.split
-        else None,
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        *[cutlass.Int32(1)] * 6,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-
-
-def rows_of(key: LayerKey) -> tuple[Any, ...]:
-    """Queries, keys and values."""
-    lead = fake_pages(key)
-    return (
-        fake_rows(key, key.head_dim, key.heads_q, cute.sym_int()),
-        fake_rows(key, key.head_dim, key.heads_kv, *lead),
-        fake_rows(key, key.head_dim_v, key.heads_kv, *lead),
-    )
 
 
 def build(key: ForwardKey, target: Target) -> Function:
@@ -118,108 +13,12 @@ def build(key: ForwardKey, target: Target) -> Function:
     return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
-Build = Callable[[Any, Target], Function]
+class Prefill(DenseKernel):
+    """Attention of long queries; see forward.py."""
 
-
-@cache
-def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> Function:
-    """The function of a key, kept by what host code is linked with."""
-    return build(key, target)
-
-
-def check_alignment(**tensors: torch.Tensor) -> None:
-    """Raises InvalidInput where a tensor copy could not take a tensor."""
-    for name, tensor in tensors.items():
-        strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-        if tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
-            raise InvalidInput(
-                f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
-                f"are needed"
-            )
-
-
-def shared_args(
-    spec: AttentionSpec,
-    batch: Batch,
-    operands: Operands,
-    scratch: tuple[torch.Tensor | None, torch.Tensor | None],
-    shortest: int,
-    longest: int,
-) -> tuple[Any, ...]:
-    """A kernel's arguments behind its queries, keys and values, up to the size of its grids."""
-    causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
-    return (
-        operands.out,
-        operands.lse,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.block_table,
-        batch.kv_start_loc,
-        None if causal is None else causal.view(torch.uint8),
-        operands.sinks,
-        operands.alibi_slopes,
-        *scratch,
-        spec.scale,
-        spec.softcap,
-        window(spec.window_left),
-        window(spec.window_right),
-        max(1, shortest),
-        longest,
-    )
-
-
-def split_scratch(workspace: Workspace, blocks: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the partial results of row tiles [rows, columns], and for what the merge kernel must do with them."""
-    partials = workspace.partials(2 * blocks * rows * (columns + 2))
-    return partials, workspace.integers(blocks * MERGE_FIELDS)[: blocks * MERGE_FIELDS].view(blocks, MERGE_FIELDS)
-
-
-class Prefill:
-    """Attention of long queries for one layer spec; see forward.py.
-
-    Attributes:
-        build: compiles the kernel of a key.
-        key_type: the key's.
-        default: the configuration for a spec.
-        split: key ranges are cut into equal shares.
-    """
-
-    build: Build = staticmethod(build)
-    key_type: Any = ForwardKey
-    default: Callable[[AttentionSpec], Any] = staticmethod(default_config)
-    split = False
-
-    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
-        self.spec, self.target, self.workspace = spec, target, workspace
-        self.config = config or self.default(spec)
-        self.blocks = target.sm_count * self.config.resident
-        self.pack = packed_heads(spec.group) if self.split else 1
-
-    def longest_query(self) -> int | None:
-        return min(16, self.config.tile_m // self.pack) if self.split else None
-
-    def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Partial results, and what the merge kernel must do with them."""
-        if not self.split:
-            return None, None
-        return split_scratch(self.workspace, self.blocks, self.config.tile_m, padded(self.spec.head_dim_v))
-
-    def key(self, operands: Operands) -> Any:
-        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
-        return self.key_type(config=self.config, **facts)
-
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
-        if batch.num_requests == 0 or batch.num_tokens == 0:
-            return
-        check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        function_of(self.build, self.key(operands), self.target, toolkit.libraries())(
-            operands.q,
-            operands.keys,
-            operands.values,
-            *shared_args(self.spec, batch, operands, self.scratch(), shortest, longest),
-            self.blocks,
-            min(self.config.tile_m, min(longest, batch.max_query_len) * self.pack),
-        )
+    build = staticmethod(build)
+    key_type = ForwardKey
+    default = staticmethod(default_config)
 
 
 class SplitKV(Prefill):

@@ -10,10 +10,12 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
+from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.tiles import clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
-from dsl_backend.attention.sm90.configs import ROWS, WARPGROUP
-from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows, clear_rows, store_rows
+from dsl_backend.attention.sm90.configs import ROWS
+from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import store_vector
 

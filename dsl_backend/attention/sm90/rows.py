@@ -5,13 +5,11 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
-from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
 
 # A thread's rows of an accumulator, 8 apart.
 THREAD_ROWS = 2
 QUAD = 4  # lanes that share a row of an accumulator
-VECTOR = 8  # elements of 16 bytes
 
 
 class Rows:
@@ -76,44 +74,3 @@ class Rows:
                 start = position - self.requests.left - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                     scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
-
-
-@cute.jit
-def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
-    """Zero rows of shared memory, 16 bytes a thread."""
-    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
-    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
-        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
-        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
-
-
-@cute.jit
-def store_rows(
-    rows: cute.Tensor,
-    out: cute.Tensor,
-    work,
-    key: cutlass.Constexpr,
-    first: cutlass.Int32,
-    count: cutlass.Constexpr[int],
-    thread: cutlass.Int32,
-    threads: cutlass.Constexpr[int],
-):
-    """Rows first ... first + count of a tile from shared to global memory, 16 bytes a thread.
-
-    Args:
-        rows: the tile's, [row, column].
-        thread: of `threads` that take part.
-    """
-    vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
-    held = cute.make_rmem_tensor(VECTOR, rows.element_type)
-    for i in cutlass.range_constexpr(count * vectors // threads):
-        index = i * threads + thread
-        m, column = first + index // vectors, index % vectors
-        if m < work.rows and column * VECTOR < key.head_dim_v:
-            cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
-            token = work.query + m // key.pack
-            head = work.unit * key.pack + m % key.pack
-            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column * VECTOR
-            store_vector(held, out.iterator, offset)

@@ -1,22 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense kernels of all SMs do alike: tiles in shared memory, copies that fill them, the schedule."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.sm90.configs import chunk, padded
-from dsl_backend.attention.sm90.load import box_rows, query_box
-from dsl_backend.attention.sm90.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.parts.load import box_rows, query_box
+from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.parts.scores import ScoreKey
+from dsl_backend.attention.parts.sizes import chunk, padded
+from dsl_backend.primitives.copy import store_vector
 
+VECTOR = 8  # elements of 16 bytes
 NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 SWIZZLES = {
     64: warpgroup.SmemLayoutAtomKind.K_SW128,
     32: warpgroup.SmemLayoutAtomKind.K_SW64,
     16: warpgroup.SmemLayoutAtomKind.K_SW32,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKey:
+    """What of a layer, and of what is wanted of it, a kernel's code depends on.
+
+    Attributes:
+        dtype: of queries, keys, values and outputs.
+        heads_q, heads_kv: of the layer.
+        pack: query heads whose rows share a tile.
+        page_size: tokens of a page; 0 where keys are packed.
+        causality: `full`, `causal` or `per_request`.
+        left, right: whether a window ends before or after a position.
+        split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
+        lse: whether the softmax's denominators are wanted.
+    """
+
+    dtype: str
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    pack: int
+    page_size: int
+    causality: str
+    left: bool
+    right: bool
+    lse: bool
+    split: bool
+    scores: ScoreKey
 
 
 class TiledKernel:
@@ -87,3 +121,44 @@ class TiledKernel:
             least = self.config.least_share
             return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least)
         return QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests)
+
+
+@cute.jit
+def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
+    """Zero rows of shared memory, 16 bytes a thread."""
+    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
+    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
+        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
+        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
+
+
+@cute.jit
+def store_rows(
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    work,
+    key: cutlass.Constexpr,
+    first: cutlass.Int32,
+    count: cutlass.Constexpr[int],
+    thread: cutlass.Int32,
+    threads: cutlass.Constexpr[int],
+):
+    """Rows first ... first + count of a tile from shared to global memory, 16 bytes a thread.
+
+    Args:
+        rows: the tile's, [row, column].
+        thread: of `threads` that take part.
+    """
+    vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
+    held = cute.make_rmem_tensor(VECTOR, rows.element_type)
+    for i in cutlass.range_constexpr(count * vectors // threads):
+        index = i * threads + thread
+        m, column = first + index // vectors, index % vectors
+        if m < work.rows and column * VECTOR < key.head_dim_v:
+            cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
+            token = work.query + m // key.pack
+            head = work.unit * key.pack + m % key.pack
+            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column * VECTOR
+            store_vector(held, out.iterator, offset)
