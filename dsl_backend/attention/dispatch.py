@@ -2,10 +2,7 @@
 """Which kernel serves an attention problem on a target: a table of reasons, best kernel first."""
 
 import enum
-import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,11 +10,9 @@ from dsl_backend.attention.sm90 import configs as sm90
 from dsl_backend.attention.sm90.latent_configs import default_latent_config
 from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.spec import AttentionSpec, short
-from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.runtime import toolkit
+from dsl_backend.runtime import dispatch, toolkit
+from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
-
-Objections = Callable[[AttentionSpec, Target], list[str]]
 
 
 class Operation(enum.Enum):
@@ -27,25 +22,6 @@ class Operation(enum.Enum):
     DECODE = "attention.decode"
     MLA_DECODE = "attention.mla_decode"
     WRITE_KV = "attention.write_kv"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A kernel that may serve an operation.
-
-    Attributes:
-        name: what a user calls it by.
-        kernel: `module:name` of its class or function, imported when it is first chosen.
-        objections: why it does not serve a problem on a target; empty where it does.
-    """
-
-    name: str
-    kernel: str
-    objections: Objections
-
-    def load(self) -> Any:
-        module, _, name = self.kernel.partition(":")
-        return getattr(importlib.import_module(module), name)
 
 
 def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
@@ -163,7 +139,7 @@ def sm90_mla(spec: AttentionSpec, target: Target) -> list[str]:
 
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
-TABLE: dict[Operation, tuple[Entry, ...]] = {
+TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # Kernels in CuTe DSL, one for each SM, come first when they have been timed on the chip; until then they are had by
     # name.
     Operation.PREFILL: (
@@ -190,34 +166,16 @@ TABLE: dict[Operation, tuple[Entry, ...]] = {
 }
 
 
-def judge(operation: Operation, spec: AttentionSpec, target: Target) -> list[tuple[Entry, list[str]]]:
+def judge(operation: Operation, spec: AttentionSpec, target: Target) -> Judged[AttentionSpec]:
     """Every entry of the operation with its objections, best entry first."""
-    return [(entry, entry.objections(spec, target)) for entry in TABLE[operation]]
+    return dispatch.judge(TABLE[operation], spec, target)
 
 
-def choose(operation: Operation, spec: AttentionSpec, target: Target, kernel: str | None = None) -> Entry:
-    """The first entry that does not object.
-
-    Args:
-        kernel: a name from the table; that kernel or none.
-
-    Raises:
-        InvalidInput: the table has no kernel of that name.
-        Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
-    """
-    judged = judge(operation, spec, target)
-    if kernel is not None:
-        names = list(dict.fromkeys(entry.name for entry, _ in judged))
-        if kernel not in names:
-            raise InvalidInput(f"{operation.value} has no kernel {kernel!r}: choose one of {', '.join(names)}")
-        judged = [(entry, reasons) for entry, reasons in judged if entry.name == kernel]
-    for entry, reasons in judged:
-        if not reasons:
-            return entry
-    all_reasons: dict[str, list[str]] = {}
-    for entry, reasons in judged:
-        all_reasons.setdefault(entry.name, []).extend(reasons)
-    raise Unsupported(f"{operation.value} of {spec} on {target.arch}", all_reasons)
+def choose(
+    operation: Operation, spec: AttentionSpec, target: Target, kernel: str | None = None
+) -> Entry[AttentionSpec]:
+    """The first entry that does not object; arguments and errors as in `runtime.dispatch`."""
+    return dispatch.choose(operation.value, TABLE[operation], spec, target, kernel)
 
 
 def operations_of(spec: AttentionSpec) -> Sequence[Operation]:

@@ -1,42 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a linear layer on a target: a table of reasons, best kernel first."""
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
-from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear import configs
-from dsl_backend.linear.kernel import Run
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime import toolkit
+from dsl_backend.runtime import dispatch, toolkit
+from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
 
 OPERATION = "linear"
 # Elements in 16 bytes.
 TMA_VECTOR = 8
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A kernel that may serve.
-
-    Attributes:
-        name: what a user calls it by.
-        kernel: `module:name` of a function (operands, spec, target, workspace), imported when it is first chosen.
-        objections: why it does not serve a problem on a target; empty where it does.
-    """
-
-    name: str
-    kernel: str
-    objections: Callable[[LinearSpec, Target], list[str]]
-
-    def load(self) -> Run:
-        module, _, name = self.kernel.partition(":")
-        run: Run = getattr(importlib.import_module(module), name)
-        return run
 
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
@@ -79,26 +54,11 @@ TABLE = (
 )
 
 
-def judge(spec: LinearSpec, target: Target) -> list[tuple[Entry, list[str]]]:
+def judge(spec: LinearSpec, target: Target) -> Judged[LinearSpec]:
     """Every entry with its objections, best entry first."""
-    return [(entry, entry.objections(spec, target)) for entry in TABLE]
+    return dispatch.judge(TABLE, spec, target)
 
 
-def choose(spec: LinearSpec, target: Target, kernel: str | None = None) -> Entry:
-    """The first entry that does not object.
-
-    Args:
-        kernel: a name from the table; that kernel or none.
-
-    Raises:
-        InvalidInput: the table has no kernel of that name.
-        Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
-    """
-    names = [entry.name for entry in TABLE]
-    if kernel is not None and kernel not in names:
-        raise InvalidInput(f"{OPERATION} has no kernel {kernel!r}: choose one of {', '.join(names)}")
-    judged = [(entry, reasons) for entry, reasons in judge(spec, target) if kernel in (None, entry.name)]
-    for entry, reasons in judged:
-        if not reasons:
-            return entry
-    raise Unsupported(f"{spec} on {target.arch}", {entry.name: reasons for entry, reasons in judged})
+def choose(spec: LinearSpec, target: Target, kernel: str | None = None) -> Entry[LinearSpec]:
+    """The first entry that does not object; arguments and errors as in `runtime.dispatch`."""
+    return dispatch.choose(OPERATION, TABLE, spec, target, kernel)

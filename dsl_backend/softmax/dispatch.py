@@ -1,41 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a softmax on a target: a table of reasons, best kernel first."""
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.runtime import toolkit
+from dsl_backend.runtime import dispatch, toolkit
+from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import default_config
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 OPERATION = "softmax"
 Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A kernel that may serve.
-
-    Attributes:
-        name: what a user calls it by.
-        kernel: `module:name` of a function (x, out, spec, target), imported when it is first chosen.
-        objections: why it does not serve a problem on a target; empty where it does.
-    """
-
-    name: str
-    kernel: str
-    objections: Callable[[SoftmaxSpec, Target], list[str]]
-
-    def load(self) -> Run:
-        module, _, name = self.kernel.partition(":")
-        run: Run = getattr(importlib.import_module(module), name)
-        return run
 
 
 def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
@@ -69,32 +47,18 @@ TABLE = (
 )
 
 
-def judge(spec: SoftmaxSpec, target: Target) -> list[tuple[Entry, list[str]]]:
+def judge(spec: SoftmaxSpec, target: Target) -> Judged[SoftmaxSpec]:
     """Every entry with its objections, best entry first."""
-    return [(entry, entry.objections(spec, target)) for entry in TABLE]
+    return dispatch.judge(TABLE, spec, target)
 
 
-def choose(spec: SoftmaxSpec, target: Target, kernel: str | None = None) -> Entry:
-    """The first entry that does not object.
-
-    Args:
-        kernel: a name from the table; that kernel or none.
-
-    Raises:
-        InvalidInput: the table has no kernel of that name.
-        Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
-    """
-    names = [entry.name for entry in TABLE]
-    if kernel is not None and kernel not in names:
-        raise InvalidInput(f"{OPERATION} has no kernel {kernel!r}: choose one of {', '.join(names)}")
-    judged = [(entry, reasons) for entry, reasons in judge(spec, target) if kernel in (None, entry.name)]
-    for entry, reasons in judged:
-        if not reasons:
-            return entry
-    raise Unsupported(f"{spec} on {target.arch}", {entry.name: reasons for entry, reasons in judged})
+def choose(spec: SoftmaxSpec, target: Target, kernel: str | None = None) -> Entry[SoftmaxSpec]:
+    """The first entry that does not object; arguments and errors as in `runtime.dispatch`."""
+    return dispatch.choose(OPERATION, TABLE, spec, target, kernel)
 
 
 @cache
 def chosen(spec: SoftmaxSpec, target: Target, kernel: str | None) -> Run:
     """The function that serves; chosen once for each problem, since every call asks."""
-    return choose(spec, target, kernel).load()
+    run: Run = choose(spec, target, kernel).load()
+    return run

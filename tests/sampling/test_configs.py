@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsl_backend.errors import Unsupported
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import dispatch
 from dsl_backend.sampling.configs import ClusterConfig, cluster_configs, widest_vector
@@ -74,7 +75,7 @@ def test_what_serves() -> None:
         arch: dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch(arch)).name
         for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
     }
-    cute = "cute" if dispatch.has_cute() else "triton"
+    cute = "triton" if toolkit.missing() else "cute"
     assert names == {"sm_80": "triton", "sm_90": cute, "sm_100": cute, "sm_120": "triton"}
 
 
