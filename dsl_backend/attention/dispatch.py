@@ -3,6 +3,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
+
+Objections = Callable[[AttentionSpec, Target], list[str]]
 
 
 class Operation(enum.Enum):
@@ -95,6 +98,11 @@ def cute_storage(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def cute_mla(spec: AttentionSpec) -> list[str]:
+    """What the CuTe DSL kernel of absorbed MLA needs."""
+    return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
+
+
 def cute_dense(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM."""
     reasons = [*toolkit.missing(), *cute_storage(spec)]
@@ -106,35 +114,26 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def sm90_prefill(spec: AttentionSpec, target: Target) -> list[str]:
-    if not target.wgmma:
-        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
-    return cute_dense(spec) or sm90.default_config(spec).objections(spec, target.smem_bytes)
+def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Callable[[AttentionSpec], Any]) -> Objections:
+    """Objections of an SM90 kernel: its own needs, then those of its default configuration."""
+
+    def objections(spec: AttentionSpec, target: Target) -> list[str]:
+        if not target.wgmma:
+            return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+        return needs(spec) or default(spec).objections(spec, target.smem_bytes)
+
+    return objections
 
 
-def sm90_decode(spec: AttentionSpec, target: Target) -> list[str]:
-    if not target.wgmma:
-        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
-    return cute_dense(spec) or sm90.default_split_config(spec).objections(spec, target.smem_bytes)
+def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Callable[[AttentionSpec], Any]) -> Objections:
+    """The same of an SM100 kernel."""
 
+    def objections(spec: AttentionSpec, target: Target) -> list[str]:
+        if not target.tcgen05:
+            return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
+        return needs(spec) or default(spec).objections(spec, target.smem_bytes)
 
-def sm100_prefill(spec: AttentionSpec, target: Target) -> list[str]:
-    if not target.tcgen05:
-        return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
-    return cute_dense(spec) or sm100.default_config(spec).objections(spec, target.smem_bytes)
-
-
-def sm100_decode(spec: AttentionSpec, target: Target) -> list[str]:
-    if not target.tcgen05:
-        return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
-    return cute_dense(spec) or sm100.default_split_config(spec).objections(spec, target.smem_bytes)
-
-
-def sm90_mla(spec: AttentionSpec, target: Target) -> list[str]:
-    if not target.wgmma:
-        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
-    reasons = [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
-    return reasons or default_latent_config(spec).objections(spec, target.smem_bytes)
+    return objections
 
 
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
@@ -144,19 +143,21 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # name.
     Operation.PREFILL: (
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", sm90_prefill),
-        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", sm100_prefill),
+        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense, sm90.default_config)),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
         REFERENCE,
     ),
     Operation.DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", sm90_decode),
-        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", sm100_decode),
+        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense, sm90.default_split_config)),
+        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
         REFERENCE,
     ),
     Operation.MLA_DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
-        Entry("cute", "dsl_backend.attention.sm90.latent_launch:LatentSplitKV", sm90_mla),
+        Entry(
+            "cute", "dsl_backend.attention.sm90.latent_launch:LatentSplitKV", on_sm90(cute_mla, default_latent_config)
+        ),
         REFERENCE,
     ),
     Operation.WRITE_KV: (

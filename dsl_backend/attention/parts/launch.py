@@ -163,8 +163,8 @@ def split_scratch(workspace: Workspace, blocks: int, rows: int, columns: int) ->
     return partials, workspace.integers(blocks * MERGE_FIELDS)[: blocks * MERGE_FIELDS].view(blocks, MERGE_FIELDS)
 
 
-class DenseKernel:
-    """Dense attention of one layer spec by a kernel of its SM, which a subclass names.
+class LayerKernel:
+    """Attention of one layer spec by a kernel that a subclass names.
 
     Attributes:
         build: compiles the kernel of a key.
@@ -181,17 +181,24 @@ class DenseKernel:
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or self.default(spec)
-        self.blocks = target.sm_count * self.config.resident
-        self.pack = packed_heads(spec.group) if self.split else 1
+        self.blocks, self.pack, self.tile_m = self.sizes()
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Blocks of the grid, heads packed into a tile's rows, rows of a tile."""
+        raise NotImplementedError
 
     def longest_query(self) -> int | None:
-        return min(16, self.config.tile_m // self.pack) if self.split else None
+        raise NotImplementedError
+
+    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
+        """The kernel's first arguments, fit for tensor copies."""
+        raise NotImplementedError
 
     def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results, and what the merge kernel must do with them."""
         if not self.split:
             return None, None
-        return split_scratch(self.workspace, self.blocks, self.config.tile_m, padded(self.spec.head_dim_v))
+        return split_scratch(self.workspace, self.blocks, self.tile_m, padded(self.spec.head_dim_v))
 
     def key(self, operands: Operands) -> Any:
         facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
@@ -200,12 +207,25 @@ class DenseKernel:
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
-        check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
+        tensors = self.tensors(operands)
         function_of(self.build, self.key(operands), self.target, toolkit.libraries())(
-            operands.q,
-            operands.keys,
-            operands.values,
+            *tensors,
             *shared_args(self.spec, batch, operands, self.scratch(), shortest, longest),
             self.blocks,
-            min(self.config.tile_m, min(longest, batch.max_query_len) * self.pack),
+            min(self.tile_m, min(longest, batch.max_query_len) * self.pack),
         )
+
+
+class DenseKernel(LayerKernel):
+    """Keys and values of their own."""
+
+    def sizes(self) -> tuple[int, int, int]:
+        pack = packed_heads(self.spec.group) if self.split else 1
+        return self.target.sm_count * self.config.resident, pack, self.config.tile_m
+
+    def longest_query(self) -> int | None:
+        return min(16, self.tile_m // self.pack) if self.split else None
+
+    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
+        check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
+        return operands.q, operands.keys, operands.values

@@ -48,6 +48,62 @@ def window_right(key: cutlass.Constexpr, requests: Requests, request):
     return right
 
 
+@cute.jit
+def lengths_of(requests: Requests, request, count):
+    """A lane's request: first query row, queries, keys; all 0 behind the last one."""
+    first, queries, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    if request < count:
+        first = requests.starts[request]
+        queries = requests.starts[request + 1] - first
+        keys = requests.lengths[request]
+    return first, queries, keys
+
+
+@cute.jit
+def work_of(
+    key: cutlass.Constexpr,
+    requests: Requests,
+    tile_n: cutlass.Constexpr[int],
+    request,
+    query,
+    rows,
+    unit,
+    position,
+    keys,
+    begin,
+    end,
+    right,
+    slot,
+):
+    """The item of a row tile and the key tiles begin ... end, with those of them that every row sees whole."""
+    whole_begin, whole_stop = begin, keys
+    if cutlass.const_expr(key.left):
+        last = position + rows // key.pack - 1
+        whole_begin = (cutlass.max(last - requests.left, 0) + tile_n - 1) // tile_n
+    if cutlass.const_expr(key.right or key.causality != "full"):
+        whole_stop = cutlass.min(keys, cutlass.max(position + right + 1, 0))
+    whole_end = cutlass.max(cutlass.min(whole_stop // tile_n, end), begin)
+    whole_begin = cutlass.min(cutlass.max(whole_begin, begin), whole_end)
+    source = request
+    if cutlass.const_expr(key.page_size == 0):
+        source = requests.packed_starts[request]
+    return Work(
+        valid=cutlass.Int32(1),
+        query=query,
+        rows=rows,
+        unit=unit,
+        position=position,
+        keys=keys,
+        begin=begin,
+        end=end,
+        whole_begin=whole_begin,
+        whole_end=whole_end,
+        right=right,
+        source=source,
+        slot=slot,
+    )
+
+
 class QueryTiles:
     """Whole query tiles, dealt out in turn: a request's last first, which see the most keys, all heads side by side."""
 
@@ -65,11 +121,7 @@ class QueryTiles:
         seen = cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             request = chunk * WARP + lane
-            first, queries, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-            if request < count:
-                first = self.requests.starts[request]
-                queries = self.requests.starts[request + 1] - first
-                keys = self.requests.lengths[request]
+            first, queries, keys = lengths_of(self.requests, request, count)
             tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile * self.units
             if queries < self.requests.shortest or queries > self.requests.longest:
                 tiles = cutlass.Int32(0)
@@ -92,36 +144,28 @@ class QueryTiles:
         tokens = cutlass.min(queries - row, self.tokens_per_tile)
         position = keys - queries + row
         right = window_right(self.key, self.requests, request)
-        last = position + tokens - 1
-        begin, whole_begin = cutlass.Int32(0), cutlass.Int32(0)
+        begin, stop = cutlass.Int32(0), keys
         if cutlass.const_expr(self.key.left):
             begin = cutlass.max(position - self.requests.left, 0) // self.tile_n
-            whole_begin = (cutlass.max(last - self.requests.left, 0) + self.tile_n - 1) // self.tile_n
-        stop, whole_stop = keys, keys
         if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-            stop = cutlass.min(keys, cutlass.max(last + right + 1, 0))
-            whole_stop = cutlass.min(keys, cutlass.max(position + right + 1, 0))
+            stop = cutlass.min(keys, cutlass.max(position + tokens + right, 0))
         # At least one tile, so that every row is written.
         end = cutlass.max((stop + self.tile_n - 1) // self.tile_n, begin + 1)
-        whole_end = cutlass.max(whole_stop // self.tile_n, begin)
-        whole_begin = cutlass.min(whole_begin, whole_end)
-        source = request
-        if cutlass.const_expr(self.key.page_size == 0):
-            source = self.requests.packed_starts[request]
-        return Work(
-            valid=cutlass.Int32(1),
-            query=first + row,
-            rows=tokens * self.key.pack,
-            unit=unit,
-            position=position,
-            keys=keys,
-            begin=begin,
-            end=end,
-            whole_begin=whole_begin,
-            whole_end=whole_end,
-            right=right,
-            source=source,
-            slot=cutlass.Int32(WHOLE),
+        rows, slot = tokens * self.key.pack, cutlass.Int32(WHOLE)
+        return work_of(
+            self.key,
+            self.requests,
+            self.tile_n,
+            request,
+            first + row,
+            rows,
+            unit,
+            position,
+            keys,
+            begin,
+            end,
+            right,
+            slot,
         )
 
 
@@ -156,11 +200,7 @@ class KeyShares:
     @cute.jit
     def read(self, request, count):
         """A lane's request: first query row, queries, keys, key tiles of a row tile, and all its key tiles."""
-        first, queries, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        if request < count:
-            first = self.requests.starts[request]
-            queries = self.requests.starts[request + 1] - first
-            keys = self.requests.lengths[request]
+        first, queries, keys = lengths_of(self.requests, request, count)
         begin = self.first_tile(queries, keys)
         # At least one tile, so that every row is written.
         tiles = cutlass.max((keys + self.tile_n - 1) // self.tile_n - begin, 1)
@@ -230,32 +270,21 @@ class KeyShares:
     @cute.jit
     def piece(self, request, first, queries, keys, unit, row, rows, tile, taken, slot):
         position = keys - queries + row
-        last = position + rows // self.key.pack - 1
         right = window_right(self.key, self.requests, request)
         begin = self.first_tile(queries, keys) + tile
         end = begin + taken
-        whole_begin, whole_stop = begin, keys
-        if cutlass.const_expr(self.key.left):
-            whole_begin = (cutlass.max(last - self.requests.left, 0) + self.tile_n - 1) // self.tile_n
-        if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-            whole_stop = cutlass.min(keys, cutlass.max(position + right + 1, 0))
-        whole_end = cutlass.max(cutlass.min(whole_stop // self.tile_n, end), begin)
-        whole_begin = cutlass.min(cutlass.max(whole_begin, begin), whole_end)
-        source = request
-        if cutlass.const_expr(self.key.page_size == 0):
-            source = self.requests.packed_starts[request]
-        return Work(
-            valid=cutlass.Int32(1),
-            query=first + row,
-            rows=rows,
-            unit=unit,
-            position=position,
-            keys=keys,
-            begin=begin,
-            end=end,
-            whole_begin=whole_begin,
-            whole_end=whole_end,
-            right=right,
-            source=source,
-            slot=slot,
+        return work_of(
+            self.key,
+            self.requests,
+            self.tile_n,
+            request,
+            first + row,
+            rows,
+            unit,
+            position,
+            keys,
+            begin,
+            end,
+            right,
+            slot,
         )
