@@ -90,7 +90,10 @@ def check(
 
 
 def forced(case: Case) -> Callable[[Planner], None] | None:
-    """An adjustment that gives the planner's kernels the tiles and the number of programs that a case asks for."""
+    """An adjustment that gives the planner's kernels the tiles and the number of programs that a case asks for.
+
+    Tiles are Triton's alone: those of the other kernels are compiled into them.
+    """
     if case.programs is None and case.tile is None:
         return None
 
@@ -107,6 +110,13 @@ def forced(case: Case) -> Callable[[Planner], None] | None:
             return {"block_m": case.tile[0], "block_n": case.tile[1], "num_stages": 1}
 
         operation, name, kernel = planner.short
+        if name == "cute":
+            from dsl_backend.attention.parts.launch import LayerKernel
+
+            assert isinstance(kernel, LayerKernel)
+            if case.programs is not None:
+                kernel.blocks = case.programs * getattr(kernel.config, "cluster", 1)
+            return
         assert isinstance(kernel, SplitKV), f"{name} does not split keys"
         spec, target, scratch = planner.spec, planner.target, kernel.workspace
         split = SplitKVConfig.default(spec, target, kernel.longest_query() or 8)

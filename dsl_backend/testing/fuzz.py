@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsl_backend.errors import Unsupported
 from dsl_backend.testing.cases import BF16, CAUSAL, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    failures, began = 0, time.perf_counter()
+    failures, refused, began = 0, 0, time.perf_counter()
     indices = range(given.problems) if given.only is None else (given.only,)
     for index in indices:
         case = problem(given.family, given.seed, index, sizes, given.specs)
@@ -272,6 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"{index}: {source(case)}")
         try:
             check(case, given.kernel, given.device)
+        except Unsupported:
+            refused += 1
         except AssertionError as error:
             failures += 1
             say(f"FAILED {given.family} --seed {given.seed} --only {index}: {source(case)}\n  {error}")
@@ -280,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"BROKEN {given.family} --seed {given.seed} --only {index}: {source(case)}")
             raise
     say(
-        f"{given.family}: {len(indices)} problems, seed {given.seed}, {failures} failed, "
+        f"{given.family}: {len(indices)} problems, seed {given.seed}, {failures} failed, {refused} refused, "
         f"{time.perf_counter() - began:.0f} s on {given.device}"
     )
     return min(failures, 100)

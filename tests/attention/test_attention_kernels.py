@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels against the float64 oracle: on a GPU, or in Triton's interpreter."""
+"""The kernels against the float64 oracle: on a GPU, or those of Triton in its interpreter."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner
+from dsl_backend.errors import Unsupported
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing import check, kv_writes
 from dsl_backend.testing.cases import CASES, FULL, Case, by_id, mla
@@ -24,14 +25,25 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(params=[pytest.param("triton", marks=needs_triton), pytest.param("cute", marks=pytest.mark.gpu)])
+def kernel(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """The kernel under test, by its name in the dispatch table; skips cases that it is not meant for."""
+    case = request.node.callspec.params.get("case")
+    if isinstance(case, Case):
+        try:
+            Planner(case.spec, targets.detect(device), Workspace(device), request.param)
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+    return str(request.param)
+
+
 def parameters(cases: Sequence[Case] | Sequence[WriteCase]) -> list[object]:
     return [pytest.param(case, id=case.id, marks=MARKS[case.tier]) for case in cases]
 
 
-@needs_triton
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_attention(case: Case, device: torch.device) -> None:
-    check.check_case(case, "triton", device)
+def test_attention(case: Case, kernel: str, device: torch.device) -> None:
+    check.check_case(case, kernel, device)
 
 
 @needs_triton
@@ -59,7 +71,6 @@ def bits(result: check.Result) -> torch.Tensor:
     return torch.cat([result.out.view(torch.int16).flatten(), result.lse.contiguous().view(torch.int16).flatten()])
 
 
-@needs_triton
 @pytest.mark.parametrize(
     "case",
     parameters(
@@ -71,24 +82,23 @@ def bits(result: check.Result) -> torch.Tensor:
         ]
     ),
 )
-def test_repeats_bitwise(case: Case, device: torch.device) -> None:
+def test_repeats_bitwise(case: Case, kernel: str, device: torch.device) -> None:
     """The same inputs give the same bits: merging does not depend on which program was last."""
     problem = case.problem(device)
     adjust = check.forced(case)
-    first = bits(check.run(problem, "triton", split_q=case.split_q, adjust=adjust))
+    first = bits(check.run(problem, kernel, split_q=case.split_q, adjust=adjust))
     for attempt in range(1 if device.type == "cpu" else 20):
-        again = bits(check.run(problem, "triton", split_q=case.split_q, adjust=adjust))
+        again = bits(check.run(problem, kernel, split_q=case.split_q, adjust=adjust))
         assert torch.equal(first, again), f"run {attempt + 2} differs from the first"
 
 
-@needs_triton
 @pytest.mark.parametrize("name", ["mixed", "at-the-limit", pytest.param("real-mixed", marks=pytest.mark.gpu)])
-def test_kernels_keep_to_their_requests(name: str, device: torch.device) -> None:
+def test_kernels_keep_to_their_requests(name: str, kernel: str, device: torch.device) -> None:
     """Where two kernels share a batch, each serves the query lengths it was given and writes no other row."""
     case = by_id(name)
     problem = case.problem(device)
     expected, magnitude = problem.expected(), problem.score_magnitude()
-    plan = api.plan(problem.spec, problem.batch, kernel="triton")
+    plan = api.plan(problem.spec, problem.batch, kernel=kernel)
     assert len(plan.shares) == 2
     q_lens = torch.tensor(case.q_lens)
     of_row = torch.zeros(len(expected.owned), dtype=torch.int64)
@@ -101,31 +111,28 @@ def test_kernels_keep_to_their_requests(name: str, device: torch.device) -> None
         check.judge(result, dataclasses.replace(expected, owned=mine), magnitude)
 
 
-@needs_triton
-def test_scratch_is_shared(device: torch.device) -> None:
+def test_scratch_is_shared(kernel: str, device: torch.device) -> None:
     """One workspace serves problem after problem, larger and smaller: nothing of a launch leaks into the next."""
     workspace = Workspace(device)
     for name in ("splits-uneven", "splits-mla", "splits-uneven", "mixed"):
-        check.check_case(by_id(name), "triton", device, workspace=workspace)
+        check.check_case(by_id(name), kernel, device, workspace=workspace)
 
 
-@needs_triton
-def test_stale_scratch_does_not_matter(device: torch.device) -> None:
+def test_stale_scratch_does_not_matter(kernel: str, device: torch.device) -> None:
     """Partial results of earlier launches, NaN here, are never read as this one's."""
     case = by_id("splits-uneven")
     workspace = Workspace(device)
-    check.check_case(case, "triton", device, workspace=workspace)
+    check.check_case(case, kernel, device, workspace=workspace)
     workspace.partials(1).fill_(float("nan"))
-    check.check_case(case, "triton", device, workspace=workspace)
+    check.check_case(case, kernel, device, workspace=workspace)
 
 
-@needs_triton
 @pytest.mark.parametrize("name", ["mixed", "splits-many", "mla-8-ragged"])
-def test_without_lse(name: str, device: torch.device) -> None:
+def test_without_lse(name: str, kernel: str, device: torch.device) -> None:
     """Leaving lse out changes no output."""
     case = by_id(name)
     problem = case.problem(device)
-    planner = Planner(problem.spec, targets.detect(device), Workspace(device), "triton")
+    planner = Planner(problem.spec, targets.detect(device), Workspace(device), kernel)
     adjust = check.forced(case)
     if adjust is not None:
         adjust(planner)
@@ -138,15 +145,14 @@ def test_without_lse(name: str, device: torch.device) -> None:
     assert (result.lse == SENTINEL).all()
 
 
-@needs_triton
-def test_strided_output(device: torch.device) -> None:
+def test_strided_output(kernel: str, device: torch.device) -> None:
     """Out may be a slice of wider rows, as it is where two attentions write side by side."""
     problem = by_id("mixed").problem(device)
     expected = problem.expected()
     rows, heads, dim = problem.q.shape
     wide = torch.full((rows, heads * 2, dim), SENTINEL, dtype=problem.spec.dtype, device=device)
     result = check.Result(wide[:, heads:], torch.full((rows, heads), SENTINEL, device=device))
-    plan = api.plan(problem.spec, problem.batch, kernel="triton")
+    plan = api.plan(problem.spec, problem.batch, kernel=kernel)
     check.launch(plan, problem, result)
     check.judge(result, expected, problem.score_magnitude())
     assert (wide[:, :heads] == SENTINEL).all(), "the neighbour's half was written"
@@ -224,9 +230,9 @@ REFILLS = [
 BOUNDS = Surroundings(max_query_len=1000, max_seq_len=8192, padding_tokens=5)
 
 
-def captured(problem: Problem) -> tuple[check.Result, torch.cuda.CUDAGraph | None, api.AttentionPlan]:
+def captured(problem: Problem, kernel: str) -> tuple[check.Result, torch.cuda.CUDAGraph | None, api.AttentionPlan]:
     """A plan, and on a GPU a graph of its launch into the result."""
-    plan = api.plan(problem.spec, problem.batch, kernel="triton")
+    plan = api.plan(problem.spec, problem.batch, kernel=kernel)
     result = check.empty_result(problem)
     if problem.device.type == "cpu":
         return result, None, plan
@@ -241,14 +247,13 @@ def captured(problem: Problem) -> tuple[check.Result, torch.cuda.CUDAGraph | Non
     return result, graph, plan
 
 
-@needs_triton
 @pytest.mark.parametrize(("case", "steps"), REFILLS)
 def test_lengths_change_under_a_plan(
-    case: Case, steps: list[tuple[tuple[int, ...], tuple[int, ...]]], device: torch.device
+    case: Case, steps: list[tuple[tuple[int, ...], tuple[int, ...]]], kernel: str, device: torch.device
 ) -> None:
     """A plan, or a graph captured with it, serves other lengths, pages and numbers in the same tensors."""
     problem = dataclasses.replace(case, around=BOUNDS).problem(device)
-    result, graph, plan = captured(problem)
+    result, graph, plan = captured(problem, kernel)
     for seed, (q_lens, kv_lens) in enumerate(steps, start=1):
         problem.fill(q_lens, kv_lens, seed)
         result.out.fill_(SENTINEL)
@@ -261,14 +266,14 @@ def test_lengths_change_under_a_plan(
 
 
 @pytest.mark.gpu
-def test_run_does_not_wait_for_the_device(device: torch.device) -> None:
+def test_run_does_not_wait_for_the_device(kernel: str, device: torch.device) -> None:
     """Neither plan nor run reads a length back: torch would raise."""
     problem = by_id("real-mixed").problem(device)
-    result = check.run(problem, "triton")  # compiles
+    result = check.run(problem, kernel)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = api.plan(problem.spec, problem.batch, kernel="triton")
+        plan = api.plan(problem.spec, problem.batch, kernel=kernel)
         check.launch(plan, problem, result)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -299,12 +304,12 @@ FAR = Surroundings(spare_pages=70_000, padding_tokens=1)
     ],
     ids=lambda case: case.id,
 )
-def test_offsets_past_31_bits(case: Case, device: torch.device) -> None:
+def test_offsets_past_31_bits(case: Case, kernel: str, device: torch.device) -> None:
     """Keys that lie more than 2^31 elements into their tensor."""
     problem = case.problem(device)
     last = sum((n - 1) * stride for n, stride in zip(problem.keys.shape, problem.keys.stride(), strict=True))
     assert last > 2**31, "the case is too small for its purpose"
-    check.check(problem, "triton")
+    check.check(problem, kernel)
 
 
 @pytest.mark.gpu
