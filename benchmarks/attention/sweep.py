@@ -25,7 +25,7 @@ from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
 
 from .. import check, timing
-from ..case import Case, Launch, select
+from ..case import Case, Launch, Reference, select
 from ..check import BF16_LIMITS
 from . import inputs, oracle, rows
 from .problems import Problem
@@ -92,7 +92,7 @@ def operands_of(layer: inputs.Layer) -> Operands:
     return Operands(layer.q, None, layer.keys, layer.values, layer.out, None, None, None, None, None)
 
 
-def microseconds(kernel: Kernel, made: inputs.Inputs, expected: check.Reference) -> float:
+def microseconds(kernel: Kernel, made: inputs.Inputs, expected: Reference) -> float:
     """Median of a launch, once its result in the last layer is as expected."""
     device, batch = made.batch.device, made.batch
 

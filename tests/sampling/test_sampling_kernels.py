@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton gives the definition's tokens, whatever else is in the batch; bad rows and arguments have a defined end."""
+"""Kernels give the definition's tokens, whatever else is in the batch; bad rows and arguments have a defined end."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from dsl_backend.sampling import reference
 from dsl_backend.sampling.api import Parameters, SamplingSpec, plan, run
 
 ROWS = 9
+KERNELS = ["triton", pytest.param("cute", marks=pytest.mark.gpu)]
 
 
 def problem(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, Parameters]:
@@ -28,9 +29,18 @@ def problem(vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[torch
     return x.to(device, dtype), rows
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("vocab", [1, 2, 300, 777, pytest.param(151_936, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_is_the_definition(vocab: int, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
+    x, rows = problem(vocab, dtype, device)
+    tokens, _ = reference.sample(x, rows)
+    assert torch.equal(run(plan(SamplingSpec(vocab=vocab, dtype=dtype), ROWS, device, kernel), x, rows).tokens, tokens)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 300, 777])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_is_the_definition(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_logprobs(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, top=min(3, vocab))
     x, rows = problem(vocab, dtype, device)
     tokens, logprobs = reference.sample(x, rows)
@@ -43,9 +53,10 @@ def test_triton_is_the_definition(vocab: int, dtype: torch.dtype, device: torch.
     torch.testing.assert_close(found.top_logprobs, logprobs.sort(descending=True).values[:, : spec.top])
 
 
-def test_a_token_depends_on_its_row_alone(device: torch.device) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_token_depends_on_its_row_alone(kernel: str, device: torch.device) -> None:
     x, rows = problem(300, torch.float32, device)
-    sampler = plan(SamplingSpec(vocab=300), 2 * ROWS, device, "triton")
+    sampler = plan(SamplingSpec(vocab=300), 2 * ROWS, device, kernel)
     expected = run(sampler, x, rows).tokens.clone()
     order = torch.tensor([8, 0, 3, 3, 1, 2], device=device)
     some = Parameters(**{name: value[order] for name, value in vars(rows).items()})
@@ -58,8 +69,8 @@ def test_a_token_depends_on_its_row_alone(device: torch.device) -> None:
 def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
     x, rows = problem(300, torch.float32, device)
     with pytest.raises(InvalidInput, match="9 rows are not accepted: the plan has room for 8"):
-        run(plan(SamplingSpec(vocab=300), 8, device), x, rows)
-    sampler = plan(SamplingSpec(vocab=300), ROWS, device)
+        run(plan(SamplingSpec(vocab=300), 8, device, "triton"), x, rows)
+    sampler = plan(SamplingSpec(vocab=300), ROWS, device, "triton")
     with pytest.raises(InvalidInput, match=r"logits are torch.float16 \(9, 300\)"):
         run(sampler, x.half(), rows)
     with pytest.raises(InvalidInput, match=r"seeds is torch.int64 \(9,\): contiguous \[8\]"):
