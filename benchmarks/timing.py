@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a launch takes: replays of a CUDA graph between events, or a wall clock where there is no GPU."""
 
+import pathlib
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import filelock
 import torch
 
 from .case import Launch
@@ -20,6 +23,11 @@ MOST_LAUNCHES = 512
 # Of the host's own time: enough for a median, and few enough for every queue.
 HOST_LAUNCHES = 100
 HOST_SECONDS = 0.1
+
+
+def alone() -> filelock.BaseFileLock:
+    """A lock on this machine's GPUs: sweeps side by side compile together, and time one after another."""
+    return filelock.FileLock(pathlib.Path(tempfile.gettempdir()) / "dsl-backend-timing.lock")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,40 @@ def microseconds(kernel: Kernel, made: inputs.Inputs, expected: Reference) -> fl
     return timing.summarize(samples).median_us
 
 
+def time_all(
+    cases: list[Case[Problem]],
+    tried: dict[str, list[Config]],
+    split: bool,
+    target: Target,
+    workspace: Workspace,
+    given: argparse.Namespace,
+) -> None:
+    """Print the candidates of every case, the fastest first."""
+    device = workspace.device
+    lines = given.json.open("w") if given.json else None
+    for case in cases:
+        layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
+        made = inputs.build(case.problem, layers, device, 0)
+        expected = oracle.reference(case.problem, made, layers - 1)
+        found: list[tuple[float, Config]] = []
+        for config in tried[case.id]:
+            try:
+                kernel = bound(case.problem.spec, split, config, target, workspace)
+                found.append((microseconds(kernel, made, expected), config))
+            except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
+                print(f"{case.id} {config}: {error}", flush=True)
+        for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
+            default = config == tried[case.id][0]
+            rate = case.traffic_bytes / time_us / 1e6 if split else case.flops / time_us / 1e6
+            if place < given.best or default:
+                print(f"{case.id:28} {time_us:9.2f} us {rate:7.2f} {'*' if default else ' '} {config}", flush=True)
+            if lines:
+                facts = {"us": time_us, "rate": rate, "default": default, **dataclasses.asdict(config)}
+                lines.write(json.dumps({"row": case.id, **case.problem.parameters, **facts}) + "\n")
+        del made, expected
+        torch.cuda.empty_cache()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention.sweep", description=__doc__)
     parser.add_argument("operation", choices=("decode", "mla-decode", "prefill", "mla-prefill"))
@@ -143,28 +177,8 @@ def main() -> int:
     for outcome in precompile.run(list(units.values())):
         if outcome.error:
             print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
-    lines = given.json.open("w") if given.json else None
-    for case in cases:
-        layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
-        made = inputs.build(case.problem, layers, device, 0)
-        expected = oracle.reference(case.problem, made, layers - 1)
-        found: list[tuple[float, Config]] = []
-        for config in tried[case.id]:
-            try:
-                kernel = bound(case.problem.spec, split, config, target, workspace)
-                found.append((microseconds(kernel, made, expected), config))
-            except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
-                print(f"{case.id} {config}: {error}", flush=True)
-        for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
-            default = config == tried[case.id][0]
-            rate = case.traffic_bytes / time_us / 1e6 if split else case.flops / time_us / 1e6
-            if place < given.best or default:
-                print(f"{case.id:28} {time_us:9.2f} us {rate:7.2f} {'*' if default else ' '} {config}", flush=True)
-            if lines:
-                facts = {"us": time_us, "rate": rate, "default": default, **dataclasses.asdict(config)}
-                lines.write(json.dumps({"row": case.id, **case.problem.parameters, **facts}) + "\n")
-        del made, expected
-        torch.cuda.empty_cache()
+    with timing.alone():
+        time_all(cases, tried, split, target, workspace, given)
     return 0
 
 

@@ -98,24 +98,9 @@ def microseconds(config: Config, problem: Problem, inputs: Inputs, target: Targe
     return timing.summarize(samples).median_us
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear.sweep", description=__doc__)
-    parser.add_argument("--shapes", default=",".join(MAIN), help="comma-separated names of models, or NxK")
-    parser.add_argument("--rows", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--plain", action="store_true", help="no activation")
-    parser.add_argument("--best", type=int, default=8, help="lines for each problem")
-    parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
-    given = parser.parse_args()
-    target, device = targets.detect(), torch.device("cuda")
-    problems = []
-    for name, rows in itertools.product(given.shapes.split(","), map(int, given.rows.split(","))):
-        n, k = MAIN[name] if name in MAIN else tuple(map(int, name.split("x")))
-        problems.append(Problem(m=rows, n=n, k=k, gated=not given.plain))
-    tried = {problem: list(wide(problem.spec, problem.m, target)) for problem in problems}
-    keys = {launch.key_of(problem.spec, config) for problem, configs in tried.items() for config in configs}
-    for outcome in precompile.run([Unit("linear", launch.build, key, target) for key in keys]):
-        if outcome.error:
-            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+def time_all(tried: dict[Problem, list[Config]], target: Target, given: argparse.Namespace) -> None:
+    """Print the candidates of every problem, the fastest first."""
+    device = torch.device("cuda")
     lines = given.json.open("w") if given.json else None
     for problem, configs in tried.items():
         inputs = build(problem, timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device)), device, 0)
@@ -137,6 +122,28 @@ def main() -> int:
                 lines.write(json.dumps({**problem.parameters, "us": time_us, "estimate": estimate, **facts}) + "\n")
         del inputs
         torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear.sweep", description=__doc__)
+    parser.add_argument("--shapes", default=",".join(MAIN), help="comma-separated names of models, or NxK")
+    parser.add_argument("--rows", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--plain", action="store_true", help="no activation")
+    parser.add_argument("--best", type=int, default=8, help="lines for each problem")
+    parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
+    given = parser.parse_args()
+    target = targets.detect()
+    problems = []
+    for name, rows in itertools.product(given.shapes.split(","), map(int, given.rows.split(","))):
+        n, k = MAIN[name] if name in MAIN else tuple(map(int, name.split("x")))
+        problems.append(Problem(m=rows, n=n, k=k, gated=not given.plain))
+    tried = {problem: list(wide(problem.spec, problem.m, target)) for problem in problems}
+    keys = {launch.key_of(problem.spec, config) for problem, configs in tried.items() for config in configs}
+    for outcome in precompile.run([Unit("linear", launch.build, key, target) for key in keys]):
+        if outcome.error:
+            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+    with timing.alone():
+        time_all(tried, target, given)
     return 0
 
 
