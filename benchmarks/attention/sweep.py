@@ -35,6 +35,7 @@ SECONDS = 0.1
 PREFILL = {
     64: ((3, 128), (3, 96), (2, 128), (2, 160), (2, 192), (2, 96)),
     128: ((2, 128), (2, 96), (2, 112), (2, 144), (2, 160), (2, 176), (3, 64), (3, 80)),
+    192: ((2, 128), (2, 112), (2, 96), (2, 80), (2, 144)),
     256: ((2, 64), (2, 80), (2, 48)),
 }
 SPLIT_TILES = (32, 64, 96, 128, 160, 192)
@@ -81,8 +82,7 @@ def candidates(spec: AttentionSpec, split: bool, target: Target) -> Iterator[Con
     yield from seen
 
 
-def bound(case: Case[Problem], split: bool, config: Config, target: Target, workspace: Workspace) -> Kernel:
-    spec = case.problem.spec
+def bound(spec: AttentionSpec, split: bool, config: Config, target: Target, workspace: Workspace) -> Kernel:
     if isinstance(config, LatentConfig):
         return latent_launch.LatentSplitKV(spec, target, workspace, config)
     return (launch.SplitKV if split else launch.Prefill)(spec, target, workspace, config)
