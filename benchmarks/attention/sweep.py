@@ -6,12 +6,9 @@ the configuration; the fastest first, and the default marked.
 """
 
 import argparse
-import dataclasses
 import itertools
-import json
-import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from dsl_backend.attention.kernel import Operands, Workspace
@@ -19,18 +16,15 @@ from dsl_backend.attention.sm90 import latent_launch, launch
 from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
 
-from .. import check, timing
-from ..case import Case, Launch, Reference, select
-from ..check import BF16_LIMITS
+from .. import sweep, timing
+from ..case import Case, select
 from . import inputs, oracle, rows
 from .problems import Problem
 
-SECONDS = 0.1
 # Stages are the most that fit, and one less.
 PREFILL = {
     64: ((3, 128), (3, 96), (2, 128), (2, 160), (2, 192), (2, 96)),
@@ -92,69 +86,39 @@ def operands_of(layer: inputs.Layer) -> Operands:
     return Operands(layer.q, None, layer.keys, layer.values, layer.out, None, None, None, None, None)
 
 
-def microseconds(kernel: Kernel, made: inputs.Inputs, expected: Reference) -> float:
-    """Median of a launch, once its result in the last layer is as expected."""
-    device, batch = made.batch.device, made.batch
+def runner(kernel: Kernel, made: inputs.Inputs) -> Callable[[int], torch.Tensor]:
+    """Launches a layer."""
 
     def run(index: int) -> torch.Tensor:
         layer = made.layers[index]
-        kernel.launch(batch, operands_of(layer), 0, batch.max_query_len)
+        kernel.launch(made.batch, operands_of(layer), 0, made.batch.max_query_len)
         return layer.out
 
-    last = len(made.layers) - 1
-    for index in range(last + 1):
-        made.layers[index].out.fill_(torch.nan)
-        run(index)
-    timing.synchronize(device)
-    check.require_right(made.layers[last].out, expected, BF16_LIMITS)
-    timer = timing.make_timer(Launch(run), last + 1, device)
-    began, samples = 0.0, []
-    while began < 1e6 * SECONDS:
-        samples.append(timer.sample())
-        began += samples[-1] * max(1, last + 1)
-    return timing.summarize(samples).median_us
+    return run
 
 
-def time_all(
-    cases: list[Case[Problem]],
-    tried: dict[str, list[Config]],
-    split: bool,
-    target: Target,
-    workspace: Workspace,
-    given: argparse.Namespace,
-) -> None:
-    """Print the candidates of every case, the fastest first."""
-    device = workspace.device
-    lines = given.json.open("w") if given.json else None
-    for case in cases:
-        layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
-        made = inputs.build(case.problem, layers, device, 0)
-        expected = oracle.reference(case.problem, made, layers - 1)
-        found: list[tuple[float, Config]] = []
-        for config in tried[case.id]:
-            try:
-                kernel = bound(case.problem.spec, split, config, target, workspace)
-                found.append((microseconds(kernel, made, expected), config))
-            except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
-                print(f"{case.id} {config}: {error}", flush=True)
-        for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
-            default = config == tried[case.id][0]
-            rate = case.traffic_bytes / time_us / 1e6 if split else case.flops / time_us / 1e6
-            if place < given.best or default:
-                print(f"{case.id:28} {time_us:9.2f} us {rate:7.2f} {'*' if default else ' '} {config}", flush=True)
-            if lines:
-                facts = {"us": time_us, "rate": rate, "default": default, **dataclasses.asdict(config)}
-                lines.write(json.dumps({"row": case.id, **case.problem.parameters, **facts}) + "\n")
-        del made, expected
-        torch.cuda.empty_cache()
+def time_case(case: Case[Problem], configs: list[Config], split: bool, target: Target, lines: sweep.Lines) -> None:
+    spec, workspace = case.problem.spec, Workspace(torch.device("cuda"))
+    layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(workspace.device))
+    made = inputs.build(case.problem, layers, workspace.device, 0)
+    expected = oracle.reference(case.problem, made, layers - 1)
+    outputs = [layer.out for layer in made.layers]
+
+    def measure(config: Config) -> float:
+        run = runner(bound(spec, split, config, target, workspace), made)
+        return sweep.microseconds(run, outputs, expected)
+
+    def note(config: Config, time_us: float) -> str:
+        return f"{(case.traffic_bytes if split else case.flops) / time_us / 1e6:7.2f}"
+
+    lines.time(case.id, case.problem.parameters, configs, configs[0], measure, note)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention.sweep", description=__doc__)
     parser.add_argument("operation", choices=("decode", "mla-decode", "prefill", "mla-prefill"))
     parser.add_argument("--rows", default=None, help="regular expression of row names; by default the table's")
-    parser.add_argument("--best", type=int, default=6, help="lines for each row")
-    parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
+    sweep.add_arguments(parser)
     given = parser.parse_args()
     split = given.operation in ("decode", "mla-decode")
     make = {
@@ -174,11 +138,12 @@ def main() -> int:
             key = bound(case.problem.spec, split, config, target, workspace).key(operands_of(made.layers[0]))
             build = latent_launch.build if case.problem.latent else launch.build
             units[key] = Unit("attention", build, key, target)
-    for outcome in precompile.run(list(units.values())):
-        if outcome.error:
-            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+    sweep.compile_all(units.values())
+    lines = sweep.Lines(given)
     with timing.alone():
-        time_all(cases, tried, split, target, workspace, given)
+        for case in cases:
+            time_case(case, tried[case.id], split, target, lines)
+            torch.cuda.empty_cache()
     return 0
 
 

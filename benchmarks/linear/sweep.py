@@ -8,8 +8,6 @@ What it finds is what `dsl_backend.linear.configs` should prefer. Each line: row
 import argparse
 import dataclasses
 import itertools
-import json
-import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -28,18 +26,13 @@ from dsl_backend.linear.configs import (
 from dsl_backend.linear.kernel import Operands, Workspace
 from dsl_backend.linear.sm90 import launch
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
 
-from .. import check, timing
-from ..case import Launch
-from ..check import BF16_LIMITS
-from .problems import Inputs, Problem, build, reference
+from .. import sweep, timing
+from .problems import Problem, build, reference
 from .rows import MAIN, TOKENS
-
-SECONDS = 0.1
 
 
 def wide(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
@@ -72,56 +65,30 @@ def wide(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
                 yield config
 
 
-def microseconds(config: Config, problem: Problem, inputs: Inputs, target: Target) -> float:
-    """Median of a launch, once its result is right."""
-    device = inputs.layers[0].x.device
-    function = launch.build(launch.key_of(problem.spec, config), target)
-    workspace, blocks = Workspace(device), blocks_of(config, target)
-
-    def run(index: int) -> torch.Tensor:
-        layer = inputs.layers[index]
-        operands = Operands(layer.x, layer.weight, None, None, layer.out)
-        launch.run(function, config, operands, blocks, workspace)
-        return layer.out
-
-    last = len(inputs.layers) - 1
-    for index in range(last + 1):
-        inputs.layers[index].out.fill_(torch.nan)
-        run(index)
-    timing.synchronize(device)
-    check.require_right(inputs.layers[last].out, reference(problem, inputs, last), BF16_LIMITS)
-    timer = timing.make_timer(Launch(run), last + 1, device)
-    began, samples = 0.0, []
-    while began < 1e6 * SECONDS:
-        samples.append(timer.sample())
-        began += samples[-1] * max(1, last + 1)
-    return timing.summarize(samples).median_us
-
-
-def time_all(tried: dict[Problem, list[Config]], target: Target, given: argparse.Namespace) -> None:
-    """Print the candidates of every problem, the fastest first."""
+def time_problem(problem: Problem, configs: list[Config], target: Target, lines: sweep.Lines) -> None:
     device = torch.device("cuda")
-    lines = given.json.open("w") if given.json else None
-    for problem, configs in tried.items():
-        inputs = build(problem, timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device)), device, 0)
-        found: list[tuple[float, Config]] = []
-        for config in configs:
-            try:
-                found.append((microseconds(config, problem, inputs, target), config))
-            except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
-                print(f"{problem.m} {config}: {error}", flush=True)
-        chosen = choose(problem.spec, problem.m, target)
-        for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
-            estimate = estimate_us(config, problem.spec, problem.m, target)
-            mark = "*" if config == chosen else " "
-            if place < given.best or config == chosen:
-                where = f"{problem.m:6} {problem.n}x{problem.k}"
-                print(f"{where} {time_us:9.2f} us, {estimate:9.2f} estimated {mark} {config}", flush=True)
-            if lines:
-                facts = {"name": type(config).__name__, **dataclasses.asdict(config)}
-                lines.write(json.dumps({**problem.parameters, "us": time_us, "estimate": estimate, **facts}) + "\n")
-        del inputs
-        torch.cuda.empty_cache()
+    inputs = build(problem, timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device)), device, 0)
+    outputs = [layer.out for layer in inputs.layers]
+    expected = reference(problem, inputs, len(outputs) - 1)
+    workspace = Workspace(device)
+
+    def measure(config: Config) -> float:
+        function = launch.build(launch.key_of(problem.spec, config), target)
+        blocks = blocks_of(config, target)
+
+        def run(index: int) -> torch.Tensor:
+            layer = inputs.layers[index]
+            operands = Operands(layer.x, layer.weight, None, None, layer.out)
+            launch.run(function, config, operands, blocks, workspace)
+            return layer.out
+
+        return sweep.microseconds(run, outputs, expected)
+
+    def note(config: Config, time_us: float) -> str:
+        return f"{estimate_us(config, problem.spec, problem.m, target):9.2f} estimated"
+
+    chosen = choose(problem.spec, problem.m, target)
+    lines.time(f"{problem.m} {problem.n}x{problem.k}", problem.parameters, configs, chosen, measure, note)
 
 
 def main() -> int:
@@ -129,8 +96,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(MAIN), help="comma-separated names of models, or NxK")
     parser.add_argument("--rows", default=",".join(map(str, TOKENS)))
     parser.add_argument("--plain", action="store_true", help="no activation")
-    parser.add_argument("--best", type=int, default=8, help="lines for each problem")
-    parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
+    sweep.add_arguments(parser)
     given = parser.parse_args()
     target = targets.detect()
     problems = []
@@ -139,11 +105,12 @@ def main() -> int:
         problems.append(Problem(m=rows, n=n, k=k, gated=not given.plain))
     tried = {problem: list(wide(problem.spec, problem.m, target)) for problem in problems}
     keys = {launch.key_of(problem.spec, config) for problem, configs in tried.items() for config in configs}
-    for outcome in precompile.run([Unit("linear", launch.build, key, target) for key in keys]):
-        if outcome.error:
-            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+    sweep.compile_all(Unit("linear", launch.build, key, target) for key in keys)
+    lines = sweep.Lines(given)
     with timing.alone():
-        time_all(tried, target, given)
+        for problem, configs in tried.items():
+            time_problem(problem, configs, target, lines)
+            torch.cuda.empty_cache()
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers that an asynchronous matrix product writes to."""
+"""Registers whose values the compiler must not trace further back, as an asynchronous matrix product's."""
 
 import cutlass
 from cutlass import cute
@@ -8,24 +8,29 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 @dsl_user_op
-def settled(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Float32:
+def settled(value: cutlass.Uint32 | cutlass.Float32, *, loc=None, ip=None):
     """The same value, which the compiler takes to be made here; no instruction."""
+    kind, of_ir, register = (cutlass.Float32, T.f32(), "f")
+    if isinstance(value, cutlass.Uint32):
+        kind, of_ir, register = (cutlass.Uint32, T.i32(), "r")
     made = llvm.inline_asm(
-        T.f32(),
-        [cutlass.Float32(value).ir_value(loc=loc, ip=ip)],
+        of_ir,
+        [value.ir_value(loc=loc, ip=ip)],
         "",
-        "=f,0",
+        f"={register},0",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,
         ip=ip,
     )
-    return cutlass.Float32(made)
+    return kind(made)
 
 
 def settle(sums: cute.Tensor):
-    """To be called behind `wait_group`, before float32 sums are read.
+    """Float32 or uint32 registers as if they were written here.
+
+    To be called behind `wait_group`, before sums are read.
 
     The compiler knows no order between the wait and arithmetic on registers: it moved roundings in front of the wait,
     where a product that never ran leaves something simple to round (CuTe DSL 4.6.0).

@@ -28,6 +28,8 @@ class RowConfig:
         rows_per_block: rows that a block works on side by side.
         cluster: blocks that share a row and merge through distributed shared memory.
         streamed: rows are longer than what is held: read twice, in a loop.
+        recompute: what is held is the input, and exponentials are computed twice: fewer registers, so more blocks.
+        resident: blocks on an SM that registers are kept for.
     """
 
     vector: int
@@ -36,6 +38,8 @@ class RowConfig:
     rows_per_block: int
     cluster: int = 1
     streamed: bool = False
+    recompute: bool = False
+    resident: int = 1
 
     @property
     def threads(self) -> int:
@@ -61,8 +65,12 @@ class RowConfig:
 
     @property
     def registers(self) -> int:
-        """Estimate for a thread: float32 values, what 16-bit ones were loaded as, and 24 for addresses and states."""
-        return 3 * self.vector * self.vectors // 2 + 24
+        """Estimate for a thread: float32 values, what 16-bit ones were loaded as, and 24 for addresses and states.
+
+        Where exponentials are computed twice, what is held is the input alone.
+        """
+        elements = self.vector * self.vectors
+        return (elements if self.recompute else 3 * elements // 2) + 24
 
     def objections(self, spec: SoftmaxSpec, smem_bytes: int) -> list[str]:
         """Why a problem cannot be run so; empty where it can.
@@ -89,10 +97,10 @@ class RowConfig:
             reasons.append(f"a cluster shares one row, with whole warps: not {self.rows_per_block} rows a block")
         if not self.streamed and self.tile < spec.width:
             reasons.append(f"holds {self.tile} elements of {spec.width}")
-        if self.registers > MOST_REGISTERS or self.registers * self.threads > REGISTERS_PER_SM:
+        if self.registers > MOST_REGISTERS or self.registers * self.threads * self.resident > REGISTERS_PER_SM:
             reasons.append(
-                f"{self.registers} registers for each of {self.threads} threads: {MOST_REGISTERS} a thread and "
-                f"{REGISTERS_PER_SM} a block are the most"
+                f"{self.registers} registers for each of {self.threads} threads, {self.resident} blocks on an SM: "
+                f"{MOST_REGISTERS} a thread and {REGISTERS_PER_SM} an SM are the most"
             )
         if self.smem_bytes > smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")

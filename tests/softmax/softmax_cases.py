@@ -139,6 +139,23 @@ CASES = [
         config=spread(1024, 4, 64),
         why="no column outside; 8 slots",
     ),
+    Case(
+        id="recompute",
+        rows=3,
+        width=1030,
+        config=spread(1030, 2, 64, recompute=True, resident=2),
+        why="exponentials from the input once more, ragged",
+    ),
+    Case(
+        id="recompute-log",
+        rows=3,
+        width=512,
+        dtype=F32,
+        log=True,
+        config=spread(512, 1, 64, recompute=True),
+        special=True,
+        why="the same of float32; NaN and infinities",
+    ),
     Case(id="cluster-8", rows=2, width=1000, log=True, config=spread(1000, 8), why="the largest portable cluster"),
     Case(
         id="cluster-16",

@@ -212,7 +212,8 @@ class LayerKernel:
             *tensors,
             *shared_args(self.spec, batch, operands, self.scratch(), shortest, longest),
             self.blocks,
-            min(self.tile_m, min(longest, batch.max_query_len) * self.pack),
+            # One at least: a grid has no dimension of 0.
+            max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack)),
         )
 
 

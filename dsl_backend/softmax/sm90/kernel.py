@@ -14,6 +14,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.primitives import math, reduce
+from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import MaxSum
 from dsl_backend.softmax.configs import RowConfig
@@ -48,7 +49,7 @@ class Softmax:
         self.vector, self.vectors = config.vector, config.vectors
         self.threads_per_row, self.rows_per_block = config.threads_per_row, config.rows_per_block
         self.cluster, self.warps_per_row, self.tile = config.cluster, config.warps_per_row, config.tile
-        self.threads = config.threads
+        self.threads, self.resident, self.recompute = config.threads, config.resident, config.recompute
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
     @cute.jit
@@ -57,6 +58,9 @@ class Softmax:
             grid=(cute.ceil_div(x.shape[0], self.rows_per_block), self.cluster, 1),
             block=(self.threads, 1, 1),
             cluster=(1, self.cluster, 1) if cutlass.const_expr(self.cluster > 1) else None,
+            min_blocks_per_mp=self.resident,
+            # Percent: states are all that is there. Without it CuTe DSL asks a GPU, which need not be one's own.
+            preferred_smem_carveout=25,
             stream=stream,
         )
 
@@ -87,13 +91,16 @@ class Softmax:
             self.load(mX.iterator, from_x, rX, first, width)
             values = widened(rX)
             maximum = math.largest(elements(values))
-            if cutlass.const_expr(self.log):
-                weights = math.weight(values, math.finite_or_zero(maximum))
-                state = self.merged(MaxSum(maximum, math.total(elements(weights))), slots, barrier)
+            weights = math.weight(values, math.finite_or_zero(maximum))
+            state = self.merged(MaxSum(maximum, math.total(elements(weights))), slots, barrier)
+            if cutlass.const_expr(self.recompute):
+                if cutlass.const_expr(cute.size(rX) * self.dtype.width % 32 == 0):
+                    # Or the compiler would hold the wider values as well.
+                    settle(cute.recast_tensor(rX, cutlass.Uint32))
+                self.store(self.result(widened(rX), state), mOut.iterator, to_out, first, row < rows, width)
+            elif cutlass.const_expr(self.log):
                 self.store(self.result(values, state), mOut.iterator, to_out, first, row < rows, width)
             else:
-                weights = math.weight(values, math.finite_or_zero(maximum))
-                state = self.merged(MaxSum(maximum, math.total(elements(weights))), slots, barrier)
                 # NaN where the whole row is -inf.
                 factor = math.weight(maximum, state.maximum) * cute.arch.rcp_approx(state.total)
                 self.store(weights * factor, mOut.iterator, to_out, first, row < rows, width)
