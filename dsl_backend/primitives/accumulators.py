@@ -37,3 +37,21 @@ def settle(sums: cute.Tensor):
     """
     for i in range(cute.size(sums)):
         sums[i] = settled(sums[i])
+
+
+@cute.jit
+def narrow(scores: cute.Tensor, weights: cute.Tensor):
+    """Weights as the products take them: an accumulator's registers are an operand's, in the same order.
+
+    The conversions stand here in so many words: the compiler moves its own behind the wgmma.fence that follows, and
+    ptxas then waits for each product before the next one (C7512, C7519: CuTe DSL 4.6.0, CUDA 13.0).
+    """
+    name = cutlass.const_expr("bf16x2" if weights.element_type is cutlass.BFloat16 else "f16x2")
+    words = cute.recast_tensor(cute.make_tensor(weights.iterator, cute.make_layout(cute.size(weights))), cutlass.Int32)
+    pairs = cute.make_tensor(scores.iterator, cute.make_layout((2, cute.size(words))))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            write_only_types=[cutlass.Int32],
+            read_only_args=[pairs[0, i], pairs[1, i]],
+        )

@@ -20,7 +20,7 @@ from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
 from dsl_backend.attention.sm90.multiply import accumulating, by_row
 from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
-from dsl_backend.primitives.accumulators import settle
+from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
@@ -236,8 +236,8 @@ class LatentMultiplier:
             cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.product
         )
         mine = to_shared.get_slice(self.thread)
-        narrow = cute.make_tensor(self.P.iterator, self.S.layout)
-        cute.copy(to_shared, to_shared.retile(narrow), mine.partition_D(self.sP))
+        rounded = cute.make_tensor(self.P.iterator, self.S.layout)
+        cute.copy(to_shared, to_shared.retile(rounded), mine.partition_D(self.sP))
         state = self.state
         if self.column == 0:
             for row in cutlass.range_constexpr(THREAD_ROWS):
@@ -358,20 +358,3 @@ class LatentMultiplier:
                     to = self.lse
                     if self.column == 0 and self.group == 0:
                         to[token, head] = lse
-
-
-@cute.jit
-def narrow(scores: cute.Tensor, weights: cute.Tensor):
-    """Weights as the products take them: an accumulator's registers are an operand's, in the same order.
-
-    The conversions stand here in so many words: the compiler would move its own behind the wgmma.fence that follows.
-    """
-    name = cutlass.const_expr("bf16x2" if weights.element_type is cutlass.BFloat16 else "f16x2")
-    words = cute.recast_tensor(cute.make_tensor(weights.iterator, cute.make_layout(cute.size(weights))), cutlass.Int32)
-    pairs = cute.make_tensor(scores.iterator, cute.make_layout((2, cute.size(words))))
-    for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-            write_only_types=[cutlass.Int32],
-            read_only_args=[pairs[0, i], pairs[1, i]],
-        )

@@ -16,7 +16,7 @@ from dsl_backend.attention.parts.tiles import clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
-from dsl_backend.primitives.accumulators import settle
+from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own.
@@ -178,7 +178,7 @@ class Multiplier:
         self.release(self.barriers.k_empty, count)
         self.clear_past(work, tile, count)
         self.weigh(work, tile, True)
-        self.narrow()
+        narrow(self.S, self.P)
 
     @cute.jit
     def next(self, work, tile, stage, count, masked: cutlass.Constexpr[bool]):
@@ -195,7 +195,7 @@ class Multiplier:
         settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
         self.shrink_sums()
-        self.narrow()
+        narrow(self.S, self.P)
 
     @cute.jit
     def last(self, count):
@@ -211,11 +211,6 @@ class Multiplier:
         for row in cutlass.range_constexpr(THREAD_ROWS):
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= self.shrink[row]
-
-    @cute.jit
-    def narrow(self):
-        """Weights as the products take them: an accumulator's registers are an operand's, in the same order."""
-        cute.make_tensor(self.P.iterator, self.S.layout).store(self.S.load().to(self.kernel.dtype))
 
     @cute.jit
     def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
@@ -286,13 +281,13 @@ class Multiplier:
                 m, to = self.row + 8 * row, self.lse
                 if m < work.rows and self.column == 0:
                     to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
-        narrow = cute.make_rmem_tensor(self.O.shape, self.kernel.dtype)
-        narrow.store(self.O.load().to(self.kernel.dtype))
+        rounded = cute.make_rmem_tensor(self.O.shape, self.kernel.dtype)
+        rounded.store(self.O.load().to(self.kernel.dtype))
         to_shared = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.adding_weighing
         )
         mine = to_shared.get_slice(self.thread)
-        cute.copy(to_shared, to_shared.retile(narrow), mine.partition_D(self.sOut[None, None, stage]))
+        cute.copy(to_shared, to_shared.retile(rounded), mine.partition_D(self.sOut[None, None, stage]))
         cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
         rows = self.sOut[None, None, stage]
         store_rows(rows, self.out, work, self.key, self.group * ROWS, ROWS, self.thread % WARPGROUP, WARPGROUP)
