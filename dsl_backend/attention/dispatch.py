@@ -3,6 +3,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,12 +87,12 @@ def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
-def cute_storage(spec: AttentionSpec) -> list[str]:
-    """Dtypes and pages that the CuTe DSL kernels take."""
+def cute_storage(spec: AttentionSpec, fp8: bool = False) -> list[str]:
+    """Dtypes and pages that the CuTe DSL kernels take; fp8: keys of e4m3 as well."""
     reasons = []
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    if spec.kv_dtype != spec.dtype:
+    if spec.kv_dtype != spec.dtype and not (fp8 and spec.is_fp8_kv):
         reasons.append(f"keys of {short(spec.kv_dtype)} are not of the queries' {short(spec.dtype)}")
     if spec.page_size is not None and spec.page_size % 16:
         reasons.append(f"page size {spec.page_size} is not a multiple of 16")
@@ -103,15 +104,19 @@ def cute_mla(spec: AttentionSpec) -> list[str]:
     return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
 
 
-def cute_dense(spec: AttentionSpec) -> list[str]:
-    """What the CuTe DSL kernels of dense attention need, on any SM."""
-    reasons = [*toolkit.missing(), *cute_storage(spec)]
+def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
+    """What the CuTe DSL kernels of dense attention need, on any SM; fp8: keys of e4m3 are served."""
+    reasons = [*toolkit.missing(), *cute_storage(spec, fp8)]
+    unit = 16 if spec.is_fp8_kv else 8
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
-        if dim % 8 or not 16 <= dim <= 256:
-            reasons.append(f"{name} {dim} is not a multiple of 8 from 16 to 256")
+        if dim % unit or not 16 <= dim <= 256:
+            reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256")
     if spec.latent:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons
+
+
+cute_dense_fp8 = partial(cute_dense, fp8=True)
 
 
 def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Callable[[AttentionSpec], Any]) -> Objections:
@@ -143,13 +148,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # name.
     Operation.PREFILL: (
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense, sm90.default_config)),
+        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense_fp8, sm90.default_config)),
         Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
         REFERENCE,
     ),
     Operation.DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
-        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense, sm90.default_split_config)),
+        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense_fp8, sm90.default_split_config)),
         Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
         REFERENCE,
     ),

@@ -111,6 +111,26 @@ def shift_exponent(value, rounded, *, loc=None, ip=None) -> cutlass.Float32:
     )
 
 
+@dsl_user_op
+def widen_e4m3(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tuple[cutlass.Int32, cutlass.Int32]:
+    """Four e4m3 of a word as two words of two float16 or bfloat16, in order; exact, NaN stays NaN.
+
+    There is no conversion to bfloat16: it goes by way of float16 and float32.
+    """
+    code = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+    if numeric is cutlass.Float16:
+        code += "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"
+    else:
+        code += ".reg .b32 pair; .reg .b16 first, second; .reg .f32 a, b; "
+        for part, to in (("low", "{$w0}"), ("high", "{$w1}")):
+            code += f"cvt.rn.f16x2.e4m3x2 pair, {part}; mov.b32 {{first, second}}, pair; "
+            code += f"cvt.f32.f16 a, first; cvt.f32.f16 b, second; cvt.rn.bf16x2.f32 {to}, b, a; "
+        code += "}"
+    return cute.arch.inline_ptx(
+        code, write_only_types=[cutlass.Int32, cutlass.Int32], read_only_args=[word], loc=loc, ip=ip
+    )
+
+
 def exp2_by_polynomial(x: Pair) -> Pair:
     """2^x of finite numbers up to 127 on the FMA pipe (Cody and Waite, 1980); below -126 what it is there."""
     x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)

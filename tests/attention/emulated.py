@@ -40,9 +40,10 @@ def scratch() -> Workspace:
 
 
 def served(case: Case) -> bool:
-    """Whether the dense kernels are meant for a case, and the emulator for its size."""
+    """Whether the dense kernels are meant for a case, fp8 keys apart, and the emulator for its size."""
     spec = case.spec
-    return not (spec.latent or spec.is_fp8_kv or spec.head_dim > 256 or case.tier == "gpu")
+    return not (spec.latent or spec.head_dim > 256 or case.tier == "gpu")
 
 
-SERVED = [case for case in CASES if served(case)]
+SERVED = [case for case in CASES if served(case) and not case.fp8]
+SERVED_FP8 = [case for case in CASES if served(case) and case.fp8]

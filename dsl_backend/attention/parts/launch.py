@@ -40,6 +40,7 @@ def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool)
         "head_dim_v": spec.head_dim_v,
         "pack": pack,
         "page_size": spec.page_size or 0,
+        "fp8": spec.is_fp8_kv,
         "causality": spec.causality.value,
         "left": spec.window_left is not None,
         "right": spec.window_right is not None,
@@ -49,10 +50,10 @@ def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool)
     }
 
 
-def fake_rows(key: LayerKey, dim: int, heads: int, *lead: Any) -> Any:
+def fake_rows(numeric: Any, dim: int, heads: int, *lead: Any) -> Any:
     """[*lead, heads, dim]."""
-    strides = tuple(cute.sym_int64(divisibility=8) for _ in (*lead, heads))
-    return make_fake_tensor(NUMERIC[key.dtype], (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
+    strides = tuple(cute.sym_int64(divisibility=ALIGNMENT * 8 // numeric.width) for _ in (*lead, heads))
+    return make_fake_tensor(numeric, (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
 
 
 def fake_pages(key: LayerKey) -> tuple[Any, ...]:
@@ -74,7 +75,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
     sinks = key.scores.sinks
     return (
         *rows,
-        fake_rows(key, key.head_dim_v, key.heads_q, many()),
+        fake_rows(NUMERIC[key.dtype], key.head_dim_v, key.heads_q, many()),
         lse if key.lse else None,
         vector_of(cutlass.Int32, many()),
         vector_of(cutlass.Int32, many()),
@@ -83,6 +84,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         vector_of(cutlass.Uint8, many(), 1) if key.causality == Causality.PER_REQUEST.value else None,
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
+        *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
         vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
         make_fake_tensor(cutlass.Int32, (many(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
         if key.split
@@ -100,10 +102,12 @@ SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cut
 def rows_of(key: LayerKey) -> tuple[Any, ...]:
     """Queries, keys and values."""
     lead = fake_pages(key)
+    numeric = NUMERIC[key.dtype]
+    stored = cutlass.Uint8 if key.fp8 else numeric
     return (
-        fake_rows(key, key.head_dim, key.heads_q, cute.sym_int()),
-        fake_rows(key, key.head_dim, key.heads_kv, *lead),
-        fake_rows(key, key.head_dim_v, key.heads_kv, *lead),
+        fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
+        fake_rows(stored, key.head_dim, key.heads_kv, *lead),
+        fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
     )
 
 
@@ -127,6 +131,19 @@ def check_alignment(**tensors: torch.Tensor) -> None:
             )
 
 
+def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """The scales of fp8 keys and values, each [1]; other layers' mean nothing."""
+    if not spec.is_fp8_kv:
+        return None, None
+    assert operands.k_scale is not None and operands.v_scale is not None
+    return operands.k_scale.view(1), operands.v_scale.view(1)
+
+
+def stored(spec: AttentionSpec, rows: torch.Tensor) -> torch.Tensor:
+    """Keys or values as kernels take them: fp8 as bytes."""
+    return rows.view(torch.uint8) if spec.is_fp8_kv else rows
+
+
 def shared_args(
     spec: AttentionSpec,
     batch: Batch,
@@ -147,6 +164,7 @@ def shared_args(
         None if causal is None else causal.view(torch.uint8),
         operands.sinks,
         operands.alibi_slopes,
+        *scales_of(spec, operands),
         *scratch,
         spec.scale,
         spec.softcap,
@@ -229,4 +247,4 @@ class DenseKernel(LayerKernel):
 
     def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        return operands.q, operands.keys, operands.values
+        return operands.q, stored(self.spec, operands.keys), stored(self.spec, operands.values)

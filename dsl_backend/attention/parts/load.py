@@ -31,14 +31,16 @@ class Loader:
         self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
         self.q_load, self.k_load, self.v_load = q_load, k_load, v_load
         self.mQ, self.mK, self.mV = mQ, mK, mV
-        self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.chunk
-        self.v_chunks = kernel.dims_v // kernel.chunk_v
-        self.chunk, self.chunk_v = kernel.chunk, kernel.chunk_v
+        self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.copied
+        self.v_chunks = kernel.dims_v // kernel.copied_v
+        self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
+        self.stages = self.config.staging if self.key.fp8 else self.config.stages
         self.q_tile = (kernel.tile_m, kernel.chunk)
         self.tokens_per_tile = kernel.tokens_per_tile
         rows = self.tokens_per_tile * self.key.pack
         self.q_bytes = rows * kernel.dims * 2
-        self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * 2, self.tile_n * kernel.dims_v * 2
+        size = 1 if self.key.fp8 else 2
+        self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
         if self.key.pack == 1:
             self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
         else:
@@ -47,8 +49,8 @@ class Loader:
             shape = (query_box(kernel).shape, 1, self.q_chunks, self.config.query_stages)
             layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, *one_tile))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
-        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
-        self.sV = self.in_boxes(sV, self.box, kernel.chunk_v)
+        self.sK = self.in_boxes(sK, self.box, kernel.copied)
+        self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
 
     def in_boxes(self, tensor: cute.Tensor, rows: int, width: int) -> cute.Tensor:
         """[box, rows' place, columns' place, stage]."""
@@ -118,24 +120,23 @@ class Loader:
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
-        stage = count % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        stage = count % self.stages
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.stages) & 1) ^ 1)
         full = self.barriers.k_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
         chunks = range(self.k_chunks)
-        self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
+        self.load_tile(self.k_load, self.mK, self.sK, self.copied, chunks, work, tile, pages, stage, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
-        stage = count % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        stage = count % self.stages
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.stages) & 1) ^ 1)
         full = self.barriers.v_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
-        self.load_tile(
-            self.v_load, self.mV, self.sV, self.chunk_v, range(self.v_chunks), work, tile, pages, stage, full
-        )
+        chunks = range(self.v_chunks)
+        self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
 
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
         """Every box of a tile of keys or values, and of it the chunks (a range)."""

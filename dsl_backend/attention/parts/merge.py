@@ -68,7 +68,7 @@ class Merge:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink)
+        factor, row_lse = normalized(top, total, sink, scoring.v_scale)
         if column < self.key.head_dim_v:
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column
             cute.make_tensor(out.iterator + offset, cute.make_layout(1))[0] = (sums * factor).to(out.element_type)

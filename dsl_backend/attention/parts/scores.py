@@ -24,12 +24,19 @@ class ScoreKey:
 
 
 class Scoring(NamedTuple):
-    """Their values: sinks [heads_q], slopes [heads_q] float32."""
+    """Their values: sinks [heads_q], slopes [heads_q] float32; of fp8 keys and values, the scales [1] float32."""
 
     scale: cutlass.Float32
     softcap: cutlass.Float32
     sinks: cute.Tensor | None
     slopes: cute.Tensor | None
+    k_scale: cute.Tensor | None
+    v_scale: cute.Tensor | None
+
+
+def factor_of(scoring: Scoring):
+    """What a product of a query and a stored key is multiplied by."""
+    return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[0]
 
 
 class PlainScores:
@@ -38,7 +45,7 @@ class PlainScores:
     bends = False
 
     def __init__(self, scoring: Scoring):
-        self.factor = scoring.scale * LOG2_E
+        self.factor = factor_of(scoring) * LOG2_E
 
 
 class BentScores:
@@ -47,12 +54,12 @@ class BentScores:
     bends = True
 
     def __init__(self, key: ScoreKey, scoring: Scoring):
-        self.key, self.scoring = key, scoring
+        self.key, self.scoring, self.scale = key, scoring, factor_of(scoring)
         self.factor = cutlass.Float32(1.0)
 
     def bend(self, score, slope, distance):
         """The base-2 score; slope times log2(e), distance = position - key."""
-        value = score * self.scoring.scale
+        value = score * self.scale
         if self.key.softcap:
             # c tanh(s / c) = c (1 - 2 / (e^(2s/c) + 1)); where that overflows it still gives c or -c.
             cap = self.scoring.softcap

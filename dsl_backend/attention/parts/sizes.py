@@ -16,6 +16,11 @@ def chunk(dim: int) -> int:
     return next(width for width in (64, 32, 16) if padded(dim) % width == 0)
 
 
+def fp8_chunk(dim: int) -> int:
+    """Elements of an fp8 row that one tensor copy takes: the widest of 128 bytes or less that divide it."""
+    return next(width for width in (128, 64, 32, 16) if padded(dim) % width == 0)
+
+
 def packed_heads(group: int, most: int = 64) -> int:
     """Query heads that share a tile's rows: the group, or where it is wider than the rows a part of it."""
     return next(pack for pack in range(min(group, most), 0, -1) if group % pack == 0)

@@ -58,12 +58,13 @@ class OnlineSoftmax:
 
 
 @cute.jit
-def normalized(top, total, sink):
+def normalized(top, total, sink, v_scale):
     """(what a row's sums are multiplied by, its natural LSE).
 
     Args:
         top, total: the row's largest base-2 score, and its sum of 2^(score - top).
         sink: a logit that joins the denominator; None where there is none.
+        v_scale: [1], which stored values are multiplied by; None where they are real ones.
     """
     shrink = cutlass.Float32(1.0)
     if cutlass.const_expr(sink is not None):
@@ -73,4 +74,6 @@ def normalized(top, total, sink):
         top = higher
     # The total is 0 where a row saw no key; a NaN stays one.
     factor = cutlass.Float32(0.0) if total == 0.0 else shrink / total
+    if cutlass.const_expr(v_scale is not None):
+        factor *= v_scale[0]
     return factor, (top + cute.math.log2(total, fastmath=True)) * LN_2

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsl_backend.attention.parts.load import box_rows, query_box
 from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.sizes import chunk, padded
+from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded
 from dsl_backend.primitives.copy import store_vector
 
 VECTOR = 8  # elements of 16 bytes
@@ -32,6 +32,7 @@ class LayerKey:
         heads_q, heads_kv: of the layer.
         pack: query heads whose rows share a tile.
         page_size: tokens of a page; 0 where keys are packed.
+        fp8: keys and values are stored as e4m3; dtype is then that of queries and outputs alone.
         causality: `full`, `causal` or `per_request`.
         left, right: whether a window ends before or after a position.
         split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
@@ -45,6 +46,7 @@ class LayerKey:
     head_dim_v: int
     pack: int
     page_size: int
+    fp8: bool
     causality: str
     left: bool
     right: bool
@@ -59,6 +61,9 @@ class TiledKernel:
     Attributes:
         dims, dims_v: elements of a key and a value row, padded.
         chunk, chunk_v: of a row, those that lie side by side.
+        dtype_v: of values as they are multiplied. What was fp8 is exact in float16, which one instruction makes of it;
+            keys take the queries' dtype, whose range float16 has not.
+        copied, copied_v: elements of a key or value row in one tensor copy.
         tokens_per_tile: whose packed heads are a tile's query rows.
         box: keys of one tensor copy.
     """
@@ -71,6 +76,9 @@ class TiledKernel:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.tokens_per_tile = self.tile_m // key.pack
         self.box = box_rows(key.page_size, self.tile_n)
+        self.dtype_v = cutlass.Float16 if key.fp8 else self.dtype
+        self.copied = fp8_chunk(key.head_dim) if key.fp8 else self.chunk
+        self.copied_v = fp8_chunk(key.head_dim_v) if key.fp8 else self.chunk_v
 
     def atom(self, width: int):
         """The swizzled atom of rows `width` elements wide."""
@@ -83,6 +91,19 @@ class TiledKernel:
     def boxed(self, rows: int, width: int):
         """[rows, width] of one chunk, as a tensor copy writes it."""
         return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
+
+    def bytes_staged(self, width: int, stages: int):
+        """[rows, width, stages] of fp8 in shared memory, as `staged` without a swizzle; see `parts/widen.py`."""
+        chunk = fp8_chunk(width)
+        shape = (self.tile_n, (chunk, width // chunk), stages)
+        return cute.make_layout(shape, stride=(chunk, (1, self.tile_n * chunk), self.tile_n * width))
+
+    def key_box(self, width: int):
+        """The box of one tensor copy of keys or values, and how it lies in shared memory."""
+        if self.key.fp8:
+            tile = (self.box, fp8_chunk(width))
+            return cute.make_layout(tile, stride=(tile[1], 1)), tile
+        return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
         pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
@@ -111,8 +132,8 @@ class TiledKernel:
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
         q_copy = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
-        k_copy = cpasync.make_tiled_tma_atom(load, mK, self.boxed(self.box, self.chunk), (self.box, self.chunk))
-        v_copy = cpasync.make_tiled_tma_atom(load, mV, self.boxed(self.box, self.chunk_v), (self.box, self.chunk_v))
+        k_copy = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
+        v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.key_box(self.dims_v))
         return q_copy, k_copy, v_copy
 
     def schedule(self, mailbox, requests: Requests, merges):

@@ -175,7 +175,7 @@ class Corrector:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink)
+        factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < work.rows:

@@ -94,6 +94,8 @@ class Forward(TiledKernel):
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
         slopes: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
         merges: cute.Tensor | None,
         scale: cutlass.Float32,
@@ -131,7 +133,7 @@ class Forward(TiledKernel):
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        scoring = Scoring(scale, softcap, sinks, slopes)
+        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
             weighing,

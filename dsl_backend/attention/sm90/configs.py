@@ -9,6 +9,8 @@ from dsl_backend.attention.spec import AttentionSpec
 ROWS = 64  # of a warpgroup's wgmma
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
 REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
+# The same with a warpgroup that widens fp8 tiles, and that one's.
+WIDENING_REGISTERS = {1: (240, 40, 128), 2: (208, 32, 64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class ForwardConfig:
         resident: blocks on an SM side by side.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
         take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
+        staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
+            keys and values have 16 bits.
     """
 
     groups: int
@@ -32,6 +36,7 @@ class ForwardConfig:
     resident: int = 1
     least_share: int = 2
     take_turns: bool = False
+    staging: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -39,15 +44,23 @@ class ForwardConfig:
 
     @property
     def threads(self) -> int:
-        return (self.groups + 1) * WARPGROUP
+        return (self.groups + 1 + (self.staging > 0)) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that multiplies, that loads or schedules, and that widens."""
+        if self.staging:
+            return WIDENING_REGISTERS[self.groups]
+        return (*REGISTERS[self.groups], 0) if self.resident == 1 else (216, 24, 0)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
         dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
-        barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages)
-        return spec.dtype.itemsize * (queries + keys) + barriers + MAILBOX_BYTES
+        staged = self.staging * self.tile_n * (dims + dims_v)
+        barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + 2 * self.staging)
+        return spec.dtype.itemsize * (queries + keys) + staged + barriers + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can.
@@ -56,14 +69,19 @@ class ForwardConfig:
             smem_bytes: that a block may have.
         """
         reasons = []
-        if self.groups not in REGISTERS:
-            reasons.append(f"{self.groups} warpgroups: one of {sorted(REGISTERS)} is possible")
+        registers = WIDENING_REGISTERS if self.staging else REGISTERS
+        if self.groups not in registers:
+            reasons.append(f"{self.groups} warpgroups: one of {sorted(registers)} is possible")
+        if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
+            reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
+        if self.staging and self.resident > 1:
+            reasons.append(f"{self.resident} blocks on an SM: with fp8 keys 1 is possible")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         held = padded(spec.head_dim_v) // 2 + 3 * self.tile_n // 4
-        most = REGISTERS.get(self.groups, (0, 0))[0]
+        most = registers[self.groups][0] if self.groups in registers else 0
         if held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
         needed = self.smem_bytes(spec) * self.resident
@@ -80,6 +98,10 @@ class ForwardConfig:
 def default_config(spec: AttentionSpec) -> ForwardConfig:
     """For long queries."""
     widest = max(spec.head_dim, spec.head_dim_v)
+    if spec.is_fp8_kv:
+        if widest <= 128:
+            return ForwardConfig(groups=2, tile_n=128, stages=2, staging=2, take_turns=True)
+        return ForwardConfig(groups=2, tile_n=48, stages=2, staging=2)
     if widest <= 64:
         return ForwardConfig(groups=3, tile_n=128, stages=2, query_stages=1)
     if widest <= 128:
@@ -92,6 +114,8 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges."""
     widest = max(spec.head_dim, spec.head_dim_v)
+    if spec.is_fp8_kv:
+        return ForwardConfig(groups=1, tile_n=128 if widest <= 128 else 64, stages=2, staging=4 if widest <= 64 else 2)
     if widest <= 64:
         return ForwardConfig(groups=1, tile_n=128, stages=5)
     if widest <= 128:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward for SM90: one warp finds work, one loads, one to three warpgroups multiply.
+"""Attention forward for SM90: one warp finds work, one loads, one to three warpgroups multiply; one widens fp8.
 
 A block stays for the whole launch and takes tile after tile. K and V tiles pass through rings of buffers that tensor
 copies fill; scores and weights stay in registers (FlashAttention-3: Shah et al., 2024). A tile's query rows are tokens
@@ -20,8 +20,9 @@ from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
+from dsl_backend.attention.parts.widen import Tiles, Widener
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import REGISTERS, ForwardConfig
+from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.multiply import Multiplier
 
 LOAD_WARP, SCHEDULE_WARP = 0, 1
@@ -45,6 +46,19 @@ class Barriers(NamedTuple):
     v_empty: cute.Pointer
     work_full: cute.Pointer
     work_empty: cute.Pointer
+    # Of fp8 tiles, on their way to the others.
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
+    v_loaded: cute.Pointer | None = None
+    v_taken: cute.Pointer | None = None
+
+    def of_loader(self):
+        """The rings that tensor copies fill."""
+        if self.k_loaded is None:
+            return self
+        return self._replace(
+            k_full=self.k_loaded, k_empty=self.k_taken, v_full=self.v_loaded, v_empty=self.v_taken
+        )
 
 
 class Forward(TiledKernel):
@@ -52,9 +66,7 @@ class Forward(TiledKernel):
 
     def __init__(self, key: ForwardKey):
         super().__init__(key, key.config)
-        self.most_registers, self.least_registers = REGISTERS[self.config.groups]
-        if self.config.resident > 1:
-            self.most_registers, self.least_registers = 216, 24
+        self.most_registers, self.least_registers, self.widening_registers = self.config.registers
 
     @cute.jit
     def __call__(
@@ -71,6 +83,8 @@ class Forward(TiledKernel):
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
         slopes: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
         merges: cute.Tensor | None,
         scale: cutlass.Float32,
@@ -94,8 +108,8 @@ class Forward(TiledKernel):
             (64, self.tile_n),
         )
         weighing = hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            self.dtype_v,
+            self.dtype_v,
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
@@ -108,7 +122,7 @@ class Forward(TiledKernel):
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        scoring = Scoring(scale, softcap, sinks, slopes)
+        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
             weighing,
@@ -173,20 +187,27 @@ class Forward(TiledKernel):
         sQ = self.swizzled(q_place, q_layout)
         sOut = self.swizzled(q_place, out_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
-        sV = allocator.allocate_tensor(self.dtype, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
+        sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
+        loaded_k, loaded_v = sK, sV
+        if cutlass.const_expr(self.key.fp8):
+            loaded_k, loaded_v = (
+                allocator.allocate_tensor(cutlass.Uint8, self.bytes_staged(width, config.staging), byte_alignment=128)
+                for width in (self.dims, self.dims_v)
+            )
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
+        warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.fp8 else 0
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2
+        counts = [1, warps, *[widening or 1, warps] * 2, 1, warps + widening + 1]
+        if cutlass.const_expr(self.key.fp8):
+            sizes, counts = sizes + [config.staging] * 4, counts + [1, widening] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                warps = config.groups * WARPGROUP // 32
-                # A loading warp fills by bytes; a math warp empties by one lane. The mailbox has the load warp as well.
-                for pointer, size, count in zip(
-                    barriers, sizes, [1, warps, 1, warps, 1, warps, 1, warps + 1], strict=True
-                ):
+                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
@@ -196,9 +217,13 @@ class Forward(TiledKernel):
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
-                Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
+                rings = barriers.of_loader()
+                Loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, merges).run()
+        elif warp >= WARPGROUP // 32 + warps:
+            if cutlass.const_expr(self.key.fp8):
+                self.widen(mailbox, barriers, loaded_k, sK, loaded_v, sV, thread % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(self.most_registers)
             Multiplier(
@@ -218,3 +243,12 @@ class Forward(TiledKernel):
                 scoring,
                 thread - WARPGROUP,
             ).run()
+
+    @cute.jit
+    def widen(self, mailbox, barriers, loaded_k, sK, loaded_v, sV, thread):
+        """The warpgroup between copies and products of fp8 keys."""
+        cute.arch.setmaxregister_decrease(self.widening_registers)
+        b = barriers
+        keys = Tiles(self, self.dims, loaded_k, sK, b.k_loaded, b.k_taken, b.k_full, b.k_empty, thread)
+        values = Tiles(self, self.dims_v, loaded_v, sV, b.v_loaded, b.v_taken, b.v_full, b.v_empty, thread)
+        Widener(mailbox, keys, values).run()

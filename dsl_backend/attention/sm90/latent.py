@@ -77,6 +77,8 @@ class LatentForward:
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
         slopes: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
         merges: cute.Tensor | None,
         scale: cutlass.Float32,
@@ -109,7 +111,7 @@ class LatentForward:
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         k_load, mK = cpasync.make_tiled_tma_atom(load_shared, mK, k_box, (self.box, self.chunk))
-        scoring = Scoring(scale, softcap, sinks, slopes)
+        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
             weighing,

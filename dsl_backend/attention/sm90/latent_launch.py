@@ -13,6 +13,7 @@ from dsl_backend.attention.parts.launch import (
     fake_rows,
 )
 from dsl_backend.attention.parts.sizes import packed_heads
+from dsl_backend.attention.parts.tiles import NUMERIC
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.latent import LatentForward, LatentKey
 from dsl_backend.attention.sm90.latent_configs import default_latent_config
@@ -21,10 +22,11 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: LatentKey, target: Target) -> Function:
+    numeric = NUMERIC[key.dtype]
     rows = (
-        fake_rows(key, key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(key, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(key, key.head_dim, key.heads_kv, *fake_pages(key)),
+        fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(numeric, key.head_dim, key.heads_kv, *fake_pages(key)),
     )
     return compile_kernel(LatentForward(key), fake_args(key, *rows), key=key, target=target)
 

@@ -344,7 +344,7 @@ class LatentMultiplier:
         pair = cute.make_rmem_tensor(2, self.kernel.dtype)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factor, lse = normalized(top, total, self.rows.sink(work, row))
+            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
             m = self.row + 8 * row
             if m < work.rows:
                 token, head = work.query + m // self.key.pack, self.rows.head(work, row)

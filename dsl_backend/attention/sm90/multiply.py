@@ -63,7 +63,7 @@ class Multiplier:
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32)
-        self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype)
+        self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype_v)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor)
@@ -274,7 +274,7 @@ class Multiplier:
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factor, lse = normalized(top, total, self.rows.sink(work, row))
+            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):
