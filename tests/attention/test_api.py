@@ -344,7 +344,7 @@ def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None
     ("change", "objection"),
     [
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype float32 is not one of float16, bfloat16"),
-        ({"kv_dtype": FP8}, "keys of float8_e4m3fn are not of the queries' bfloat16"),
+        ({"kv_dtype": torch.float8_e5m2}, "keys of float8_e5m2 are not of the queries' bfloat16"),
         ({"head_dim": 264, "head_dim_v": 264}, "head size 264 is not a multiple of 8 from 16 to 256"),
         ({"page_size": 24}, "page size 24 is not a multiple of 16"),
         ({"head_dim": 80, "head_dim_v": 64}, "outputs of 64 elements do not fit the place of queries of 80"),
@@ -354,6 +354,16 @@ def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None
 def test_cute_objects(change: dict[str, Any], objection: str, arch: str) -> None:
     with pytest.raises(Unsupported, match=re.escape(objection)):
         dispatch.choose(Operation.PREFILL, spec(**change), from_arch(arch), "cute")
+
+
+def test_cute_takes_fp8_on_sm90() -> None:
+    for operation in (Operation.PREFILL, Operation.DECODE):
+        dispatch.choose(operation, spec(kv_dtype=FP8), from_arch("sm_90a"), "cute")
+        odd = spec(kv_dtype=FP8, head_dim=72, head_dim_v=72)
+        with pytest.raises(Unsupported, match="head size 72 is not a multiple of 16 from 16 to 256"):
+            dispatch.choose(operation, odd, from_arch("sm_90a"), "cute")
+        with pytest.raises(Unsupported, match="keys of float8_e4m3fn are not of the queries' bfloat16"):
+            dispatch.choose(operation, spec(kv_dtype=FP8), from_arch("sm_100a"), "cute")
 
 
 def test_cute_objects_to_fp8_latents() -> None:

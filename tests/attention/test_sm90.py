@@ -1,17 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernels on the emulator: right, and without a finding, whatever lies around their data."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90.configs import ForwardConfig
+from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm90.launch import Prefill, SplitKV
-from dsl_backend.testing.cases import Case
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.cases import FP16, Case, by_id
+from dsl_backend.testing.inputs import Layout, Surroundings
 from tests.attention.emulated import SERVED, SERVED_FP8, emulate, scratch
 
+# Of fp8 keys, what the cases of all kernels have not: each width of a tensor copy, and rings that go around.
+FP8_CASES = (
+    Case(
+        id="fp8-128",
+        q_lens=(1, 70),
+        kv_lens=(300, 200),
+        heads=(8, 2),
+        dim=128,
+        page=64,
+        fp8=True,
+        why="copies of 128 bytes, whose rows are widened in pairs",
+    ),
+    Case(id="fp8-256", q_lens=(2, 40), kv_lens=(150, 100), dim=256, dtype=FP16, fp8=True, why="two copies a row"),
+    Case(id="fp8-96", q_lens=(1, 20), kv_lens=(200, 90), dim=96, page=32, fp8=True, why="copies of 32 bytes"),
+    Case(id="fp8-48", q_lens=(1, 20), kv_lens=(200, 90), dim=48, fp8=True, why="copies of 16 bytes; threads idle"),
+    Case(
+        id="fp8-packed",
+        q_lens=(18, 1, 70),
+        kv_lens=(40, 7, 150),
+        heads=(2, 2),
+        dim=192,
+        dim_v=128,
+        page=None,
+        fp8=True,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="tiles begin anywhere; keys and values of unequal widths",
+    ),
+    Case(id="fp8-nan", q_lens=(1, 20), kv_lens=(70, 60), fp8=True, nan_request=0, why="a NaN stays its request's"),
+)
+ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
+
 # What a change is checked with: each role, ring, mask, score and layout once.
-QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48")
+QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128")
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
@@ -21,7 +59,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     if short:
         config = ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
         return SplitKV(spec, target, scratch(), config)
-    groups = index % 2 + 1
+    groups = 1 if spec.is_fp8_kv and spec.head_dim_v > 192 else index % 2 + 1
     turns = groups == 2
     config = ForwardConfig(
         groups=groups, tile_n=tile_n, stages=2, query_stages=groups, take_turns=turns, staging=staging
@@ -33,7 +71,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     ("index", "case"),
     [
         pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.full,))
-        for index, case in enumerate((*SERVED, *SERVED_FP8))
+        for index, case in enumerate(ALL)
     ],
 )
 def test_case(index: int, case: Case) -> None:
@@ -41,4 +79,34 @@ def test_case(index: int, case: Case) -> None:
 
 
 def test_quick_cases_exist() -> None:
-    assert set(QUICK) <= {case.id for case in (*SERVED, *SERVED_FP8)}
+    assert set(QUICK) <= {case.id for case in ALL}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_fp8_on_every_schedule(index: int) -> None:
+    case = by_id("fp8-bf16")
+    emulate(case, "sm_90a", lambda planner, short: make(planner, short, index), index)
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 16))
+@pytest.mark.parametrize("default", [default_config, default_split_config])
+def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
+    spec = replace(FP8_CASES[0], dim=dim).spec
+    assert default(spec).objections(spec, from_arch("sm_90a").smem_bytes) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "reason"),
+    [
+        (ForwardConfig(groups=1, tile_n=64, stages=2), {}, "0 fp8 tiles in flight"),
+        (ForwardConfig(groups=1, tile_n=64, stages=2, staging=1), {}, "1 fp8 tiles in flight"),
+        (ForwardConfig(groups=1, tile_n=64, stages=2, staging=2), {"fp8": False}, "2 fp8 tiles in flight"),
+        (ForwardConfig(groups=3, tile_n=64, stages=2, staging=2), {}, "3 warpgroups, 1 blocks on an SM"),
+        (ForwardConfig(groups=2, tile_n=48, stages=2, staging=2), {"dim": 256}, "do not fit the 128 of a thread"),
+        (ForwardConfig(groups=1, tile_n=128, stages=3, staging=2), {}, "shared memory"),
+    ],
+)
+def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
+    spec = replace(FP8_CASES[0], **facts).spec
+    assert any(reason in objection for objection in config.objections(spec, from_arch("sm_90a").smem_bytes))

@@ -19,8 +19,8 @@ AT_A_TIME = 8  # vectors of a thread, in registers at once
 class Tiles:
     """Keys, or values, on their way from one ring to the other.
 
-    Vectors of 16 elements are dealt out to the threads in turn. The row of every second group of four vectors is another
-    one where rows have eight, so that the reads and the writes of eight lanes fall on all banks once.
+    Vectors of 16 elements are dealt out to the threads in turn. Where a row has eight, the second four are those of the
+    row beside it: so the reads and the writes of eight lanes fall on all banks once.
 
     Args:
         source: [rows, width, stages] of bytes, as tensor copies wrote them; target: of 16 bits, swizzled.

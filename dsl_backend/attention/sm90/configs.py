@@ -9,8 +9,11 @@ from dsl_backend.attention.spec import AttentionSpec
 ROWS = 64  # of a warpgroup's wgmma
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
 REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
-# The same with a warpgroup that widens fp8 tiles, and that one's.
-WIDENING_REGISTERS = {1: (240, 40, 128), 2: (208, 32, 64)}
+# The same with a warpgroup that widens fp8 tiles, and that one's, by math warpgroups and blocks on an SM.
+WIDENING_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (160, 24, 72), (2, 1): (208, 32, 64)}
+SM_REGISTERS = 1 << 16
+# ptxas refuses a product whose accumulator and so many registers more are not there when the kernel starts (C7602).
+PRODUCT_REGISTERS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,13 @@ class ForwardConfig:
     def registers(self) -> tuple[int, int, int]:
         """Of a thread that multiplies, that loads or schedules, and that widens."""
         if self.staging:
-            return WIDENING_REGISTERS[self.groups]
+            return WIDENING_REGISTERS[self.groups, self.resident]
         return (*REGISTERS[self.groups], 0) if self.resident == 1 else (216, 24, 0)
+
+    @property
+    def first_registers(self) -> int:
+        """Of every thread when the kernel starts, before roles give and take."""
+        return SM_REGISTERS // (self.threads * self.resident) // 8 * 8
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
@@ -69,21 +77,29 @@ class ForwardConfig:
             smem_bytes: that a block may have.
         """
         reasons = []
-        registers = WIDENING_REGISTERS if self.staging else REGISTERS
-        if self.groups not in registers:
-            reasons.append(f"{self.groups} warpgroups: one of {sorted(registers)} is possible")
+        if self.groups not in REGISTERS:
+            reasons.append(f"{self.groups} warpgroups: one of {sorted(REGISTERS)} is possible")
+        elif self.staging and (self.groups, self.resident) not in WIDENING_REGISTERS:
+            reasons.append(
+                f"{self.groups} warpgroups, {self.resident} blocks on an SM: with fp8 keys one of "
+                f"{sorted(WIDENING_REGISTERS)} is possible"
+            )
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
-        if self.staging and self.resident > 1:
-            reasons.append(f"{self.resident} blocks on an SM: with fp8 keys 1 is possible")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         held = padded(spec.head_dim_v) // 2 + 3 * self.tile_n // 4
-        most = registers[self.groups][0] if self.groups in registers else 0
-        if held > most:
+        most = 0 if reasons else self.registers[0]
+        if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
+        accumulator = max(padded(spec.head_dim_v), self.tile_n) // 2
+        if accumulator + PRODUCT_REGISTERS > self.first_registers:
+            reasons.append(
+                f"an accumulator of {accumulator} registers and {PRODUCT_REGISTERS} more do not fit the "
+                f"{self.first_registers} of a thread with which {self.resident} blocks of {self.threads} start"
+            )
         needed = self.smem_bytes(spec) * self.resident
         if needed > smem_bytes:
             reasons.append(f"{self.resident} blocks need {needed} bytes of shared memory: there are {smem_bytes}")
@@ -101,7 +117,7 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if spec.is_fp8_kv:
         if widest <= 128:
             return ForwardConfig(groups=2, tile_n=128, stages=2, staging=2, take_turns=True)
-        return ForwardConfig(groups=2, tile_n=48, stages=2, staging=2)
+        return ForwardConfig(groups=2 if widest <= 192 else 1, tile_n=64, stages=2, staging=2)
     if widest <= 64:
         return ForwardConfig(groups=3, tile_n=128, stages=2, query_stages=1)
     if widest <= 128:

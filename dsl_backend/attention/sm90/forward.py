@@ -56,9 +56,7 @@ class Barriers(NamedTuple):
         """The rings that tensor copies fill."""
         if self.k_loaded is None:
             return self
-        return self._replace(
-            k_full=self.k_loaded, k_empty=self.k_taken, v_full=self.v_loaded, v_empty=self.v_taken
-        )
+        return self._replace(k_full=self.k_loaded, k_empty=self.k_taken, v_full=self.v_loaded, v_empty=self.v_taken)
 
 
 class Forward(TiledKernel):
