@@ -61,8 +61,13 @@ def dense_head_dims(spec: AttentionSpec) -> list[str]:
 LATENT_DIMS = ((576, 512), (320, 256), (288, 256))
 
 
+def shares_of_batch(spec: AttentionSpec) -> list[str]:
+    """What kernels say that cut the keys of all requests together."""
+    return ["is not batch-invariant: where it cuts key ranges depends on all requests"] if spec.batch_invariant else []
+
+
 def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
-    return triton_common(spec, target) + dense_head_dims(spec)
+    return triton_common(spec, target) + dense_head_dims(spec) + shares_of_batch(spec)
 
 
 def latent_only(spec: AttentionSpec) -> list[str]:
@@ -79,7 +84,7 @@ def latent_only(spec: AttentionSpec) -> list[str]:
 
 
 def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
-    return triton_common(spec, target) + latent_only(spec)
+    return triton_common(spec, target) + latent_only(spec) + shares_of_batch(spec)
 
 
 def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
@@ -101,7 +106,7 @@ def cute_storage(spec: AttentionSpec, fp8: bool = False) -> list[str]:
 
 def cute_mla(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernel of absorbed MLA needs."""
-    return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
+    return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec), *shares_of_batch(spec)]
 
 
 def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:

@@ -39,6 +39,7 @@ class AttentionSpec:
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
         latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
+        batch_invariant: a request's results are the same bits whatever requests are beside it, on the same GPU.
     """
 
     heads_q: int
@@ -56,6 +57,7 @@ class AttentionSpec:
     sinks: bool = False
     alibi: bool = False
     latent: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, message: str) -> None:
@@ -95,6 +97,7 @@ class AttentionSpec:
             features.append(f"window({self.window_left}, {self.window_right})")
         features += [f"softcap {self.softcap}"] if self.softcap else []
         features += [name for name in ("sinks", "alibi", "latent") if getattr(self, name)]
+        features += ["batch-invariant"] if self.batch_invariant else []
         kv = "" if self.kv_dtype == self.dtype else f", {short(self.kv_dtype)} keys"
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"

@@ -11,6 +11,7 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.schedule import MERGE_FIELDS
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded
@@ -21,6 +22,8 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 
+# Of a request's key range where its shares are its own: more would take more room for every request, and more merging.
+MOST_SHARES = 32
 ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
 
 
@@ -29,7 +32,7 @@ def window(width: int | None) -> int:
     return 0 if width is None else min(width, 1 << 30)
 
 
-def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool) -> dict[str, Any]:
+def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool, shares: int) -> dict[str, Any]:
     """The fields of a LayerKey."""
     sinks = None if operands.sinks is None else short(operands.sinks.dtype)
     return {
@@ -46,6 +49,7 @@ def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool)
         "right": spec.window_right is not None,
         "lse": operands.lse is not None,
         "split": split,
+        "shares": shares,
         "scores": ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=sinks, signed=spec.scale <= 0),
     }
 
@@ -87,7 +91,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
         vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
         make_fake_tensor(cutlass.Int32, (many(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
-        if key.split
+        if key.split and not key.shares
         else None,
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
@@ -135,7 +139,8 @@ def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | N
     """The scales of fp8 keys and values, each [1]; other layers' mean nothing."""
     if not spec.is_fp8_kv:
         return None, None
-    assert operands.k_scale is not None and operands.v_scale is not None
+    assert operands.k_scale is not None
+    assert operands.v_scale is not None
     return operands.k_scale.view(1), operands.v_scale.view(1)
 
 
@@ -175,12 +180,6 @@ def shared_args(
     )
 
 
-def split_scratch(workspace: Workspace, blocks: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the partial results of row tiles [rows, columns], and for what the merge kernel must do with them."""
-    partials = workspace.partials(2 * blocks * rows * (columns + 2))
-    return partials, workspace.integers(blocks * MERGE_FIELDS)[: blocks * MERGE_FIELDS].view(blocks, MERGE_FIELDS)
-
-
 class LayerKernel:
     """Attention of one layer spec by a kernel that a subclass names.
 
@@ -212,26 +211,46 @@ class LayerKernel:
         """The kernel's first arguments, fit for tensor copies."""
         raise NotImplementedError
 
-    def scratch(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Partial results, and what the merge kernel must do with them."""
+    @property
+    def units(self) -> int:
+        """Row tiles of a token."""
+        return self.spec.heads_q // self.pack
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
+        if not (self.split and self.spec.batch_invariant):
+            return 0
+        return min(MOST_SHARES, max(1, self.blocks // self.units))
+
+    def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Partial results of so many rows, and what the merge kernel must do with them."""
         if not self.split:
             return None, None
-        return split_scratch(self.workspace, self.blocks, self.tile_m, padded(self.spec.head_dim_v))
+        columns = padded(self.spec.head_dim_v)
+        if self.shares:
+            slots = batch.num_requests * self.units * self.shares
+            return self.workspace.partials(slots * partial_size(rows, columns)), None
+        merges = self.workspace.integers(self.blocks * MERGE_FIELDS)[: self.blocks * MERGE_FIELDS]
+        # Of whole row tiles: the same for every batch.
+        partials = self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns))
+        return partials, merges.view(self.blocks, MERGE_FIELDS)
 
     def key(self, operands: Operands) -> Any:
-        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split)
+        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split, shares=self.shares)
         return self.key_type(config=self.config, **facts)
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         tensors = self.tensors(operands)
+        # One at least: a grid has no dimension of 0.
+        rows = max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack))
         function_of(self.build, self.key(operands), self.target, toolkit.libraries())(
             *tensors,
-            *shared_args(self.spec, batch, operands, self.scratch(), shortest, longest),
+            *shared_args(self.spec, batch, operands, self.scratch(batch, rows), shortest, longest),
             self.blocks,
-            # One at least: a grid has no dimension of 0.
-            max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack)),
+            rows,
         )
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial results of key ranges that crossed blocks, merged into outputs."""
+"""Partial results of key ranges that were cut, merged into outputs."""
 
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths_of, own_range
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.primitives.math import exp2, finite_or_zero
@@ -12,34 +13,79 @@ WARP = 32
 AT_A_TIME = 8  # loads in flight
 
 
-class Merge:
-    """One block for a row of the range that began in share block_idx()[0]: a thread for each column.
+def partial_size(rows, columns):
+    """float32s of a partial result: [rows, columns] sums, each row's largest base-2 score, each row's total."""
+    return rows * columns + (2 * rows + 3) // 4 * 4
 
-    A partial result is [rows, columns] sums, then each row's largest base-2 score, then each row's total, float32.
+
+class Merge:
+    """One block for a row of a range: a thread for each column.
+
+    A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit.
+
+    Args:
+        tile_n, least: keys of a tile, and tiles of a share at least, as the schedule has them.
     """
 
-    def __init__(self, key, tile_m: int, columns: int):
-        self.key, self.tile_m, self.columns = key, tile_m, columns
-        self.partial = tile_m * (columns + 2)
+    def __init__(self, key, tile_n: int, least: int, columns: int):
+        self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
+        self.units = key.heads_q // key.pack
         self.threads = -(-columns // WARP) * WARP
+
+    @cute.jit
+    def __call__(
+        self,
+        partials: cute.Tensor,
+        merges: cute.Tensor | None,
+        requests: Requests,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        scoring: Scoring,
+        blocks: cutlass.Int32,
+        stream,
+    ):
+        ranges = cute.size(requests.lengths) * self.units if cutlass.const_expr(self.key.shares) else blocks
+        self.kernel(partials, merges, requests, out, lse, scoring).launch(
+            grid=(ranges, requests.rows, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(
-        self, partials: cute.Tensor, merges: cute.Tensor, out: cute.Tensor, lse: cute.Tensor | None, scoring: Scoring
+        self,
+        partials: cute.Tensor,
+        merges: cute.Tensor | None,
+        requests: Requests,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        scoring: Scoring,
     ):
         # Before any exit: a kernel that ends early would let the next one start beside the one before.
         cute.arch.griddepcontrol_wait()
-        block, row, _ = cute.arch.block_idx()
-        parts = merges[block, 0]
-        if parts > 0 and row < merges[block, 3]:
-            self.merge_row(partials, block, row, parts, merges[block, 1], merges[block, 2], out, lse, scoring)
+        place, row, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.key.shares):
+            parts, query, unit, rows = self.own_parts(requests, place)
+        else:
+            parts, query, unit, rows = (merges[place, field] for field in range(MERGE_FIELDS))
+        if parts > 0 and row < rows:
+            self.merge_row(partials, place, row, parts, query, unit, out, lse, scoring)
+
+    @cute.jit
+    def own_parts(self, requests: Requests, place):
+        """Of a request's range for a unit, as `merges` has them: parts (0: nothing to merge), query row, unit, rows."""
+        first, queries, keys = lengths_of(requests, place // self.units, cute.size(requests.lengths))
+        _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, queries, keys)
+        parts = (tiles + share - 1) // share
+        if parts == 1 or queries < requests.shortest or queries > requests.longest:
+            parts = cutlass.Int32(0)
+        return parts, first, place % self.units, queries * self.key.pack
 
     @cute.jit
     def merge_row(self, partials, block, row, parts, query, unit, out, lse, scoring: Scoring):
         column = cute.arch.thread_idx()[0]
         lane = cute.arch.lane_idx()
         inside = column if column < self.columns else 0
-        tops = partials.iterator + self.tile_m * self.columns + row
+        held = cute.arch.grid_dim()[1]
+        tops = partials.iterator + held * self.columns + row
         top, total, sums = -cutlass.Float32.inf, cutlass.Float32(0.0), cutlass.Float32(0.0)
         for chunk in cutlass.range(cute.ceil_div(parts, WARP), unroll=1):
             part = chunk * WARP + lane
@@ -47,7 +93,7 @@ class Merge:
             if part < parts:
                 place = self.place(block, part)
                 here = cute.make_tensor(tops + place, cute.make_layout(1))[0]
-                mine = cute.make_tensor(tops + place + self.tile_m, cute.make_layout(1))[0]
+                mine = cute.make_tensor(tops + place + held, cute.make_layout(1))[0]
             higher = cute.arch.fmax(top, cute.arch.warp_reduction_max(here))
             reference = finite_or_zero(higher)
             weight = exp2(here - reference)
@@ -78,6 +124,8 @@ class Merge:
 
     @cute.jit
     def place(self, block, part):
-        """Where part `part` of the range that began in a block lies."""
+        """Where part `part` of a range lies."""
         slot = 2 * (block + part) + (1 if part == 0 else 0)
-        return cutlass.Int64(slot) * self.partial
+        if cutlass.const_expr(self.key.shares):
+            slot = block * self.key.shares + part
+        return cutlass.Int64(slot) * partial_size(cute.arch.grid_dim()[1], self.columns)

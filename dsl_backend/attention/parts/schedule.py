@@ -13,7 +13,10 @@ WARP = 32
 
 
 class Requests(NamedTuple):
-    """A batch, as `spec.Batch` has it; windows of a layer; the query lengths that are served."""
+    """A batch, as `spec.Batch` has it; windows of a layer; the query lengths that are served.
+
+    `rows` are those of a partial result: no row tile has more.
+    """
 
     starts: cute.Tensor
     lengths: cute.Tensor
@@ -24,6 +27,7 @@ class Requests(NamedTuple):
     right: cutlass.Int32
     shortest: cutlass.Int32
     longest: cutlass.Int32
+    rows: cutlass.Int32
 
 
 @cute.jit
@@ -122,7 +126,7 @@ class QueryTiles:
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             request = chunk * WARP + lane
             first, queries, keys = lengths_of(self.requests, request, count)
-            tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile * self.units
+            tiles = self.items_of(queries, keys)
             if queries < self.requests.shortest or queries > self.requests.longest:
                 tiles = cutlass.Int32(0)
             through = sum_through(tiles) + seen
@@ -135,6 +139,10 @@ class QueryTiles:
                 place += step
         nothing = cutlass.Int32(0)
         self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+
+    @cute.jit
+    def items_of(self, queries, keys):
+        return (queries + self.tokens_per_tile - 1) // self.tokens_per_tile * self.units
 
     @cute.jit
     def item(self, place, request, first, queries, keys, tiles, through):
@@ -158,6 +166,62 @@ class QueryTiles:
             self.tile_n,
             request,
             first + row,
+            rows,
+            unit,
+            position,
+            keys,
+            begin,
+            end,
+            right,
+            slot,
+        )
+
+
+@cute.jit
+def own_range(key: cutlass.Constexpr, tile_n: cutlass.Constexpr[int], requests: Requests, least, queries, keys):
+    """A request's first key tile, how many it has, and how many one of its shares: nothing else counts."""
+    begin = cutlass.Int32(0)
+    if cutlass.const_expr(key.left):
+        begin = cutlass.max(keys - queries - requests.left, 0) // tile_n
+    # At least one tile, so that every row is written.
+    tiles = cutlass.max((keys + tile_n - 1) // tile_n - begin, 1)
+    return begin, tiles, cutlass.max((tiles + key.shares - 1) // key.shares, least)
+
+
+class OwnShares(QueryTiles):
+    """Shares of each request's own key range, dealt out in turn; a request's queries fill one row tile at most.
+
+    What is summed in one piece, and what is merged in which order, then depends on the request's lengths alone. Share
+    `part` of range request * units + unit leaves its partial result in slot range * shares + part.
+    """
+
+    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, least: int):
+        super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
+        self.least = least
+
+    @cute.jit
+    def items_of(self, queries, keys):
+        _, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, queries, keys)
+        return (tiles + share - 1) // share * self.units
+
+    @cute.jit
+    def item(self, place, request, first, queries, keys, items, through):
+        local, parts = place - (through - items), items // self.units
+        unit, part = local // parts, local % parts
+        first_tile, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, queries, keys)
+        begin = first_tile + part * share
+        end = cutlass.min(begin + share, first_tile + tiles)
+        slot = cutlass.Int32(WHOLE)
+        if parts > 1:
+            slot = (request * self.units + unit) * self.key.shares + part
+        rows, position = queries * self.key.pack, keys - queries
+        right = window_right(self.key, self.requests, request)
+        return work_of(
+            self.key,
+            self.requests,
+            self.tile_n,
+            request,
+            first,
             rows,
             unit,
             position,

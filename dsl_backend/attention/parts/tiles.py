@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.parts.load import box_rows, query_box
-from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.parts.schedule import KeyShares, OwnShares, QueryTiles, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded
 from dsl_backend.primitives.copy import store_vector
@@ -36,6 +36,7 @@ class LayerKey:
         causality: `full`, `causal` or `per_request`.
         left, right: whether a window ends before or after a position.
         split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
+        shares: of each request's own key range, at most; 0 where they are shares of the whole batch.
         lse: whether the softmax's denominators are wanted.
     """
 
@@ -52,6 +53,7 @@ class LayerKey:
     right: bool
     lse: bool
     split: bool
+    shares: int
     scores: ScoreKey
 
 
@@ -138,6 +140,8 @@ class TiledKernel:
 
     def schedule(self, mailbox, requests: Requests, merges):
         """The role that finds work."""
+        if self.key.shares:
+            return OwnShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, self.config.least_share)
         if self.key.split:
             least = self.config.least_share
             return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least)

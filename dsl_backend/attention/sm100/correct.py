@@ -4,6 +4,7 @@
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR, clear_rows, store_rows
@@ -22,11 +23,11 @@ PIECE = 32  # columns of sums in registers at a time
 class Corrector:
     """A thread's row of each half."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, scoring):
+    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
         self.sV, self.sOut, self.out, self.lse, self.partials = sV, sOut, out, lse, partials
-        self.scoring = scoring
+        self.scoring, self.held = scoring, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
 
     @cute.jit
@@ -193,8 +194,8 @@ class Corrector:
     @cute.jit
     def store_partial(self, work, m, top, total, halves: cutlass.Constexpr):
         """Sums as they are, in float32; the merge kernel does the rest."""
-        tile_m, columns = cutlass.const_expr(self.kernel.tile_m), cutlass.const_expr(self.kernel.dims_v)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * (tile_m * (columns + 2))
+        held, columns = self.held, cutlass.const_expr(self.kernel.dims_v)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
         for first, width in tensor_memory.pieces(columns, PIECE):
             found = self.sums(work, first, width, halves)
             if m < work.rows:
@@ -202,9 +203,9 @@ class Corrector:
                     part = cute.make_tensor(found.iterator + i, cute.make_layout(4))
                     store_vector(part, partial, m * columns + first + i)
         if m < work.rows:
-            place = partial + tile_m * columns + m
+            place = partial + held * columns + m
             cute.make_tensor(place, cute.make_layout(1))[0] = top
-            cute.make_tensor(place + tile_m, cute.make_layout(1))[0] = total
+            cute.make_tensor(place + held, cute.make_layout(1))[0] = total
 
     @cute.jit
     def clear_past(self, work, count):

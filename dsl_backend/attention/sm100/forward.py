@@ -133,6 +133,7 @@ class Forward(TiledKernel):
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
+        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
         scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
@@ -151,14 +152,12 @@ class Forward(TiledKernel):
             lse,
             partials,
             merges,
-            Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
+            requests,
             scoring,
         ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_m, self.dims_v)
-            merge.kernel(partials, merges, out, lse, scoring).launch(
-                grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
-            )
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -231,7 +230,7 @@ class Forward(TiledKernel):
                 softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(CORRECT_REGISTERS)
-            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, scoring).run()
+            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring).run()
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MULTIPLY:

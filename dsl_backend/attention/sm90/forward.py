@@ -120,6 +120,7 @@ class Forward(TiledKernel):
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
+        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
         scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
@@ -138,7 +139,7 @@ class Forward(TiledKernel):
             lse,
             partials,
             merges,
-            Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
+            requests,
             scoring,
         ).launch(
             grid=(blocks, 1, 1),
@@ -148,10 +149,8 @@ class Forward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_m, self.dims_v)
-            merge.kernel(partials, merges, out, lse, scoring).launch(
-                grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
-            )
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(

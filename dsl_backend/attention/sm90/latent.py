@@ -111,6 +111,7 @@ class LatentForward:
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         k_load, mK = cpasync.make_tiled_tma_atom(load_shared, mK, k_box, (self.box, self.chunk))
+        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
         scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
         self.kernel(
             product,
@@ -130,7 +131,7 @@ class LatentForward:
             lse,
             partials,
             merges,
-            Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest),
+            requests,
             scoring,
         ).launch(
             grid=(blocks, 1, 1),
@@ -140,10 +141,8 @@ class LatentForward:
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, ROWS, self.dims_v)
-            merge.kernel(partials, merges, out, lse, scoring).launch(
-                grid=(blocks, rows, 1), block=(merge.threads, 1, 1), stream=stream, use_pdl=True
-            )
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
 
     def product(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(

@@ -12,6 +12,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
+from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows
@@ -320,9 +321,9 @@ class LatentMultiplier:
     @cute.jit
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
-        columns = cutlass.const_expr(self.kernel.dims_v)
+        held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * (ROWS * (columns + 2))
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             m = self.row + 8 * row
@@ -332,9 +333,9 @@ class LatentMultiplier:
                     pair[0], pair[1] = sums[row, j], sums[row, j + 1]
                     store_vector(pair, partial, first + j * 4)
                 if self.column == 0 and self.group == 0:
-                    place = partial + ROWS * columns + m
+                    place = partial + held * columns + m
                     cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
-                    cute.make_tensor(place + ROWS, cute.make_layout(1))[0] = self.softmax.total[row]
+                    cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.total[row]
 
     @cute.jit
     def store_whole(self, work):

@@ -10,6 +10,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
+from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows, store_rows
@@ -253,9 +254,9 @@ class Multiplier:
     @cute.jit
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
-        tile_m, columns = cutlass.const_expr(self.kernel.tile_m), cutlass.const_expr(self.kernel.dims_v)
+        held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * (tile_m * (columns + 2))
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             m = self.row + 8 * row
@@ -264,9 +265,9 @@ class Multiplier:
                     pair[0], pair[1] = sums[row, j], sums[row, j + 1]
                     store_vector(pair, partial, m * columns + self.column + j * 4)
                 if self.column == 0:
-                    place = partial + tile_m * columns + m
+                    place = partial + held * columns + m
                     cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
-                    cute.make_tensor(place + tile_m, cute.make_layout(1))[0] = self.softmax.total[row]
+                    cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.total[row]
 
     @cute.jit
     def store_whole(self, work, stage):

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant attention on the emulator: a request's results are the same bits, alone and in any company."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import emulator
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.kernel import Kernel, Operands
+from dsl_backend.attention.sm90 import configs as sm90
+from dsl_backend.attention.sm90 import launch as sm90_launch
+from dsl_backend.attention.sm100 import configs as sm100
+from dsl_backend.attention.sm100 import launch as sm100_launch
+from dsl_backend.attention.spec import Batch
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import Case, mla
+from dsl_backend.testing.inputs import SENTINEL, Problem
+from tests.attention.emulated import SCHEDULES, scratch
+
+SMS = 8
+DECODE = Case(q_lens=(1, 3, 0, 1, 2), kv_lens=(700, 200, 0, 33, 400), heads=(8, 2))
+PREFILL = Case(q_lens=(70, 3, 0, 90), kv_lens=(200, 140, 0, 90), heads=(2, 1))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Kernels of an SM: split for short queries, whole ranges for long ones."""
+
+    id: str
+    case: Case
+    arch: str = "sm_90a"
+    split: bool = True
+
+    def kernel(self, spec: Any) -> Kernel:
+        target = replace(from_arch(self.arch), sm_count=SMS)
+        launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
+        config: Any = sm90.ForwardConfig(
+            groups=1, tile_n=64, stages=2, least_share=1, staging=2 if spec.is_fp8_kv else 0
+        )
+        if self.arch != "sm_90a":
+            config = sm100.ForwardConfig(halves=2, alternate=self.split, tile_n=64, least_share=1)
+        made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
+        return made
+
+
+RUNS = (
+    Run("decode", DECODE),
+    Run("decode-fp8", replace(DECODE, fp8=True, page=64, sinks=True)),
+    Run("decode-window", replace(DECODE, window=(150, None), softcap=5.0)),
+    Run("prefill", PREFILL, split=False),
+    Run("prefill-fp8", replace(PREFILL, fp8=True, page=48), split=False),
+    Run("decode-sm100", DECODE, "sm_100a"),
+    Run("prefill-sm100", PREFILL, "sm_100a", split=False),
+)
+QUICK = ("decode", "prefill")
+EACH = [
+    pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
+]
+
+
+def made(case: Case, batch_invariant: bool) -> Problem:
+    problem = case.problem()
+    problem.spec = replace(problem.spec, batch_invariant=batch_invariant)
+    return problem
+
+
+def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int], index: int) -> check.Result:
+    """Of a batch of these requests of the problem, their rows one after the other."""
+    starts = problem.batch.query_start_loc
+    rows = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests])
+    lens = torch.tensor([0, *(problem.q_lens[r] for r in requests)], dtype=torch.int32)
+    assert problem.batch.block_table is not None
+    batch = Batch(
+        query_start_loc=lens.cumsum(0, dtype=torch.int32),
+        seq_lens=problem.batch.seq_lens[list(requests)].contiguous(),
+        num_tokens=len(rows),
+        max_query_len=int(lens.max()),
+        max_seq_len=problem.batch.max_seq_len,
+        block_table=problem.batch.block_table[list(requests)].contiguous(),
+    )
+    result = check.empty_result(problem)
+    result = check.Result(result.out[: len(rows)], result.lse[: len(rows)])
+    operands = Operands(
+        problem.q[rows].contiguous(),
+        None,
+        problem.keys,
+        problem.values,
+        result.out,
+        result.lse,
+        problem.sinks,
+        problem.alibi_slopes,
+        problem.k_scale,
+        problem.v_scale,
+    )
+    schedule = SCHEDULES[index % len(SCHEDULES)]
+    with emulator.device(arch=run.arch, sms=SMS, schedule=schedule, seed=index, strict=True):
+        kernel.launch(batch, operands, 1, batch.max_query_len)
+    return result
+
+
+def of_request(result: check.Result, problem: Problem, requests: Sequence[int], request: int) -> list[torch.Tensor]:
+    """What a batch gave for one of its requests: out, lse."""
+    first = sum(problem.q_lens[r] for r in requests[: requests.index(request)])
+    rows = slice(first, first + problem.q_lens[request])
+    return [result.out[rows], result.lse[rows]]
+
+
+def differing(run: Run, batch_invariant: bool, index: int) -> list[int]:
+    """Requests whose bits depend on their company."""
+    problem = made(run.case, batch_invariant)
+    kernel = run.kernel(problem.spec)
+    there = [r for r, queries in enumerate(problem.q_lens) if queries]
+    batches = [list(range(len(problem.q_lens))), there[::-1], there[1:], *([r] for r in there)]
+    found = [(batch, results(run, problem, kernel, batch, index + i)) for i, batch in enumerate(batches)]
+    differ = []
+    for request in there:
+        alone, *others = [of_request(result, problem, batch, request) for batch, result in found if request in batch][
+            ::-1
+        ]
+        assert not any((part == SENTINEL).any() for part in alone)
+        if not all(torch.equal(a, b) for other in others for a, b in zip(alone, other, strict=True)):
+            differ.append(request)
+    return differ
+
+
+@pytest.mark.parametrize(("index", "run"), EACH)
+def test_company_does_not_matter(index: int, run: Run) -> None:
+    assert differing(run, True, index) == []
+
+
+def test_by_default_it_may() -> None:
+    """Shares of the whole batch cut a request's keys elsewhere when others come."""
+    assert differing(RUNS[0], False, 0) != []
+
+
+@pytest.mark.parametrize(("index", "run"), EACH)
+def test_results_are_right(index: int, run: Run) -> None:
+    problem = made(run.case, True)
+    everyone = list(range(len(problem.q_lens)))
+    result = results(run, problem, run.kernel(problem.spec), everyone, index)
+    expected = problem.expected()
+    rows = len(result.out)
+    judged = replace(expected, **{name: getattr(expected, name)[:rows] for name in vars(expected)})
+    check.judge(result, judged, problem.score_magnitude()[:rows])
+
+
+@pytest.mark.parametrize("operation", [Operation.PREFILL, Operation.DECODE])
+def test_triton_is_passed_over(operation: Operation) -> None:
+    spec = made(DECODE, True).spec
+    for arch in ("sm_90a", "sm_100a"):
+        assert dispatch.choose(operation, spec, from_arch(arch)).name == "cute"
+    with pytest.raises(Unsupported, match="is not batch-invariant: where it cuts key ranges depends on all requests"):
+        dispatch.choose(operation, spec, from_arch("sm_80"))
+
+
+def test_mla_is_not_served() -> None:
+    spec = replace(mla(16, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
+    with pytest.raises(Unsupported, match="is not batch-invariant"):
+        dispatch.choose(Operation.MLA_DECODE, spec, from_arch("sm_90a"))
+
+
+def test_scratch_grows_with_requests_and_not_with_keys() -> None:
+    """32 shares at most, of rows that a batch has: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
+    spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
+    kernel: Any = sm90_launch.SplitKV(spec, from_arch("sm_90a"), scratch())
+    assert kernel.shares == min(32, from_arch("sm_90a").sm_count // 8)
+    problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
+    partials, merges = kernel.scratch(problem.batch, 4)
+    assert merges is None
+    assert partials.numel() == 256 * 8 * kernel.shares * (4 * 128 + 8)
