@@ -7,19 +7,26 @@ from cutlass import cute
 from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths_of, own_range
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
+from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero
 
 WARP = 32
-AT_A_TIME = 8  # loads in flight
+VECTOR = 4  # columns of a thread
+THREADS, THREADS_WIDE = 256, 512
+WIDE = 256  # columns beyond which a block has more threads
+DEPTH = 8  # parts of which a thread has values in flight
+MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
 
 
-def partial_size(rows, columns):
+def partial_size(rows: int, columns: int) -> int:
     """float32s of a partial result: [rows, columns] sums, each row's largest base-2 score, each row's total."""
     return rows * columns + (2 * rows + 3) // 4 * 4
 
 
 class Merge:
-    """One block for a row of a range: a thread for each column.
+    """One block for some rows of a range. Teams of its threads, a thread for four columns, share a row's parts.
+
+    A part's values are under way while the parts' maxima and totals are merged, which tell their weights.
 
     A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit.
 
@@ -30,7 +37,13 @@ class Merge:
     def __init__(self, key, tile_n: int, least: int, columns: int):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
         self.units = key.heads_q // key.pack
-        self.threads = -(-columns // WARP) * WARP
+        self.lanes = columns // VECTOR
+        most = THREADS if columns <= WIDE else THREADS_WIDE
+        self.teams = most // self.lanes
+        self.threads = -(-self.teams * self.lanes // WARP) * WARP
+        self.warps = self.threads // WARP
+        # A thread finds the weight of one part at a time.
+        self.depth = min(DEPTH, self.lanes)
 
     @cute.jit
     def __call__(
@@ -46,7 +59,10 @@ class Merge:
     ):
         ranges = cute.size(requests.lengths) * self.units if cutlass.const_expr(self.key.shares) else blocks
         self.kernel(partials, merges, requests, out, lse, scoring).launch(
-            grid=(ranges, requests.rows, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(ranges, cutlass.min(requests.rows, MOST_ROWS), 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -59,15 +75,23 @@ class Merge:
         lse: cute.Tensor | None,
         scoring: Scoring,
     ):
+        allocator = cutlass.utils.SmemAllocator()
+        weights = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(self.teams * self.depth), 16)
+        warps = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.warps, 2)), 16)
+        sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((VECTOR, self.lanes, self.teams)), 16)
         # Before any exit: a kernel that ends early would let the next one start beside the one before.
         cute.arch.griddepcontrol_wait()
-        place, row, _ = cute.arch.block_idx()
+        place, first, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.key.shares):
             parts, query, unit, rows = self.own_parts(requests, place)
         else:
             parts, query, unit, rows = (merges[place, field] for field in range(MERGE_FIELDS))
-        if parts > 0 and row < rows:
-            self.merge_row(partials, place, row, parts, query, unit, out, lse, scoring)
+        if parts == 0:
+            rows = cutlass.Int32(0)
+        held = requests.rows
+        for row in cutlass.range(first, rows, cute.arch.grid_dim()[1], unroll=1):
+            top, total, own = self.add_parts(partials, held, place, row, parts, weights, warps)
+            self.finish(own, sums, top, total, query, unit, row, out, lse, scoring)
 
     @cute.jit
     def own_parts(self, requests: Requests, place):
@@ -80,52 +104,91 @@ class Merge:
         return parts, first, place % self.units, queries * self.key.pack
 
     @cute.jit
-    def merge_row(self, partials, block, row, parts, query, unit, out, lse, scoring: Scoring):
-        column = cute.arch.thread_idx()[0]
-        lane = cute.arch.lane_idx()
-        inside = column if column < self.columns else 0
-        held = cute.arch.grid_dim()[1]
+    def add_parts(self, partials, held, range_, row, parts, weights, warps):
+        """(a row's largest base-2 score, its total, this thread's sums of its team's parts)."""
+        thread = cute.arch.thread_idx()[0]
+        team, column = thread // self.lanes, thread % self.lanes * VECTOR
+        # Threads beyond the last team follow it.
+        team = cutlass.min(team, self.teams - 1)
+        size = partial_size(held, self.columns)
         tops = partials.iterator + held * self.columns + row
-        top, total, sums = -cutlass.Float32.inf, cutlass.Float32(0.0), cutlass.Float32(0.0)
-        for chunk in cutlass.range(cute.ceil_div(parts, WARP), unroll=1):
-            part = chunk * WARP + lane
+        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        own = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        own.fill(0.0)
+        values = cute.make_rmem_tensor((VECTOR, self.depth), cutlass.Float32)
+        at_a_time = cutlass.const_expr(self.teams * self.depth)
+        for first in cutlass.range(0, parts, at_a_time, unroll=1):
+            for i in cutlass.range_constexpr(self.depth):
+                # Past the last part, one that is there.
+                part = cutlass.min(first + i * self.teams + team, parts - 1)
+                source = self.place(range_, part, size) + row * self.columns + column
+                load_vector(partials.iterator, source, values[None, i])
             here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
-            if part < parts:
-                place = self.place(block, part)
+            if thread < at_a_time and first + thread < parts:
+                place = self.place(range_, first + thread, size)
                 here = cute.make_tensor(tops + place, cute.make_layout(1))[0]
                 mine = cute.make_tensor(tops + place + held, cute.make_layout(1))[0]
-            higher = cute.arch.fmax(top, cute.arch.warp_reduction_max(here))
+            higher = cute.arch.fmax(top, self.over_block(here, warps[None, 0], cute.arch.fmax))
             reference = finite_or_zero(higher)
-            weight = exp2(here - reference)
-            shrink = exp2(top - reference)
-            total = total * shrink + cute.arch.warp_reduction_sum(mine * weight)
-            sums *= shrink
+            weight, shrink = exp2(here - reference), exp2(top - reference)
+            if thread < at_a_time:
+                weights[thread] = weight
+            total = total * shrink + self.over_block(mine * weight, warps[None, 1], lambda a, b: a + b)
             top = higher
-            for first in cutlass.range(0, cutlass.min(parts - chunk * WARP, WARP), AT_A_TIME, unroll=1):
-                for i in cutlass.range_constexpr(AT_A_TIME):
-                    # Past the last part the weight is 0, and the value one that is there.
-                    index = cutlass.min(chunk * WARP + first + i, parts - 1)
-                    source = partials.iterator + self.place(block, index) + row * self.columns + inside
-                    value = cute.make_tensor(source, cute.make_layout(1))[0]
-                    factor = cute.arch.shuffle_sync(weight, first + i)
-                    sums += value * factor if chunk * WARP + first + i < parts else 0.0
+            for j in cutlass.range_constexpr(VECTOR):
+                own[j] *= shrink
+            for i in cutlass.range_constexpr(self.depth):
+                weight, there = weights[i * self.teams + team], first + i * self.teams + team < parts
+                for j in cutlass.range_constexpr(VECTOR):
+                    own[j] += values[j, i] * weight if there else 0.0
+            cute.arch.sync_threads()
+        return top, total, own
+
+    @cute.jit
+    def over_block(self, value, warps: cute.Tensor, combine: cutlass.Constexpr):
+        """A reduction over the block's threads, in the same order for all of them; what they wrote before is seen."""
+        value = cute.arch.warp_reduction(value, combine)
+        if cute.arch.lane_idx() == 0:
+            warps[cute.arch.thread_idx()[0] // WARP] = value
+        cute.arch.sync_threads()
+        value = warps[0]
+        for warp in cutlass.range_constexpr(1, self.warps):
+            value = combine(value, warps[warp])
+        return value
+
+    @cute.jit
+    def finish(self, own, sums, top, total, query, unit, row, out, lse, scoring: Scoring):
+        """The teams' sums, divided, into the row's place."""
+        thread = cute.arch.thread_idx()[0]
+        if thread < self.teams * self.lanes:
+            for j in cutlass.range_constexpr(VECTOR):
+                sums[j, thread % self.lanes, thread // self.lanes] = own[j]
+        cute.arch.sync_threads()
         head = unit * self.key.pack + row % self.key.pack
         token = query + row // self.key.pack
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = scoring.sinks[head].to(cutlass.Float32)
         factor, row_lse = normalized(top, total, sink, scoring.v_scale)
+        column = thread * VECTOR
         if column < self.key.head_dim_v:
+            result = cute.make_rmem_tensor(VECTOR, out.element_type)
+            for j in cutlass.range_constexpr(VECTOR):
+                value = sums[j, thread, 0]
+                for team in cutlass.range_constexpr(1, self.teams):
+                    value += sums[j, thread, team]
+                result[j] = (value * factor).to(out.element_type)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column
-            cute.make_tensor(out.iterator + offset, cute.make_layout(1))[0] = (sums * factor).to(out.element_type)
+            store_vector(result, out.iterator, offset)
         if cutlass.const_expr(self.key.lse):
-            if column == 0:
+            if thread == 0:
                 lse[token, head] = row_lse
+        cute.arch.sync_threads()
 
     @cute.jit
-    def place(self, block, part):
+    def place(self, range_, part, size):
         """Where part `part` of a range lies."""
-        slot = 2 * (block + part) + (1 if part == 0 else 0)
+        slot = 2 * (range_ + part) + (1 if part == 0 else 0)
         if cutlass.const_expr(self.key.shares):
-            slot = block * self.key.shares + part
-        return cutlass.Int64(slot) * partial_size(cute.arch.grid_dim()[1], self.columns)
+            slot = range_ * self.key.shares + part
+        return cutlass.Int64(slot) * size
