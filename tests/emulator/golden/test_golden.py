@@ -50,11 +50,9 @@ def test_it_is_a_chips_file() -> None:
 
 
 @needs_file
-@pytest.mark.parametrize("name", [name for name, case in cases().items() if case.maps])
+@pytest.mark.parametrize("name", [name for name, case in cases().items() if case.maps and "question/" not in name])
 def test_the_drivers_tensor_maps(name: str) -> None:
     """The emulator reads from the driver's 128 bytes what the driver was asked for."""
-    if name in golden().errors:
-        pytest.skip(golden().errors[name])
     for one, (address, data) in zip(cases()[name].maps, golden().maps[name], strict=True):
         assert decode(data) == tensor_map(one, address)
 
