@@ -5,7 +5,7 @@ NVIDIA documents how to make a tensor map (`cuTensorMapEncodeTiled`) and not wha
 off the stores in the printed host IR of the tested releases, and tests compile kernels over boxes, strides, swizzles,
 types and ranks to see that each field comes back. A bit that was never seen set is refused: interleaving, a fill that
 is not zero and im2col must be behind some of them. The driver's own maps (CUDA 13.0, on an H200) are the same but for
-the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of its pattern at 72: a GPU takes both sorts.
+the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of its pattern at 72; a GPU takes both.
 
     byte  0  address, u64
           8  u32: [3:0] 2 or 0, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion,
