@@ -34,12 +34,11 @@ def combine(op: str, kind: str, old: Values, new: Values, other: Values | None, 
         return np.where((old == new).all(axis=1, keepdims=True), other, old)
     # Packed halves are halves: each of them is atomic on its own.
     element = kind.removesuffix("x2")
-    terms = [one.ravel() for one in (old, new)]
-    if flushes:
-        terms = [flush(one.view(np.float32)) for one in terms]
-    flat = copies.reduce(op, element, *(one.view(np.uint8) for one in terms), cluster=False)
-    if flushes:
-        flat = flush(flat.view(np.float32))
+
+    def flushed(words: Values) -> Values:
+        return flush(words.view(np.float32)).view(np.uint8) if flushes else words.view(np.uint8)
+
+    flat = flushed(copies.reduce(op, element, flushed(old.ravel()), flushed(new.ravel()), cluster=False))
     return flat.view(old.dtype).reshape(old.shape)
 
 
