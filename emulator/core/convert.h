@@ -74,14 +74,23 @@ HANDLER(convert_integer) {
 static void load_doubles(const Warp *w, const Instr *in, double *out) {
     u32 buffer[LANES], type = SOURCE_TYPE(in);
     const u32 *a = low_words(w, in, buffer);
+    // To f16 an H200 flushes nothing, which shows where such a number is rounded up or down.
+    int flushes = in->flags & FTZ && RESULT_TYPE(in) != F16;
     if (type == F32)
-        EACH out[i] = (double)as_f32(in->flags & FTZ ? flushed(a[i]) : a[i]);
+        EACH out[i] = (double)as_f32(flushes ? flushed(a[i]) : a[i]);
     else if (type == F16)
         EACH out[i] = (double)f16_value(a[i]);
     else if (type == BF16)
         EACH out[i] = (double)bf16_value(a[i]);
     else
         memcpy(out, src64(w, in, 0), 8 * LANES);
+}
+// A NaN of f64 in a format of `bits` bits: it becomes quiet, and keeps its sign and what there is room for (seen on an
+// H200).
+static inline u32 narrow_nan(double x, int mantissa, int bits) {
+    u64 code = bits_f64(x) | 1ull << 51;
+    u32 payload = (u32)(code >> (52 - mantissa)) & low_ones((u32)mantissa);
+    return (u32)(code >> 63) << (bits - 1) | (low_ones((u32)(bits - 1 - mantissa)) << mantissa) | payload;
 }
 static void put_doubles(const Warp *w, const Instr *in, const double *values, u32 mask) {
     u32 type = RESULT_TYPE(in), t[LANES];
@@ -98,6 +107,8 @@ static void put_doubles(const Warp *w, const Instr *in, const double *values, u3
     }
     if (type == F32) {
         EACH t[i] = bits_f32((float)values[i]);
+        // As FLOATS: before it is rounded.
+        if (in->flags & FTZ) EACH t[i] &= fabs(values[i]) < 0x1p-126 ? 0x80000000 : FULL;
         finish_f32(in, t, LANES);
     } else
         EACH {
@@ -106,6 +117,8 @@ static void put_doubles(const Warp *w, const Instr *in, const double *values, u3
             if (in->flags & RELU && signbit(x) && x == x) x = 0;
             t[i] = narrow(x, (int)type, (int)mode, !!(in->flags & SATFINITE));
         }
+    if (SOURCE_TYPE(in) == F64 && !(in->flags & SAT))
+        EACH if (values[i] != values[i]) t[i] = narrow_nan(values[i], type == F32 ? 23 : FORMATS[type].mantissa, WIDTH[type]);
     put32(w, in, 0, t, mask);
 }
 // A double that rounds like the integer: bits that do not fit leave a trace in the last one.
@@ -181,7 +194,7 @@ static inline u32 narrow_as(const Instr *in, double x) {
     u32 type = RESULT_TYPE(in);
     int mode = in->extra[1] & 1 ? RNA : (int)ROUNDING_OF(in), satfinite = !!(in->flags & SATFINITE);
     if (in->flags & RELU && signbit(x) && x == x) x = 0;
-    if (type == TF32) return x != x ? CANONICAL : narrow(x, TF32, mode, satfinite) << 13;
+    if (type == TF32) return narrow(x, TF32, mode, satfinite) << 13;
     if (type != UE8M0) return narrow(x, (int)type, mode, satfinite);
     // A power of two without a sign.
     if (x != x) return 0xFF;
@@ -195,6 +208,9 @@ HANDLER(convert_narrow) {
     const u32 *a = src(w, in, 0);
     u32 t[LANES];
     EACH t[i] = narrow_as(in, (double)as_f32(a[i]));
+    // With .rna an H200 cuts a NaN's lower bits off, which may leave an infinity; else NaN is canonical.
+    if (RESULT_TYPE(in) == TF32 && in->extra[1] & 1)
+        EACH t[i] = is_nan32(a[i]) ? a[i] & 0xFFFFE000 : t[i];
     put32(w, in, 0, t, mask);
 }
 // Two floats; the first becomes the upper half.

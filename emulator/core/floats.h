@@ -46,6 +46,16 @@ static inline const u32 *load_as(const Warp *w, const Instr *in, int k, u32 *buf
     return buffer;
 }
 
+// Results below the smallest normal number are flushed even if they would be rounded to it. An H200 does so with those
+// that 24 bits hold exactly; of what lies between these and the smallest normal number nothing is known, here it is
+// flushed as well.
+#define SMALLEST 0x00800000u
+static inline int any_smallest(const u32 *t, int n) {
+    u32 found = 0;
+    for (int i = 0; i < n; i++) found |= (t[i] & 0x7FFFFFFF) == SMALLEST;
+    return (int)found;
+}
+
 // What follows every arithmetic operation on f32: canonical NaN, then what the modifiers ask for.
 static inline void finish_f32(const Instr *in, u32 *t, int n) {
     for (int i = 0; i < n; i++) t[i] = is_nan32(t[i]) ? CANONICAL : t[i];
@@ -69,6 +79,12 @@ static inline void finish_f32(const Instr *in, u32 *t, int n) {
             (void)y, (void)z;                                                                                          \
             t[i] = bits_f32(__VA_ARGS__);                                                                              \
         }                                                                                                              \
+        if (in->flags & FTZ && any_smallest(t, n))                                                                     \
+            for (int i = 0; i < n; i++) {                                                                              \
+                double x = as_f32(a[i]), y = as_f32(b[i]), z = as_f32(c[i]);                                           \
+                (void)y, (void)z;                                                                                      \
+                if ((t[i] & 0x7FFFFFFF) == SMALLEST && fabs(__VA_ARGS__) < 0x1p-126) t[i] &= 0x80000000;               \
+            }                                                                                                          \
         finish_f32(in, t, n);                                                                                          \
     }                                                                                                                  \
     HANDLER(name##_f32) {                                                                                              \
@@ -106,7 +122,14 @@ static inline double exp2_of(double x) {
 FLOATS_X2(add, x + y)
 FLOATS_X2(sub, x - y)
 FLOATS_X2(mul, x *y)
-FLOATS_X2(fma, __builtin_fmaf(x, y, z))
+// x*y is exact. What the sum loses (Knuth) moves it to its odd neighbour.
+static inline double fma_to_odd(double x, double y, double z) {
+    double p = x * y, s = p + z, part = s - p, lost = (p - (s - part)) + (z - part);
+    u64 bits = bits_f64(s);
+    if (lost != 0 && fabs(s) < INFINITY && !(bits & 1)) bits += (lost > 0) == (s > 0) ? 1 : (u64)-1;
+    return as_f64(bits);
+}
+FLOATS_X2(fma, _Generic(x, float: __builtin_fmaf, double: fma_to_odd)(x, y, z))
 FLOATS(div, x / y)
 // The quotient by way of 1/y: a number beyond 2^126 has no reciprocal.
 static inline float quotient_by_reciprocal(float x, float y) {
@@ -273,7 +296,7 @@ static inline void load_half(const Warp *w, const Instr *in, int k, double *out,
 static inline u32 code_half(const Instr *in, double x) {
     int type = (in->extra[1] & 3) == AS_F16 ? F16 : BF16;
     u32 h = narrow(x, type, RN, 0);
-    if (in->flags & FTZ) h = flushed_half(h, in->extra[1]);
+    if (in->flags & FTZ && fabs(x) < (type == F16 ? 0x1p-14 : 0x1p-126)) h &= 0x8000;
     if (in->flags & SAT) h = x != x || h >> 15 ? 0 : MIN(h, 0x3C00u);
     if (in->flags & RELU && x == x && h >> 15) h = 0;
     return h;
@@ -300,13 +323,6 @@ static inline void put_half(const Warp *w, const Instr *in, const double *r, int
         }                                                                                                              \
         put_half(w, in, a, n, mask);                                                                                   \
     }
-// x*y is exact. What the sum loses (Knuth) moves it to its odd neighbour.
-static inline double fma_to_odd(double x, double y, double z) {
-    double p = x * y, s = p + z, part = s - p, lost = (p - (s - part)) + (z - part);
-    u64 bits = bits_f64(s);
-    if (lost != 0 && fabs(s) < INFINITY && !(bits & 1)) bits += (lost > 0) == (s > 0) ? 1 : (u64)-1;
-    return as_f64(bits);
-}
 HALVES(add, x + y)
 HALVES(sub, x - y)
 HALVES(mul, x *y)
@@ -449,7 +465,7 @@ static inline u32 of_class(int what, int exponent, int top, int fraction) {
         case INFINITE: return exponent == top && !fraction;
         case NUMBER: return exponent != top || !fraction;
         case NOT_A_NUMBER: return exponent == top && fraction;
-        case NORMAL: return exponent != 0 && exponent != top;
+        case NORMAL: return exponent != top && (exponent || !fraction);  // zero is normal
         default: return exponent == 0 && fraction;
     }
 }

@@ -184,33 +184,33 @@ static inline u32 find_nth_set(u32 bits, u32 base, s32 offset) {
 }
 THREE(fns_b32, u32, u32, find_nth_set(x, y, (s32)z))
 
+// Places and lengths of fields are 0 to 255. Of what is beyond, an H200 takes the lower 8 bits where registers have 32
+// bits, as the ISA has it, but all of it where they have 64.
 // Bits from `at` on, `count` of them, each clamped to the register; a signed field repeats its highest bit.
-static inline u64 extract(u64 x, u32 at, u32 count, int width, int is_signed) {
-    at &= 0xFF, count &= 0xFF;
+static inline u64 extract(u64 x, u64 at, u64 count, int width, int is_signed) {
     if (count == 0) return 0;
-    u32 last = MIN(at + count - 1, (u32)width - 1);
+    u64 last = MIN(at + count - 1, (u64)width - 1);
     u64 sign = is_signed && x >> last & 1 ? ~0ull : 0;
-    if (at >= (u32)width) return sign;
-    u32 kept = last - at + 1;
+    if (at >= (u64)width) return sign;
+    u64 kept = last - at + 1;
     u64 field = x >> at;
     return kept >= 64 ? field : (field & ((1ull << kept) - 1)) | sign << kept;
 }
-THREE(bfe_u32, u32, u32, extract(x, y, z, 32, 0))
-THREE(bfe_s32, u32, u32, extract(x, y, z, 32, 1))
+THREE(bfe_u32, u32, u32, extract(x, (u8)y, (u8)z, 32, 0))
+THREE(bfe_s32, u32, u32, extract(x, (u8)y, (u8)z, 32, 1))
 WIDE(bfe_u64, u64, u32, u32, u64, put64, extract(x, y, z, 64, 0))
 WIDE(bfe_s64, u64, u32, u32, u64, put64, extract(x, y, z, 64, 1))
 
-static inline u64 insert(u64 field, u64 into, u32 at, u32 count, int width) {
-    at &= 0xFF, count &= 0xFF;
-    if (count == 0 || at >= (u32)width) return into;
-    count = MIN(count, (u32)width - at);
+static inline u64 insert(u64 field, u64 into, u64 at, u64 count, int width) {
+    if (count == 0 || at >= (u64)width) return into;
+    count = MIN(count, (u64)width - at);
     u64 ones = count >= 64 ? ~0ull : (1ull << count) - 1;
     return (into & ~(ones << at)) | (field & ones) << at;
 }
 HANDLER(bfi_b32) {
     const u32 *a = src(w, in, 0), *b = src(w, in, 1), *c = src(w, in, 2), *d = src(w, in, 3);
     u32 t[LANES];
-    EACH t[i] = (u32)insert(a[i], b[i], c[i], d[i], 32);
+    EACH t[i] = (u32)insert(a[i], b[i], (u8)c[i], (u8)d[i], 32);
     put32(w, in, 0, t, mask);
 }
 HANDLER(bfi_b64) {
@@ -295,7 +295,9 @@ DIVIDE(rem_s32, s32, u32, put32, NEGATIVE_ONE(y) ? 0 : (u32)(x % y))
 DIVIDE(rem_u64, u64, u64, put64, x % y)
 DIVIDE(rem_s64, s64, u64, put64, NEGATIVE_ONE(y) ? 0 : (u64)(x % y))
 
-// Extended precision: the carry is source 3 and destination 1, a row as a predicate's. k: what comes in.
+// Extended precision: the carry is source 3 and destination 1, a row as a predicate's. k: what comes in. A difference
+// adds the complement, and what it leaves is that sum's carry, the opposite of a borrow (seen on an H200): it matters
+// where a chain has both sums and differences.
 #define CARRY(name, T, put, VALUE, OUT)                                                                                \
     HANDLER(name) {                                                                                                    \
         const T *a = (const T *)src(w, in, 0), *b = (const T *)src(w, in, 1), *c = (const T *)src(w, in, 2);           \
@@ -314,7 +316,7 @@ DIVIDE(rem_s64, s64, u64, put64, NEGATIVE_ONE(y) ? 0 : (u64)(x % y))
     }
 #define CARRIES(T, put, WIDER, bits, HIGH)                                                                             \
     CARRY(addc_b##bits, T, put, x + y + k, (u32)(((WIDER)x + y + k) >> bits))                                          \
-    CARRY(subc_b##bits, T, put, x - y - k, (u32)(((WIDER)x - y - k) >> bits & 1))                                      \
+    CARRY(subc_b##bits, T, put, x + (T)~y + k, (u32)(((WIDER)x + (T)~y + k) >> bits))                                      \
     CARRY(madc_lo_b##bits, T, put, x *y + z + k, (u32)(((WIDER)(T)(x * y) + z + k) >> bits))                           \
     CARRY(madc_hi_u##bits, T, put, (T)((WIDER)x * y >> bits) + z + k,                                                  \
           (u32)(((WIDER)(T)((WIDER)x * y >> bits) + z + k) >> bits))                                                   \

@@ -223,7 +223,8 @@ class Program:
             extra = (extra[0] | self._conversion(instr), extra[1])
         elif op.form.id in CARRIES:
             args[1] = ROW_CARRY if op["cc"] else ROW_SINK
-            args[SOURCES + 3] = ROW_CARRY if op.name in ("addc", "subc", "madc") else ROW_ZERO
+            first = self._source(Imm(1), 32) if op.name == "sub" else ROW_ZERO
+            args[SOURCES + 3] = ROW_CARRY if op.name in ("addc", "subc", "madc") else first
         else:
             self._check_widths(instr)
         return made._replace(name=name, flags=flags, extra=extra)

@@ -4,10 +4,11 @@
 NVIDIA documents how to make a tensor map (`cuTensorMapEncodeTiled`) and not what is in it. The layout below was read
 off the stores in the printed host IR of the tested releases, and tests compile kernels over boxes, strides, swizzles,
 types and ranks to see that each field comes back. A bit that was never seen set is refused: interleaving, a fill that
-is not zero and im2col must be behind some of them.
+is not zero and im2col must be behind some of them. The driver's own maps (CUDA 13.0, on an H200) are the same but for
+the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of its pattern at 72; a GPU takes both.
 
     byte  0  address, u64
-          8  u32: [3:0] 2, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion,
+          8  u32: [3:0] 2 or 0, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion,
              [19] 32-byte atoms, [21] large
          12  bits 4 to 35 of the strides 1 to 4, u32 each
          28  bits 36 to 39 of the strides 1 to 4, a nibble each
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 from emulator.errors import Unsupported
 
 BYTES = 128
-# The upper half is never written: it holds what was on the stack.
+# CuTe DSL never writes the upper half: it holds what was on the stack.
 WRITTEN_BYTES = 64
 MAX_RANK = 5
-TILED = 2
+TILED = (0, 2)  # the driver's, CuTe DSL's
 
 
 class Element(enum.Enum):
@@ -138,7 +139,7 @@ def decode(data: bytes) -> TensorMap:
     element_strides = int.from_bytes(data[52:54], "little")
     boxes = data[55 : 55 + MAX_RANK]
     refuse(
-        (field(flags, 0, 4) != TILED, f"kind {field(flags, 0, 4)}"),
+        (field(flags, 0, 4) not in TILED, f"kind {field(flags, 0, 4)}"),
         (rank > MAX_RANK, f"rank {rank}"),
         (number not in ELEMENTS, f"element type {number}"),
         (field(flags, 13, 3) > 3, f"swizzle {field(flags, 13, 3)}"),

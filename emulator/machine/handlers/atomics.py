@@ -8,6 +8,7 @@ import numpy as np
 from emulator.errors import Unsupported
 from emulator.machine import copies
 from emulator.machine.access import shared_parts, touch_global, touch_shared, words_of
+from emulator.machine.floats import flush
 from emulator.machine.handlers.flags import acquire, release
 from emulator.machine.handlers.memory import items, parts, read_items, write_items
 from emulator.machine.handlers.registry import executes
@@ -17,8 +18,13 @@ from emulator.ptx.ir import BITS, Instr
 Values = np.ndarray[Any, Any]
 
 
-def combine(op: str, kind: str, old: Values, new: Values, other: Values | None) -> Values:
-    """The new content of [1, count] words; all of them unsigned integers of the type's width."""
+def combine(op: str, kind: str, old: Values, new: Values, other: Values | None, flushes: bool) -> Values:
+    """The new content of [1, count] words; all of them unsigned integers of the type's width.
+
+    Args:
+        other: the third operand of `cas`.
+        flushes: subnormal f32, terms and sum, become zeros.
+    """
     if op == "exch":
         return new
     if op == "cas":
@@ -28,7 +34,11 @@ def combine(op: str, kind: str, old: Values, new: Values, other: Values | None) 
         return np.where((old == new).all(axis=1, keepdims=True), other, old)
     # Packed halves are halves: each of them is atomic on its own.
     element = kind.removesuffix("x2")
-    flat = copies.reduce(op, element, old.ravel().view(np.uint8), new.ravel().view(np.uint8), cluster=False)
+
+    def flushed(words: Values) -> Values:
+        return flush(words.view(np.float32)).view(np.uint8) if flushes else words.view(np.uint8)
+
+    flat = flushed(copies.reduce(op, element, flushed(old.ravel()), flushed(new.ravel()), cluster=False))
     return flat.view(old.dtype).reshape(old.shape)
 
 
@@ -50,10 +60,11 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
             for cta, some, offsets in shared_parts(runner, addresses):
                 cta.shared.check(offsets, size)
                 touch_shared(runner, cta, *words_of(offsets, size), write=True, atomic=True)
-                update(cta.shared.bytes, offsets, lanes[some], op, kind, values, others, before)
+                update(cta.shared.bytes, offsets, lanes[some], op, kind, values, others, before, flushes=False)
         elif space == "global":
             for region, some, offsets in touch_global(runner, addresses, size, write=True, atomic=True):
-                update(region.bytes, offsets, lanes[some], op, kind, values, others, before)
+                # The ISA: sums of f32 flush subnormal numbers in global memory, and keep them in shared memory.
+                update(region.bytes, offsets, lanes[some], op, kind, values, others, before, flushes=kind == "f32")
         else:
             raise Unsupported(f"{instr.op.text} on local memory, on line {instr.line}")
         acquire(runner, instr, space, addresses, atomic=True)
@@ -65,11 +76,11 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
 
 
 def update(memory: Any, offsets: Values, lanes: Values, op: str, kind: str, values: Values, others: Values | None,
-           before: Values) -> None:  # fmt: skip
+           before: Values, *, flushes: bool) -> None:  # fmt: skip
     element, count = values.dtype.itemsize, values.shape[1]
     for lane, offset in zip(lanes, offsets, strict=True):
         place = np.array([offset], np.int64)
         old = memory.load(place, element, count)
         other = None if others is None else others[lane : lane + 1]
-        memory.store(place, combine(op, kind, old, values[lane : lane + 1], other))
+        memory.store(place, combine(op, kind, old, values[lane : lane + 1], other, flushes))
         before[lane] = old[0]

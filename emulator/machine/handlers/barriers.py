@@ -7,18 +7,37 @@ import numpy as np
 
 from emulator.core.program import RANK_SHIFT, SHARED_BASE
 from emulator.core.warp import lanes_of
+from emulator.errors import Unsupported
 from emulator.machine.access import touch_shared
 from emulator.machine.barriers import MAX_COUNT, BarrierMisuse, MBarrier, NamedBarrier
 from emulator.machine.cluster import OFFSET, Cta
 from emulator.machine.findings import Kind
 from emulator.machine.handlers.memory import mask_of
 from emulator.machine.handlers.registry import executes
-from emulator.machine.runner import Runner, Wait
+from emulator.machine.runner import Abort, Runner, Wait
 from emulator.ptx.ir import Address, Instr, Operand
 
 WARP = 32
 MBARRIER_BYTES = 8
 NAMED_BARRIERS = 16
+
+
+def together(runner: Runner, instr: Instr) -> None:
+    """Ends the launch unless all lanes of the warp that have not ended execute a barrier's instruction at once.
+
+    A warp arrives as a whole (9.7.13.1): with `bar` and `.aligned` what happens else is undefined.
+
+    Raises:
+        Unsupported: an instruction that lets lanes arrive one after the other, where they do.
+    """
+    missing = runner.warp.live & ~runner.mask
+    if not missing:
+        return
+    message = f"{instr.op.name} is executed by lanes {runner.mask:#010x} without lanes {missing:#010x} of their warp"
+    if instr.op.name.startswith("barrier") and not instr.op["aligned"]:
+        raise Unsupported(f"{message}, on line {instr.line}: warps are emulated that arrive as a whole")
+    runner.report(Kind.ALIGNED, message)
+    raise Abort
 
 
 def named(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int, bool]:
@@ -40,6 +59,7 @@ def named(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int, bool]:
 
 
 def arrive(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int]:
+    together(runner, instr)
     barrier, threads, everyone = named(runner, instr)
     target = barrier.arrive(runner.clock, WARP, threads, everyone=everyone)
     runner.run.progress += 1
@@ -60,6 +80,7 @@ def execute_arrive(runner: Runner, instr: Instr) -> None:
 @executes("bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red")
 def execute_red(runner: Runner, instr: Instr) -> Wait:
     """The predicates of all threads, reduced: the barrier's votes are kept until the round is complete."""
+    together(runner, instr)
     barrier, threads, everyone = named(runner, instr)
     source, to = instr["a"], instr["d"]
     assert source is not None
@@ -89,6 +110,7 @@ ARRIVAL = "cluster arrival"  # index of the latest
 @executes("barrier.cluster.arrive")
 def execute_cluster_arrive(runner: Runner, instr: Instr) -> Wait | None:
     """A warp that arrives again before it has waited, waits first, and has one wait too many to its credit."""
+    together(runner, instr)
     barrier = runner.cta.cluster.barrier
     earlier = runner.state.get(TARGET)
     if not isinstance(earlier, int):
@@ -134,6 +156,7 @@ def check_cluster_waits(runner: Runner) -> None:
 
 @executes("barrier.cluster.wait")
 def execute_cluster_wait(runner: Runner, instr: Instr) -> Wait | None:
+    together(runner, instr)
     barrier = runner.cta.cluster.barrier
     target, ahead = runner.state.pop(TARGET, None), runner.state.get(AHEAD)
     if isinstance(target, int):

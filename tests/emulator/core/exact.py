@@ -9,10 +9,15 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Format:
-    """Bits of exponent and mantissa, as in IEEE 754, with a sign."""
+    """Bits of exponent and mantissa, as in IEEE 754, with a sign.
+
+    Attributes:
+        flushes: as with `.ftz`, what is below the smallest normal number becomes zero instead of being rounded.
+    """
 
     exponent: int
     mantissa: int
+    flushes: bool = False
 
     @property
     def bits(self) -> int:
@@ -61,6 +66,8 @@ class Format:
         sign, size = (self.sign if exact < 0 else 0), abs(exact)
         power = size.numerator.bit_length() - size.denominator.bit_length()
         power -= size < Fraction(2) ** power
+        if self.flushes and power < 1 - self.bias:
+            return sign
         power = max(power, 1 - self.bias)
         units = size / Fraction(2) ** (power - self.mantissa)
         whole, rest = divmod(units, 1)

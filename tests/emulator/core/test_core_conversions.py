@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact import F32, FORMATS, codes
+from exact import F32, F64, FORMATS, codes
 from lanes import run, samples, signed
 
 from emulator.machine.formats import E2M1, E2M3, E3M2, E4M3, E5M2, UE8M0, Format, Rounding
@@ -106,7 +106,11 @@ FLOATS = ("f16", "bf16", "f32", "f64")
 def converted(code: int, of: str, to: str, mode: str) -> int:
     source, target = FORMATS[of], FORMATS[to]
     if source.is_nan(code):
-        return target.nan
+        if of != "f64":
+            return target.nan
+        # The sign and the upper bits of the payload are kept, and the NaN becomes quiet.
+        payload = code >> source.mantissa - target.mantissa & (1 << target.mantissa) - 1
+        return (code >> 63) * target.sign | target.infinity | 1 << target.mantissa - 1 | payload
     sign = target.sign if code & source.sign else 0
     return sign | target.infinity if source.is_infinite(code) else target.rounded(source.value(code), mode, bool(sign))
 
@@ -150,7 +154,10 @@ def test_modifiers_of_float_conversions():
     assert ftz[:2] == [0, 0x80000000]
     assert sat == [1, 0, 0x3F000000, 0x3F800000, 0, 0, 0x3F800000, 0]
     assert half == [0, 0, 0x3800, 0x3C00, 0, 0, 0x3C00, 0]
-    assert up[:2] == [0, 0x8000]
+    assert up[:2] == [1, 0x8000]
+    below = [F64.rounded(sign * Fraction(2) ** -126 * (1 - Fraction(2) ** -30)) for sign in (1, -1)]
+    assert run("cvt.rn.ftz.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"]) == [[0, 0x80000000]]
+    assert run("cvt.rn.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"]) == [[0x800000, 0x80800000]]
     body = "cvt.rn.relu.f16.f32 %rs1, %r9; cvt.rn.satfinite.f16.f32 %rs2, %r9; cvt.rz.relu.bf16.f32 %rs3, %r9;"
     relu, finite, b = run(body, {"%r9": values}, ["%rs1", "%rs2", "%rs3"])
     assert relu == [0, 0, 0x3800, 0x4000, 0, 0x7FFF, 0x7C00, 0]
@@ -269,7 +276,8 @@ def test_tf32():
 
     def wanted(code: int, mode: str) -> int:
         if F32.is_nan(code):
-            return 0x7FFFFFFF
+            # Cut off, even to infinity, or canonical.
+            return code & 0xFFFFE000 if mode == "rna" else 0x7FFFE000
         if F32.is_infinite(code):
             return code
         return tf32.rounded(F32.value(code), mode, bool(code >> 31)) << 13

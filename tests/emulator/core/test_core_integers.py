@@ -131,15 +131,15 @@ def test_bits(bits):
 
 
 def field(value: int, start: int, length: int, bits: int, is_signed: bool) -> int:
-    """Bit by bit, as the ISA writes it (9.7.1.20)."""
-    start, length, last = start & 0xFF, length & 0xFF, bits - 1
+    """Bit by bit, as the ISA writes it (9.7.1.20), but that nothing is cut off what concerns 64 bits."""
+    start, length, last = (start & 0xFF, length & 0xFF, 31) if bits == 32 else (start, length, 63)
     sign = 0 if not is_signed or not length else value >> min(start + length - 1, last) & 1
     return sum((value >> start + i & 1 if i < length and start + i <= last else sign) << i for i in range(bits))
 
 
 def inserted(value: int, into: int, start: int, length: int, bits: int) -> int:
-    start, length = start & 0xFF, length & 0xFF
-    for i in range(length):
+    start, length = (start & 0xFF, length & 0xFF) if bits == 32 else (start, length)
+    for i in range(min(length, bits)):
         if start + i < bits:
             into = into & ~(1 << start + i) | (value >> i & 1) << start + i
     return into
@@ -148,7 +148,7 @@ def inserted(value: int, into: int, start: int, length: int, bits: int) -> int:
 @pytest.mark.parametrize("bits", [32, 64])
 def test_fields(bits):
     b = f"b{bits}"
-    small = [*samples(5, 40), 0, 31, 32, 33, 63, 64, 65, 255, 256, 0x1FF]
+    small = [*samples(5, 40), 0, 31, 32, 33, 63, 64, 65, 255, 256, 0x1FF, 0xFFFFFFFF]
     values, places, lengths = zip(
         *((v, p, n) for v, p, n in zip(samples(bits, 300) * 2, small * 20, reversed(small * 20), strict=False)),
         strict=True,
@@ -239,6 +239,11 @@ def test_carries(bits):
         wanted = (x | y << bits) - (z | v << bits)
         assert lo | hi << bits == wanted % (1 << 2 * bits)
         assert out == (ones if wanted < 0 else 0)
+    # What a difference leaves for a sum is a carry, the opposite of the borrow.
+    (found,) = run(f"sub.cc.{u} {r}5, {r}1, {r}3; addc.{u} {r}6, {r}2, {r}4;", inputs, [f"{r}6"])
+    assert found == [(y + v + (x >= z)) & ones for x, y, z, v in rows]
+    (found,) = run(f"add.cc.{u} {r}5, {r}1, {r}3; subc.{u} {r}6, {r}2, {r}4;", inputs, [f"{r}6"])
+    assert found == [(y - v - (x + z <= ones)) & ones for x, y, z, v in rows]
     body = f"mad.lo.cc.{u} {r}5, {r}1, {r}3, {r}2; madc.hi.{u} {r}6, {r}1, {r}3, {r}4;"
     low, high = run(body, inputs, [f"{r}5", f"{r}6"])
     for (x, y, z, v), lo, hi in zip(rows, low, high, strict=True):

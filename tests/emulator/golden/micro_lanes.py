@@ -7,7 +7,7 @@ Bounds on approximate units are those of the ISA's sections on each instruction,
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -587,4 +587,28 @@ def cases() -> list[Case]:
             for place in range(0, len(group), CHUNK):
                 name = f"{family}/{'_'.join(sources)}/{place // CHUNK}"
                 found.append(kernel(name, group[place : place + CHUNK], count))
-    return found
+    return found + around_the_smallest()
+
+
+def around_the_smallest() -> list[Case]:
+    """Exact results closer to the smallest normal number than numbers below it are to each other: are they flushed?"""
+    count = 128
+    found = []
+    for kind, part, power in (("f32", np.float32, -126), ("f16", np.float16, -14)):
+        mantissa = LAYOUT[kind][1]
+        one = (1 + (bits(count, power) % np.uint64(1 << mantissa)).astype(np.float64) / 2**mantissa).astype(part)
+        # Half are products next to it, half of the sums are the number itself and a product that is next to nothing.
+        factors = np.ldexp(one, power // 2), np.ldexp((part(1) / one).astype(part), power - power // 2)
+        added = np.where(np.arange(count) < count // 2, 0, 2.0**power).astype(part)
+        factors[0][count // 2 :] = np.ldexp(one[count // 2 :], power)
+        factors[1][count // 2 :] = np.ldexp(part(-1), 1 - mantissa - np.arange(count // 2) % 6)
+        codes = tuple(one.view(f"u{one.itemsize}") for one in (*factors, added))
+        rounding = ROUND if kind == "f32" else ".rn"
+        for name, ops_ in (
+            ("mul", ops(f"mul[{rounding}].ftz.{kind}", kind, kind, kind)),
+            ("fma", ops(f"fma[{rounding}].ftz.{kind}", kind, kind, kind, kind)),
+        ):
+            found.append(replace(kernel(f"smallest/{name}_{kind}", ops_, count), inputs=codes[: 2 + (name == "fma")]))
+    below = np.ldexp(1 - 2.0 ** -(20 + np.arange(count) % 12), -126) * np.where(np.arange(count) % 24 < 12, 1, -1)
+    wide = kernel("smallest/cvt", ops(f"cvt[{ROUND}].ftz.f32.f64", "f32", "f64"), count)
+    return [*found, replace(wide, inputs=(below.view(np.uint64),))]

@@ -249,7 +249,10 @@ def changed() -> list[Case]:
 
 
 def questions() -> list[Case]:
-    """Places that the emulator refuses; what a chip does with them is told by `plain`."""
+    """Places that the emulator refuses: an H200 ends each of these launches with CUDA_ERROR_ILLEGAL_INSTRUCTION.
+
+    A box starts at a multiple of 16 bytes of its row, and a store's coordinates are not negative.
+    """
     found = []
     for swizzle in (0, 128):
         dims = (40, 16)

@@ -147,6 +147,39 @@ def test_all_threads_add_to_one_word(kind: str, schedule: str) -> None:
     assert (returned[:, 0] == -returned[:, 1]).all()
 
 
+@pytest.mark.parametrize(("space", "vector"), [("global", ""), ("", ""), ("global", ".v2"), ("shared", "")])
+def test_sums_of_subnormal_numbers(space: str, vector: str) -> None:
+    """In global memory terms and sums are flushed, to zeros of their sign; what was there is returned as it was."""
+    tiny, normal = np.float32(2.0**-127), np.float32(2.0**-126)
+    old = [tiny, -tiny, normal, np.float32(1)]
+    new = [tiny, -tiny, -np.float32(1.5) * normal, tiny]
+    out, before, terms = zeros(4, np.float32), zeros(4, np.float32), zeros(4, np.float32)
+    out[:], terms[:] = old, new
+    body = "ld.param.b64 %rd1, [p0];\nld.param.b64 %rd2, [p1];\nld.param.b64 %rd3, [p2];\nmov.b32 %r9, shared;\n"
+    body += "mov.u32 %r1, %tid.x;\nsetp.ne.u32 %p1, %r1, 0;\n@%p1 ret;\n"
+    count = 2 if vector else 1
+    for first in range(0, 4, count):
+        some = range(first, first + count)
+        lists = [
+            f"{{{', '.join(f'%r{base + k}' for k in some)}}}" if vector else f"%r{base + first}" for base in (10, 20)
+        ]
+        body += "".join(f"ld.global.b32 %r{20 + k}, [%rd3+{4 * k}];\n" for k in some)
+        at = f"%rd1+{4 * first}"
+        if space == "shared":
+            body += f"ld.global.b32 %r8, [{at}];\nst.shared.b32 [%r9+{4 * first}], %r8;\n"
+        where = f"%r9+{4 * first}" if space == "shared" else at
+        body += f"atom{'.' * bool(space)}{space}.add{vector}.f32 {lists[0]}, [{where}], {lists[1]};\n"
+        body += "".join(f"st.global.b32 [%rd2+{4 * k}], %r{10 + k};\n" for k in some)
+        if space == "shared":
+            body += f"ld.shared.b32 %r8, [{where}];\nst.global.b32 [{at}], %r8;\n"
+    assert not errors(run(body, out, before, terms))
+    kept = [normal, -normal, -tiny, np.float32(1)]
+    flushed = [np.float32(0), -np.float32(0), -np.float32(0), np.float32(1)]
+    assert before.view(np.uint32).tolist() == np.array(old, np.float32).view(np.uint32).tolist()
+    wanted = np.array(kept if space == "shared" else flushed, np.float32)
+    assert out.view(np.uint32).tolist() == wanted.view(np.uint32).tolist()
+
+
 def test_a_vector_has_to_be_aligned() -> None:
     body = "ld.param.b64 %rd1, [p0];\nmov.b32 %r1, 0;\nred.global.add.noftz.v2.f16x2 [%rd1+4], {%r1, %r1};\n"
     assert kinds(run(body, zeros(8))) == [Kind.ALIGNMENT]

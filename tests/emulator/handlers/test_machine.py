@@ -96,6 +96,40 @@ def test_mistakes_of_one_instruction(line: str, kind: Kind) -> None:
     assert kinds(machine) == [kind]
 
 
+PART = "setp.lt.u32 %p1, %r1, 40;\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "@%p1 bar.sync 0;",
+        "@%p1 bar.sync 0;\n@!%p1 bar.sync 0;",
+        "@%p1 barrier.sync.aligned 1, 64;",
+        "@%p1 bar.arrive 1, 64;",
+        "@%p1 bar.red.popc.u32 %r9, 0, %p1;",
+        "@%p1 barrier.cluster.arrive.aligned;",
+        "barrier.cluster.arrive.aligned;\n@%p1 barrier.cluster.wait.aligned;",
+    ],
+)
+def test_a_warp_arrives_as_a_whole(line: str) -> None:
+    """Threads 40 to 63 are of a warp of which others arrive; where these come later they would count once more."""
+    machine = run(THREAD + PART + line, zeros(64), block=64)
+    (finding,) = errors(machine)
+    assert finding.kind is Kind.ALIGNED
+    assert "lanes 0x000000ff without lanes 0xffffff00" in finding.message
+    assert "warp 1" in finding.place.who
+
+
+def test_lanes_that_have_ended_are_not_missed() -> None:
+    machine = run(THREAD + PART + "@!%p1 ret;\nbar.sync 0;\nbarrier.sync 1, 64;", zeros(64), block=64)
+    assert not errors(machine)
+
+
+def test_lanes_that_arrive_one_after_the_other_are_refused() -> None:
+    with pytest.raises(Unsupported, match="lanes 0x000000ff without lanes 0xffffff00"):
+        run(THREAD + PART + "@%p1 barrier.sync 0;\n@!%p1 barrier.sync 0;", zeros(64), block=64)
+
+
 def test_global_memory_between_ctas_needs_order() -> None:
     body = THREAD + "ld.global.b32 %r9, [%rd1];\nadd.s32 %r9, %r9, 1;\nst.global.b32 [%rd1], %r9;"
     machine = run(body, zeros(4), grid=2, block=1)
