@@ -13,6 +13,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import CASES, Case
+from emulator.machine.profile import Profile
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -20,7 +21,7 @@ SMS = 4
 Maker = Callable[[Planner, bool], Kernel]
 
 
-def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> None:
+def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> Profile:
     """Run a case on kernels of the maker's, and judge the result; any finding or warning raises."""
     problem = case.problem()
 
@@ -30,9 +31,11 @@ def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> No
 
     target = replace(from_arch(arch), sm_count=SMS)
     schedule = SCHEDULES[index % len(SCHEDULES)]
-    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=index, strict=True, **device):
+    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=index, strict=True, **device) as machine:
         result = check.run(problem, "cute", adjust=adjust, target=target)
     check.judge(result, problem.expected(), problem.score_magnitude())
+    assert machine.profile is not None
+    return machine.profile
 
 
 def scratch() -> Workspace:

@@ -15,6 +15,7 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP16, Case, by_id
 from dsl_backend.testing.inputs import Layout, Surroundings
+from emulator.profile import summary
 from tests.attention.emulated import SERVED, SERVED_FP8, emulate, scratch
 
 # Of fp8 keys, what the cases of all kernels have not: each width of a tensor copy, and rings that go around.
@@ -87,6 +88,18 @@ def test_quick_cases_exist() -> None:
 def test_fp8_on_every_schedule(index: int) -> None:
     case = by_id("fp8-bf16")
     emulate(case, "sm_90a", lambda planner, short: make(planner, short, index), index)
+
+
+@pytest.mark.parametrize(
+    "dim", [128, *(pytest.param(dim, marks=pytest.mark.full) for dim in (64, 96, 48))], ids="dim-{}".format
+)
+def test_widening_meets_no_bank_twice(dim: int) -> None:
+    case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
+    profile = emulate(case, "sm_90a", lambda planner, short: make(planner, short, 0), 0)
+    (kernel,) = (one for one in summary(profile).kernels if "Forward" in one.name)
+    widening = [role for role in kernel.roles if "conversions" in role.instructions]
+    assert widening
+    assert [site for site in kernel.conflicts if "widen" in site.source] == []
 
 
 @pytest.mark.parametrize("dim", range(16, 257, 16))
