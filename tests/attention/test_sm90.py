@@ -9,7 +9,13 @@ import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
+from dsl_backend.attention.sm90.configs import (
+    REGISTERS,
+    WIDENING_REGISTERS,
+    ForwardConfig,
+    default_config,
+    default_split_config,
+)
 from dsl_backend.attention.sm90.launch import Prefill, SplitKV
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
@@ -107,6 +113,23 @@ def test_widening_meets_no_bank_twice(dim: int) -> None:
 def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
     spec = replace(FP8_CASES[0], dim=dim).spec
     assert default(spec).objections(spec, from_arch("sm_90a").smem_bytes) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(ForwardConfig(groups=groups, tile_n=64, stages=2) for groups in REGISTERS),
+        *(
+            ForwardConfig(groups=groups, tile_n=64, stages=2, staging=2, resident=resident)
+            for groups, resident in WIDENING_REGISTERS
+        ),
+    ],
+    ids=lambda config: f"{config.groups}-{config.resident}-{config.staging}",
+)
+def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
+    """A role would wait for ever for registers that no other gives away."""
+    math, other, widening = config.registers
+    assert (config.groups * math + other + widening) * 128 <= config.first_registers * config.threads
 
 
 @pytest.mark.parametrize(
