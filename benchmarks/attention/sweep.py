@@ -25,14 +25,14 @@ from ..case import Case, select
 from . import inputs, oracle, rows
 from .problems import Problem
 
-# Stages are the most that fit, and one less.
+# Stages are the most that fit; where key ranges are split, one less as well.
 PREFILL = {
-    64: ((3, 128), (3, 96), (2, 128), (2, 160), (2, 192), (2, 96)),
-    128: ((2, 128), (2, 96), (2, 112), (2, 144), (2, 160), (2, 176), (3, 64), (3, 80)),
+    64: ((3, 128), (3, 96), (2, 128), (2, 160), (2, 192)),
+    128: ((2, 128), (2, 96), (2, 112), (2, 144), (2, 160), (2, 176)),
     192: ((2, 128), (2, 112), (2, 96), (2, 80), (2, 144)),
     256: ((2, 64), (2, 80), (2, 48)),
 }
-SPLIT_TILES = (32, 64, 96, 128, 160, 192)
+SPLIT_TILES = (32, 64, 96, 128)
 LATENT_TILES = ((64, 2), (48, 2), (32, 3), (32, 4))  # and stages
 
 Config = ForwardConfig | LatentConfig
@@ -72,7 +72,7 @@ def candidates(spec: AttentionSpec, split: bool, target: Target) -> Iterator[Con
             for stages in range(2, 13)
         ]
         fitting = [config for config in made if not config.objections(spec, target.smem_bytes)]
-        seen += [config for config in fitting[-2:] if config not in seen]
+        seen += [config for config in fitting[-2 if split else -1 :] if config not in seen]
     yield from seen
 
 

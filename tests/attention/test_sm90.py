@@ -146,3 +146,10 @@ def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
 def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
     spec = replace(FP8_CASES[0], **facts).spec
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_90a").smem_bytes))
+
+
+def test_outputs_narrower_than_queries_in_flight() -> None:
+    """A tile's outputs leave through the place of its own queries, and not that of the next ones."""
+    case = Case(q_lens=(130, 70), kv_lens=(130, 70), heads=(2, 2), dim=192, dim_v=128, page=None)
+    config = ForwardConfig(groups=1, tile_n=32, stages=2, query_stages=2)
+    emulate(case, "sm_90a", lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config), 1)

@@ -45,7 +45,7 @@ class Loader:
             self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
         else:
             # Rows of a chunk lie one after another: [head and token, 1, chunk, stage].
-            one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * kernel.dims)
+            one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
             shape = (query_box(kernel).shape, 1, self.q_chunks, self.config.query_stages)
             layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, *one_tile))
             self.sQ = cute.make_tensor(sQ.iterator, layout)

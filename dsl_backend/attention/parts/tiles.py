@@ -90,6 +90,14 @@ class TiledKernel:
         """[rows, width, stages] in shared memory: columns of chunks, each [rows, chunk]."""
         return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
 
+    def query_tiles(self, width: int):
+        """The same for query tiles, or outputs that leave through their places: a place has room for the wider."""
+        rows, stages = self.tile_m, self.config.query_stages
+        staged = self.staged(rows, width, stages)
+        shape, stride = staged.outer.shape, staged.outer.stride
+        places = cute.make_layout((*shape[:2], stages), stride=(*stride[:2], rows * max(self.dims, self.dims_v)))
+        return cute.make_composed_layout(staged.inner, 0, places)
+
     def boxed(self, rows: int, width: int):
         """[rows, width] of one chunk, as a tensor copy writes it."""
         return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))

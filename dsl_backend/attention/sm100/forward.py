@@ -128,10 +128,10 @@ class Forward(TiledKernel):
             (ROWS, self.dims_v),
             tcgen05.OperandSource.TMEM,
         )
-        q_layout = self.staged(self.tile_m, self.dims, config.query_stages)
+        q_layout = self.query_tiles(self.dims)
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
-        out_layout = self.staged(self.tile_m, self.dims_v, config.query_stages)
+        out_layout = self.query_tiles(self.dims_v)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
         requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
         scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)

@@ -19,7 +19,7 @@ from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
-from dsl_backend.attention.sm90.multiply import accumulating, by_row
+from dsl_backend.attention.sm90.multiply import SLACK, accumulating, by_row, shrink_rows
 from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
 from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import store_vector
@@ -27,8 +27,6 @@ from dsl_backend.primitives.copy import store_vector
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
 READY, ALL_MATH, OWN_GROUP = 1, 3, 4
 MATH_THREADS = GROUPS * WARPGROUP
-# Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
-SLACK = 8.0
 
 
 class LatentMultiplier:
@@ -247,7 +245,7 @@ class LatentMultiplier:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=READY + self.group, number_of_threads=MATH_THREADS)
         self.clear_past(work, step, count)
-        self.shrink_sums()
+        shrink_rows(self.O, self.shrink)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
@@ -264,20 +262,12 @@ class LatentMultiplier:
             self.softmax.top[row] = self.state[self.row + 8 * row, 0]
             self.shrink[row] = self.state[self.row + 8 * row, 1]
             self.softmax.total[row] *= self.shrink[row]
-        self.shrink_sums()
+        shrink_rows(self.O, self.shrink)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
             cute.gemm(self.weighing_shared, self.O, self.fP[None, None, k], self.fV[None, None, k, buffer], self.O)
         warpgroup.commit_group()
-
-    @cute.jit
-    def shrink_sums(self):
-        sums = by_row(self.O)
-        if cute.arch.vote_any_sync(self.shrink[0] != 1.0 or self.shrink[1] != 1.0):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
-                for j in cutlass.range(cute.size(sums, mode=[1]), unroll_full=True):
-                    sums[row, j] *= self.shrink[row]
 
     @cute.jit
     def clear_past(self, work, step, count):

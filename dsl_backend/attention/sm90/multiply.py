@@ -22,6 +22,8 @@ from dsl_backend.primitives.copy import store_vector
 
 # Named barriers; 0 is the block's own.
 TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
+# Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
+SLACK = 8.0
 
 
 class Multiplier:
@@ -67,7 +69,7 @@ class Multiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype_v)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
     @cute.jit
     def run(self):
@@ -195,7 +197,7 @@ class Multiplier:
         warpgroup.wait_group(0)
         settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
-        self.shrink_sums()
+        shrink_rows(self.O, self.shrink)
         narrow(self.S, self.P)
 
     @cute.jit
@@ -205,13 +207,6 @@ class Multiplier:
         warpgroup.wait_group(0)
         settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
-
-    @cute.jit
-    def shrink_sums(self):
-        sums = by_row(self.O)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                sums[row, j] *= self.shrink[row]
 
     @cute.jit
     def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
@@ -307,3 +302,13 @@ def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
     changed = product.with_()
     changed.set(warpgroup.Field.ACCUMULATE, adds)
     return changed
+
+
+@cute.jit
+def shrink_rows(accumulator: cute.Tensor, shrink: cute.Tensor):
+    """A thread's sums times its rows' factors, unless they are 1 throughout the warp."""
+    sums = by_row(accumulator)
+    if cute.arch.vote_any_sync(shrink[0] != 1.0 or shrink[1] != 1.0):
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            for j in cutlass.range(cute.size(sums, mode=[1]), unroll_full=True):
+                sums[row, j] *= shrink[row]
