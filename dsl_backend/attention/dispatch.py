@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.sm90 import configs as sm90
-from dsl_backend.attention.sm90.latent_configs import default_latent_config
+from dsl_backend.attention.sm90 import latent_configs as latent_sm90
 from dsl_backend.attention.sm100 import configs as sm100
+from dsl_backend.attention.sm100 import latent_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
@@ -105,7 +106,7 @@ def cute_storage(spec: AttentionSpec, fp8: bool = False) -> list[str]:
 
 
 def cute_mla(spec: AttentionSpec) -> list[str]:
-    """What the CuTe DSL kernel of absorbed MLA needs."""
+    """What the CuTe DSL kernels of absorbed MLA need."""
     return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec), *shares_of_batch(spec)]
 
 
@@ -166,7 +167,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     Operation.MLA_DECODE: (
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
         Entry(
-            "cute", "dsl_backend.attention.sm90.latent_launch:LatentSplitKV", on_sm90(cute_mla, default_latent_config)
+            "cute",
+            "dsl_backend.attention.sm90.latent_launch:LatentSplitKV",
+            on_sm90(cute_mla, latent_sm90.default_latent_config),
+        ),
+        Entry(
+            "cute",
+            "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
+            on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
         REFERENCE,
     ),

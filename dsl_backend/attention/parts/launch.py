@@ -11,6 +11,8 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.parts.latent import LatentKey
+from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.schedule import MERGE_FIELDS
 from dsl_backend.attention.parts.scores import ScoreKey
@@ -112,6 +114,16 @@ def rows_of(key: LayerKey) -> tuple[Any, ...]:
         fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *lead),
         fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
+    )
+
+
+def latent_rows_of(key: LayerKey) -> tuple[Any, ...]:
+    """Queries' two parts, and keys."""
+    numeric = NUMERIC[key.dtype]
+    return (
+        fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(numeric, key.head_dim, key.heads_kv, *fake_pages(key)),
     )
 
 
@@ -267,3 +279,23 @@ class DenseKernel(LayerKernel):
     def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
         return operands.q, stored(self.spec, operands.keys), stored(self.spec, operands.values)
+
+
+class LatentKernel(LayerKernel):
+    """Absorbed MLA: values are the first elements of keys."""
+
+    key_type = LatentKey
+
+    def sizes(self) -> tuple[int, int, int]:
+        blocks = self.target.sm_count // self.config.cluster * self.config.cluster
+        return blocks, packed_heads(self.spec.group), ROWS
+
+    def longest_query(self) -> int | None:
+        return None
+
+    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
+        latent, q, q_rope = self.spec.head_dim_v, operands.q, operands.q_rope
+        if q_rope is None:
+            q, q_rope = q[..., :latent], q[..., latent:]
+        check_alignment(q=q, q_rope=q_rope, keys=operands.keys)
+        return q, q_rope, operands.keys

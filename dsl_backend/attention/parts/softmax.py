@@ -29,8 +29,7 @@ class OnlineSoftmax:
         columns = cutlass.const_expr(cute.size(scores, mode=[1]))
         for row in cutlass.range_constexpr(self.rows):
             largest = tree([scores[row, j] for j in range(columns)], cute.arch.fmax)
-            for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << bit))
+            largest = self.across(largest)
             before = self.top[row]
             top = cute.arch.fmax(before, largest)
             if cutlass.const_expr(self.slack > 0.0):
@@ -48,6 +47,13 @@ class OnlineSoftmax:
                 scores[row, j] = exp2(scores[row, j] * self.factor - reference)
             added = tree([scores[row, j] for j in range(columns)], lambda a, b: a + b)
             self.total[row] = self.total[row] * shrink[row] + added
+
+    @cute.jit
+    def across(self, largest):
+        """The largest score of a row from those of the threads that share it."""
+        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << bit))
+        return largest
 
     @cute.jit
     def merge_lanes(self):

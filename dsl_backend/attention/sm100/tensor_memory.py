@@ -35,6 +35,20 @@ def load(base: cute.Pointer, first, registers: cute.Tensor, thread, most: int = 
         cute.copy(atom, part, target)
 
 
+def load_rows(base: cute.Pointer, first, registers: cute.Tensor, thread):
+    """Columns first ... of 64 rows, 16 in each warp's lanes, into registers as an accumulator of wgmma has them: a
+    thread has a piece of two rows. In flight until the caller waits.
+    """
+    count = cute.size(registers) * 2
+    first = cute.assume(cutlass.Int32(first), divby=8)  # more than the access needs to know
+    source = cute.make_tensor(base + first, cute.make_layout(((16, 4), count), stride=((LANE, 32 * LANE), 1)))
+    atom = cute.make_copy_atom(tcgen05.Ld16x256bOp(REPETITIONS[count // 8]), cutlass.Float32)
+    mine = tcgen05.make_tmem_copy(atom, source).get_slice(thread)
+    part = mine.partition_S(source)
+    target = cute.make_tensor(registers.iterator, cute.make_layout(mine.partition_D(source).shape))
+    cute.copy(atom, part, target)
+
+
 def store(registers: cute.Tensor, base: cute.Pointer, first, thread, most: int = 32):
     """Registers [count] into columns first ... of the thread's lane, in flight until the caller waits."""
     for start, width in pieces(cute.size(registers), most):

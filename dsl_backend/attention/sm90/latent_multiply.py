@@ -12,15 +12,15 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
-from dsl_backend.attention.sm90.configs import ROWS
-from dsl_backend.attention.sm90.latent_configs import GROUPS, PARTS
-from dsl_backend.attention.sm90.multiply import SLACK, accumulating, by_row, shrink_rows
-from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
+from dsl_backend.attention.sm90.latent_configs import GROUPS
+from dsl_backend.attention.sm90.multiply import SLACK, accumulating, shrink_rows
 from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import store_vector
 

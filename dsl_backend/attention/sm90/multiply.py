@@ -11,12 +11,12 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
-from dsl_backend.attention.sm90.rows import QUAD, THREAD_ROWS, Rows
 from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import store_vector
 
@@ -289,12 +289,6 @@ class Multiplier:
         store_rows(rows, self.out, work, self.key, self.group * ROWS, ROWS, self.thread % WARPGROUP, WARPGROUP)
         # The next queries arrive by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
-
-
-def by_row(accumulator: cute.Tensor) -> cute.Tensor:
-    """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
-    blocks = cute.size(accumulator) // 4
-    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, blocks)), stride=(2, (1, 4))))
 
 
 def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:

@@ -18,17 +18,23 @@ class Rows:
     Neighbouring rows are the heads of a token that share a tile, then the next token's.
     """
 
+    count = THREAD_ROWS
+
     def __init__(self, key, tile_n: int, requests, scoring, row, column):
         self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
         self.row, self.column = row, column
         self.scores = scores_of(key.scores, scoring)
-        self.slope = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.slope = cute.make_rmem_tensor(self.count, cutlass.Float32)
+
+    def place(self, j: int) -> int:
+        """Where the j-th of a row's scores stands, from `column` on."""
+        return j // 2 * 8 + j % 2
 
     @cute.jit
     def start(self, work):
         """Before the scores of an item."""
         if cutlass.const_expr(self.key.scores.alibi):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(self.count):
                 self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
 
     @cute.jit
@@ -53,24 +59,39 @@ class Rows:
         """Products [row, column] become scores, where that is more than a factor."""
         if cutlass.const_expr(self.scores.bends):
             first = tile * self.tile_n + self.column
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(self.count):
                 away = self.position(work, row) - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - (j // 2 * 8 + j % 2))
+                    scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - self.place(j))
 
     @cute.jit
     def mask(self, scores, work, tile):
         """What a row does not see becomes -inf."""
         first = tile * self.tile_n + self.column
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(self.count):
             position = self.position(work, row)
             stop = work.keys
             if cutlass.const_expr(self.key.right or self.key.causality != "full"):
                 stop = cutlass.min(stop, position + work.right + 1)
             stop -= first
             for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 < stop else -cutlass.Float32.inf
+                scores[row, j] = scores[row, j] if self.place(j) < stop else -cutlass.Float32.inf
             if cutlass.const_expr(self.key.left):
                 start = position - self.requests.left - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    scores[row, j] = scores[row, j] if j // 2 * 8 + j % 2 >= start else -cutlass.Float32.inf
+                    scores[row, j] = scores[row, j] if self.place(j) >= start else -cutlass.Float32.inf
+
+
+class WholeRow(Rows):
+    """Row `row` alone, all columns from `column` on."""
+
+    count = 1
+
+    def place(self, j: int) -> int:
+        return j
+
+
+def by_row(accumulator: cute.Tensor) -> cute.Tensor:
+    """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
+    blocks = cute.size(accumulator) // 4
+    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, blocks)), stride=(2, (1, 4))))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of absorbed MLA do alike: tiles, schedule, and the load role. Rows of the cache come once, and are
+keys and values.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes
+from dsl_backend.attention.parts.load import Loader, box_rows, query_box
+from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.parts.sizes import chunk
+from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentKey(LayerKey):
+    """All that a kernel's code depends on."""
+
+    config: LatentSizes
+
+
+class LatentTiled:
+    """Sizes, layouts, copies and schedule of a kernel.
+
+    Attributes:
+        parts: chunks of a row, in the order in which their room becomes free: what is only key, then the halves of the
+            value.
+    """
+
+    def __init__(self, key: LatentKey):
+        self.key: Any = key
+        self.config: Any = key.config
+        self.dtype = NUMERIC[key.dtype]
+        self.dims, self.dims_v = key.head_dim, key.head_dim_v
+        self.chunk = chunk(key.head_dim)
+        self.tile_n = self.config.tile_n
+        self.tokens_per_tile = ROWS // key.pack
+        self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
+        chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
+        self.parts = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
+
+    def atom(self, width: int):
+        """The swizzled atom of rows `width` elements wide."""
+        return warpgroup.make_smem_layout_atom(SWIZZLES[width], self.dtype)
+
+    def layouts(self):
+        """Of queries [rows, column, 1], key tiles [key, column, stage] and weights [row, key]."""
+        atom, tile_n = self.atom(self.chunk), self.tile_n
+        return (
+            cute.tile_to_shape(atom, (ROWS, self.dims, 1), order=(0, 1, 2)),
+            cute.tile_to_shape(atom, (tile_n, self.dims, self.config.stages), order=(0, 1, 2)),
+            cute.tile_to_shape(self.atom(chunk(tile_n)), (ROWS, tile_n), order=(0, 1)),
+        )
+
+    def values(self, sK: cute.Tensor) -> cute.Tensor:
+        """The first columns of key tiles: [key, column, stage]."""
+        layout = cute.tile_to_shape(self.atom(self.chunk), (self.tile_n, self.dims_v, 1), order=(0, 1, 2)).outer
+        shape, stride = layout.shape, layout.stride
+        stages = cute.make_layout(
+            (shape[0], shape[1], self.config.stages), stride=(stride[0], stride[1], self.tile_n * self.dims)
+        )
+        return cute.make_tensor(sK.iterator, stages)
+
+    def copies(self, q: cute.Tensor, q_rope: cute.Tensor, keys: cute.Tensor):
+        """For the queries' two parts and the keys: the copy of a box, and the tensor as it takes it."""
+        key, atom = self.key, self.atom(self.chunk)
+        load, load_keys = self.load_ops()
+        q_box = cute.make_composed_layout(atom.inner, 0, query_box(self))
+        q_tile = (key.pack, self.tokens_per_tile, self.chunk)
+        k_box = cute.tile_to_shape(atom, (self.box, self.chunk), order=(0, 1))
+        order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
+        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
+        return (
+            cpasync.make_tiled_tma_atom(load, self.by_head(q), q_box, q_tile),
+            cpasync.make_tiled_tma_atom(load, self.by_head(q_rope), q_box, q_tile),
+            cpasync.make_tiled_tma_atom(load_keys, mK, k_box, (self.box, self.chunk)),
+        )
+
+    def load_ops(self):
+        """The copies of queries, and of keys."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return load, cpasync.CopyBulkTensorTileG2SMulticastOp() if self.config.cluster > 1 else load
+
+    def by_head(self, q: cute.Tensor) -> cute.Tensor:
+        """Queries [tokens, heads, width] as [heads of a tile, tokens, width, tile of heads]."""
+        tokens, heads, width = q.shape
+        pack = self.key.pack
+        return cute.make_tensor(
+            q.iterator,
+            cute.make_layout(
+                (pack, tokens, width, heads // pack), stride=(q.stride[1], q.stride[0], 1, q.stride[1] * pack)
+            ),
+        )
+
+    def schedule(self, mailbox, requests: Requests, merges):
+        """The role that finds work."""
+        tokens, config = self.tokens_per_tile, self.config
+        if self.key.split:
+            return KeyShares(
+                self.key, mailbox, tokens, self.tile_n, requests, merges, config.least_share, config.cluster
+            )
+        return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
+
+    @cute.jit
+    def meet(self):
+        """All threads of a cluster, or of a block that is alone."""
+        if cutlass.const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+
+class LatentLoader(Loader):
+    """Fills the ring: for each item the queries' two parts, then key tiles from the last to the first."""
+
+    def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests):
+        self.config, self.key = kernel.config, kernel.key
+        self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
+        self.boxes = self.tile_n // self.box
+        # Blocks of a cluster load a share of each tile, for all of them.
+        cluster = self.config.cluster
+        self.own_boxes, self.first_box, self.multicast = self.boxes // cluster, 0, {}
+        if cluster > 1:
+            self.first_box = cute.arch.block_idx_in_cluster() * self.own_boxes
+            self.multicast = {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
+        self.group = kernel.key.heads_q // kernel.key.pack
+        self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
+        # Queries against what is value too, and against the rest.
+        self.v_load, self.mV, self.r_load, self.mR = v_load, mV, r_load, mR
+        self.k_load, self.mK = k_load, mK
+        self.chunk, self.parts = kernel.chunk, kernel.parts
+        self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
+        self.tokens_per_tile = kernel.tokens_per_tile
+        self.q_bytes = self.tokens_per_tile * self.key.pack * kernel.dims * 2
+        self.chunk_bytes = self.tile_n * kernel.chunk * 2
+        # Rows of a chunk lie one after another: [head and token, 1, chunk, 1].
+        shape = (query_box(kernel).shape, 1, self.chunks, 1)
+        layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, ROWS * kernel.chunk, 0))
+        self.sQ = cute.make_tensor(sQ.iterator, layout)
+        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
+
+    @cute.jit
+    def run(self):
+        for atom in (self.v_load, self.r_load, self.k_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            for step in cutlass.range(work.end - work.begin, unroll=1):
+                tile = work.end - 1 - step
+                self.load_rows(work, tile, self.pages_of(work, tile), tiles)
+                tiles += 1
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def expect(self, full, size: cutlass.Constexpr[int]):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+
+    @cute.jit
+    def load_queries(self, work, count):
+        cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ 1)
+        full = self.barriers.q_full
+        self.expect(full, self.q_bytes)
+        tile = (self.key.pack, self.tokens_per_tile, self.chunk)
+        first = 0
+        for atom, source, chunks in (
+            (self.v_load, self.mV, self.chunks_v),
+            (self.r_load, self.mR, self.chunks - self.chunks_v),
+        ):
+            rows = cute.domain_offset((0, work.query, 0), source[None, None, None, work.unit])
+            given = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
+            to, given = cpasync.tma_partition(atom, 0, cute.make_layout(1), self.sQ, given)
+            for c in cutlass.range_constexpr(chunks):
+                cute.copy(atom, given[None, c], to[None, 0, first + c, 0], tma_bar_ptr=full)
+            first += chunks
+
+    @cute.jit
+    def load_rows(self, work, tile, pages, count):
+        """A key tile, part by part as they become free."""
+        stage = count % self.config.stages
+        for part in cutlass.range_constexpr(PARTS):
+            place = stage * PARTS + part
+            cute.arch.mbarrier_wait(self.barriers.k_empty + place, ((count // self.config.stages) & 1) ^ 1)
+            full = self.barriers.k_full + place
+            self.expect(full, len(self.parts[part]) * self.chunk_bytes)
+            chunks = self.parts[part]
+            self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA for SM100: one warp finds work, one loads, one multiplies, a warpgroup weighs.
+
+A row of the cache is a key, and its first elements are the value: it is loaded once. 128 rows of 512 float32 sums would
+be all of tensor memory, and scores need room as well: a tile has 64 query rows, tokens times the heads that share it.
+Sums are transposed, O^T = V^T P^T, in blocks of 128 value columns: products of 128 rows have twice the rate of products
+of 64, and what comes out needs no more than a store of neighbouring columns.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.utils import blackwell_helpers
+
+from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
+from dsl_backend.attention.parts.merge import Merge
+from dsl_backend.attention.parts.schedule import Requests
+from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.tiles import clear_rows
+from dsl_backend.attention.parts.work import SLOTS, Mailbox
+from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.sm100.latent_configs import (
+    BLOCK,
+    LOAD,
+    MULTIPLY,
+    SCHEDULE,
+    SCORES,
+    STATISTICS,
+)
+from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
+from dsl_backend.attention.sm100.latent_weigh import LatentWeigher
+
+
+class Barriers(NamedTuple):
+    """Arrays of mbarriers; `_full` says that something was written, `_empty` that it was read.
+
+    Attributes:
+        s_full: scores, by their product.
+        p_full: weights are laid out, and the sums at their scale.
+        o_full: sums hold the last weights, whose place is free.
+    """
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+
+
+class LatentForward(LatentTiled):
+    """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
+
+    group = tcgen05.CtaGroup.ONE
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        q_rope: cute.Tensor,
+        keys: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        starts: cute.Tensor,
+        lengths: cute.Tensor,
+        table: cute.Tensor | None,
+        packed_starts: cute.Tensor | None,
+        causal: cute.Tensor | None,
+        sinks: cute.Tensor | None,
+        slopes: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
+        scale: cutlass.Float32,
+        softcap: cutlass.Float32,
+        left: cutlass.Int32,
+        right: cutlass.Int32,
+        shortest: cutlass.Int32,
+        longest: cutlass.Int32,
+        blocks: cutlass.Int32,
+        rows: cutlass.Int32,
+        stream,
+    ):
+        key, config = self.key, self.config
+        product, weighing = self.products()
+        q_layout, k_layout, p_layout = self.layouts()
+        (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
+        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
+        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
+        self.kernel(
+            product,
+            weighing,
+            v_load,
+            mV,
+            r_load,
+            mR,
+            k_load,
+            mK,
+            q_layout,
+            k_layout,
+            p_layout,
+            out,
+            lse,
+            partials,
+            merges,
+            requests,
+            scoring,
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+        if cutlass.const_expr(key.split):
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
+
+    def products(self):
+        """Scores of 64 rows, and transposed sums of a block of value columns."""
+        return (
+            self.product(OperandMajorMode.K, OperandMajorMode.K, (ROWS, self.tile_n)),
+            self.product(OperandMajorMode.MN, OperandMajorMode.K, (BLOCK, ROWS)),
+        )
+
+    def product(self, a_major, b_major, shape):
+        return blackwell_helpers.make_trivial_tiled_mma(
+            self.dtype, self.dtype, a_major, b_major, cutlass.Float32, self.group, shape
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        product: cute.TiledMma,
+        weighing: cute.TiledMma,
+        v_load: cute.CopyAtom,
+        mV: cute.Tensor,
+        r_load: cute.CopyAtom,
+        mR: cute.Tensor,
+        k_load: cute.CopyAtom,
+        mK: cute.Tensor,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        p_layout: cute.ComposedLayout,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
+        requests: Requests,
+        scoring: Scoring,
+    ):
+        config = self.config
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
+        allocator = cutlass.utils.SmemAllocator()
+        sQ, sK, sP = (
+            allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for layout in (q_layout, k_layout, p_layout)
+        )
+        sV = self.values(sK)
+        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, STATISTICS)), byte_alignment=16)
+        place = allocator.allocate_array(cutlass.Int32, 1)
+        sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
+        barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = WARPGROUP // WARP
+        if warp == LOAD:
+            with cute.arch.elect_one():
+                # Copies and products arrive once, where key tiles are shared in each block of the cluster; the
+                # warpgroup by a lane of each warp; the mailbox's readers are all roles but its writer.
+                counts = [1, 1, 1, config.cluster, 1, group + 2, 1, group, 1]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                    for i in cutlass.range_constexpr(size):
+                        cute.arch.mbarrier_init(pointer + i, count)
+            cute.arch.mbarrier_init_fence()
+        filled = self.tokens_per_tile * self.key.pack
+        if cutlass.const_expr(filled < ROWS):
+            # Rows that no tensor copy writes.
+            clear_rows(sQ[None, None, 0], filled, ROWS, cute.arch.thread_idx()[0], config.threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        if warp == MULTIPLY:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, place)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.sync_threads()
+        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
+        if cutlass.const_expr(config.cluster > 1):
+            # The others' copies write here, and signal barriers that must be there.
+            self.meet()
+
+        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        if warp < group:
+            LatentWeigher(
+                self, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+            ).run()
+        if warp == MULTIPLY:
+            LatentMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP).run()
+        if warp == LOAD:
+            LatentLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests).run()
+        if warp == SCHEDULE:
+            self.schedule(mailbox, requests, merges).run()
+        # A block's memory and barriers are there until the others have done with them.
+        self.meet()
+        if warp == MULTIPLY:
+            cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the SM100 kernel of absorbed MLA."""
+
+from dataclasses import dataclass
+
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES
+from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.spec import AttentionSpec
+
+BLOCK = 128  # value columns of one product
+SCORES = 2  # places of scores: the next tile's are made beside this one's softmax
+STATISTICS = 2  # float32 that warps tell each other of a row
+PAIR_STATISTICS = 3  # of half a row: two tiles' largest scores, and the item's total
+# Warps by role: a warpgroup of softmax and sums, then single warps.
+WEIGH, MULTIPLY, LOAD, SCHEDULE = 0, 4, 5, 6
+THREADS = 8 * WARP
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(LatentSizes):
+    """Tiles and buffers of the kernel whose blocks multiply each for itself."""
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    def columns(self, spec: AttentionSpec) -> int:
+        """Of tensor memory: scores, and sums of 128 value columns side by side."""
+        return SCORES * self.tile_n + spec.head_dim_v // BLOCK * ROWS
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        rows = (ROWS + self.stages * self.tile_n) * spec.head_dim + ROWS * self.tile_n
+        barriers = MBARRIER_BYTES * (2 * (1 + PARTS * self.stages) + SCORES + 2)
+        return spec.dtype.itemsize * rows + barriers + 4 * ROWS * STATISTICS + MAILBOX_BYTES
+
+    def own_objections(self, spec: AttentionSpec) -> list[str]:
+        reasons = []
+        if self.tile_n not in (16, 32, 64, 128):
+            reasons.append(f"tiles of {self.tile_n} keys: 16, 32, 64 or 128 fill accesses to tensor memory")
+        if spec.head_dim_v % (2 * BLOCK):
+            reasons.append(f"values of {spec.head_dim_v} elements: a multiple of {2 * BLOCK} is possible")
+        if self.columns(spec) > TENSOR_COLUMNS:
+            reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
+        return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(LatentConfig):
+    """Tiles and buffers of the kernel whose blocks multiply in pairs."""
+
+    cluster: int = 2
+
+    def columns(self, spec: AttentionSpec) -> int:
+        """Of tensor memory, where a row is cut in two: half of the scores and sums."""
+        return (SCORES * self.tile_n + spec.head_dim_v) // 2
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        halves = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v) // 2
+        rows = ROWS * (spec.head_dim + self.tile_n) + halves
+        barriers = MBARRIER_BYTES * (2 + 4 * self.stages + SCORES + 2)
+        return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * PAIR_STATISTICS + MAILBOX_BYTES
+
+    def own_objections(self, spec: AttentionSpec) -> list[str]:
+        reasons = super().own_objections(spec)
+        if self.cluster != 2:
+            reasons.append(f"a pair in clusters of {self.cluster} blocks: it is one of 2")
+        if self.tile_n < 32:
+            reasons.append(f"a pair's tiles of {self.tile_n} keys: 32 are the least")
+        return reasons
+
+
+def default_latent_config(spec: AttentionSpec) -> LatentConfig:
+    """By whether one or several row tiles use a key tile: bound by memory or by products (docs/decisions.md)."""
+    if row_tiles(spec) == 1:
+        return LatentConfig(tile_n=32, stages=4 if spec.head_dim > 320 else 8)
+    stages = 2 if spec.head_dim > 320 else 4
+    if row_tiles(spec) % 2 == 0 and spec.page_size is not None:
+        return PairConfig(tile_n=64, stages=stages)
+    return LatentConfig(tile_n=64, stages=stages)

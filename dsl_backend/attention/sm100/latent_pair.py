@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA for SM100 by pairs of blocks, whose tensor cores multiply as one (cta_group::2).
+
+Each block has 64 query rows, their scores, weights and sums. For scores it holds half of a tile's keys, for sums half
+of the value's columns; the pair's products take both halves from where they are. In tensor memory a row is cut in two:
+lanes from 64 on have the second half of the keys, and of the value's columns.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+
+from dsl_backend.attention.parts.latent import LatentLoader
+from dsl_backend.attention.parts.latent_configs import ROWS
+from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.rows import WholeRow
+from dsl_backend.attention.parts.schedule import Requests
+from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.tiles import VECTOR, clear_rows
+from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
+from dsl_backend.attention.sm100 import tensor_memory
+from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.sm100.latent import LatentForward
+from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
+from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
+from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
+from dsl_backend.primitives.copy import store_vector
+
+PAIR = 2
+BOTH = 0b11  # blocks of the pair, as a mask
+TOTALS = 2  # in the statistics, behind two tiles' largest scores
+PIECE = 32  # columns of sums in registers at a time
+
+
+class PairBarriers(NamedTuple):
+    """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+
+
+class PairLoader(LatentLoader):
+    """Fills the block's rings: half of the keys, whole, and of all keys half of the value's columns."""
+
+    def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
+        super().__init__(kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
+        self.rank, self.q_load = rank, r_load
+        self.sV = self.in_boxes(sV, self.box, kernel.chunk)
+        self.q_bytes *= PAIR
+
+    @cute.jit
+    def expect(self, full, size: cutlass.Constexpr[int]):
+        if self.rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+
+    @cute.jit
+    def run(self):
+        # Values one tile behind the keys, as they are needed.
+        Loader.run(self)
+
+    @cute.jit
+    def load_keys(self, work, tile, pages, count):
+        stage = count % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        full = self.barriers.k_full + stage
+        self.expect(full, self.chunks * self.chunk_bytes)
+        self.load_boxes(self.sK, self.first_box, self.own_boxes, 0, self.chunks, work, tile, pages, stage, full)
+
+    @cute.jit
+    def load_values(self, work, tile, pages, count):
+        stage, own = count % self.config.stages, cutlass.const_expr(self.chunks_v // PAIR)
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        full = self.barriers.v_full + stage
+        self.expect(full, self.chunks_v * self.chunk_bytes)
+        self.load_boxes(self.sV, 0, self.boxes, self.rank * own, own, work, tile, pages, stage, full)
+
+    def load_boxes(self, target, first_box, boxes, first_chunk, chunks, work, tile, pages, stage, full):
+        """Boxes of a tile from one on, and of them chunks from one on."""
+        cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
+        to, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), target, cut)
+        for i in range(boxes):
+            b = first_box + i
+            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+            place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
+            for c in range(chunks):
+                cute.copy(
+                    self.k_load, given[None, place, first_chunk + c, page], to[None, i, c, stage], tma_bar_ptr=full
+                )
+
+
+class PairMultiplier(LatentMultiplier):
+    """By the first block: scores S = Q K^T and sums O += P V of both."""
+
+    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
+        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+        self.product, self.weighing, self.base = product, weighing, base
+        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
+        self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
+        self.fP = weighing.make_fragment_A(cute.tiled_divide(sP, (ROWS, 16)))
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
+        self.fV = [
+            weighing.make_fragment_B(cute.tiled_divide(cut[None, None, block, None], (BLOCK, 16)))
+            for block in range(kernel.dims_v // PAIR // BLOCK)
+        ]
+        self.scores = product.make_fragment_C(mine.partition_shape_C((PAIR * ROWS, kernel.tile_n))).layout
+        self.sums = weighing.make_fragment_C(weighs.partition_shape_C((PAIR * ROWS, PAIR * BLOCK))).layout
+
+    @cute.jit
+    def score(self, tile, first: cutlass.Constexpr[bool], last):
+        stage, round_ = tile % self.config.stages, (tile // self.config.stages) & 1
+        place = tile % SCORES
+        S = cute.make_tensor(self.base + place * (self.kernel.tile_n // PAIR), self.scores)
+        product = self.product.with_()
+        cute.arch.mbarrier_wait(self.barriers.k_full + stage, round_)
+        for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
+            product.set(tcgen05.Field.ACCUMULATE, k > 0)
+            cute.gemm(product, S, self.fQ[None, None, k, 0], self.fK[None, None, k, stage], S)
+        if cutlass.const_expr(first):
+            # Who is told of these scores may clear values behind the last key.
+            cute.arch.mbarrier_wait(self.barriers.v_full + stage, round_)
+        self.commit(self.barriers.s_full + place)
+        self.commit(self.barriers.k_empty + stage)
+        if last:
+            self.commit(self.barriers.q_empty)
+
+    @cute.jit
+    def sum(self, tile, adds):
+        stage = tile % self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage, (tile // self.config.stages) & 1)
+        cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
+        tensor_memory.after_sync()
+        weighing = self.weighing.with_()
+        for block in cutlass.range_constexpr(len(self.fV)):
+            sums = cute.make_tensor(self.base + sums_at(self.kernel) + block * BLOCK, self.sums)
+            for k in cutlass.range_constexpr(cute.size(self.fP, mode=[2])):
+                weighing.set(tcgen05.Field.ACCUMULATE, adds if cutlass.const_expr(k == 0) else True)
+                cute.gemm(weighing, sums, self.fP[None, None, k], self.fV[block][None, None, k, stage], sums)
+        self.commit(self.barriers.v_empty + stage)
+        self.commit(self.barriers.o_full)
+
+    @cute.jit
+    def commit(self, barrier):
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier, BOTH, tcgen05.CtaGroup.TWO)
+
+
+class PairSoftmax(OnlineSoftmax):
+    """Two threads of the warpgroup share a row: each has half of its keys."""
+
+    def __init__(self, factor, statistics, thread):
+        super().__init__(1, 1, factor, SLACK)
+        self.statistics, self.thread = statistics, thread
+        self.place = cute.make_rmem_tensor(1, cutlass.Int32)
+
+    @cute.jit
+    def across(self, largest):
+        return cute.arch.fmax(largest, self.other(largest, self.place[0]))
+
+    @cute.jit
+    def other(self, value, place):
+        """The value of the thread with the same row."""
+        statistics = self.statistics
+        statistics[self.thread, place] = value
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+        return statistics[self.thread ^ ROWS, place]
+
+
+class PairWeigher:
+    """A thread's half of a row, and what it does with an item."""
+
+    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring):
+        self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
+        self.mailbox, self.barriers, self.base = mailbox, barriers, base
+        self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.row, self.half = self.thread % ROWS, self.thread // ROWS
+        self.keys = kernel.tile_n // PAIR
+        self.rows = WholeRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
+        self.softmax = PairSoftmax(self.rows.scores.factor, statistics, self.thread)
+        self.S = cute.make_rmem_tensor(self.keys, cutlass.Float32)
+        self.P = cute.make_rmem_tensor((VECTOR, self.keys // VECTOR), kernel.dtype)
+        self.shrink = cute.make_rmem_tensor(1, cutlass.Float32)
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.softmax.start()
+            self.rows.start(work)
+            for step in cutlass.range(work.end - work.begin, unroll=1):
+                self.weigh(work, work.end - 1 - step, tiles, step > 0)
+                tiles += 1
+            cute.arch.mbarrier_wait(self.barriers.o_full, (tiles - 1) & 1)
+            tensor_memory.after_sync()
+            self.store(work)
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def weigh(self, work, tile, count, adds):
+        """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
+        scores_place, place = count % SCORES, self.softmax.place
+        cute.arch.mbarrier_wait(self.barriers.s_full + scores_place, (count // SCORES) & 1)
+        tensor_memory.after_sync()
+        tensor_memory.load(self.base, scores_place * self.keys, self.S, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
+        self.rows.bend(scores, work, tile)
+        if tile >= work.whole_end or tile < work.whole_begin:
+            self.rows.mask(scores, work, tile)
+        place[0] = count % 2
+        self.softmax.weigh(scores, self.shrink)
+        self.P.store(self.S.load().to(self.kernel.dtype).reshape(self.P.shape))
+        self.clear_past(work, tile, count)
+        # The weights' place is read, and the sums are at rest.
+        cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
+        tensor_memory.after_sync()
+        if cute.arch.vote_any_sync(adds and self.row < work.rows and self.shrink[0] != 1.0):
+            for first in cutlass.range(0, self.kernel.dims_v // PAIR, PIECE, unroll=1):
+                held = self.sums(first, self.shrink[0])
+                tensor_memory.store(held, self.base, sums_at(self.kernel) + first, self.thread)
+            cute.arch.fence_view_async_tmem_store()
+        for i in cutlass.range_constexpr(self.keys // VECTOR):
+            to = cute.local_tile(self.sP, (1, VECTOR), (self.row, self.half * (self.keys // VECTOR) + i))
+            cute.autovec_copy(self.P[None, i], cute.group_modes(to, 0, 2))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers.p_full, 0)
+
+    @cute.jit
+    def clear_past(self, work, tile, count):
+        """Zero the values behind the last key: a weight of 0 does not take away a NaN. Scores are told of when they are
+        there.
+        """
+        kept = work.keys - tile * self.kernel.tile_n
+        if kept < self.kernel.tile_n:
+            values = self.sV[None, None, count % self.config.stages]
+            clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+
+    @cute.jit
+    def sums(self, first, factor):
+        """A piece of this thread's sums, times a factor."""
+        held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
+        tensor_memory.load(self.base, sums_at(self.kernel) + first, held, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        for j in cutlass.range_constexpr(PIECE):
+            held[j] *= factor
+        return held
+
+    @cute.jit
+    def store(self, work):
+        """Out of registers: a thread has half of a row."""
+        total = self.softmax.total[0]
+        total += self.softmax.other(total, TOTALS)
+        top = self.softmax.top[0] * self.softmax.factor
+        if cutlass.const_expr(self.key.split):
+            if work.slot != WHOLE:
+                self.store_partial(work, top, total)
+            else:
+                self.store_whole(work, top, total)
+        else:
+            self.store_whole(work, top, total)
+
+    @cute.jit
+    def store_partial(self, work, top, total):
+        """Sums as they are, in float32; the merge kernel does the rest."""
+        rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(rows, columns)
+        for first in cutlass.range(0, columns // PAIR, PIECE, unroll=1):
+            held = self.sums(first, 1.0)
+            if self.row < work.rows:
+                for i in cutlass.range_constexpr(0, PIECE, 4):
+                    part = cute.make_tensor(held.iterator + i, cute.make_layout(4))
+                    store_vector(part, partial, self.row * columns + self.half * (columns // PAIR) + first + i)
+        if self.row < work.rows and self.half == 0:
+            place = partial + rows * columns + self.row
+            cute.make_tensor(place, cute.make_layout(1))[0] = top
+            cute.make_tensor(place + rows, cute.make_layout(1))[0] = total
+
+    @cute.jit
+    def store_whole(self, work, top, total):
+        columns = cutlass.const_expr(self.kernel.dims_v)
+        token, head = work.query + self.row // self.key.pack, self.rows.head(work, 0)
+        factor, lse = normalized(top, total, self.rows.sink(work, 0), self.rows.scoring.v_scale)
+        if cutlass.const_expr(self.key.lse):
+            to = self.lse
+            if self.row < work.rows and self.half == 0:
+                to[token, head] = lse
+        start = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + self.half * (columns // PAIR)
+        narrow = cute.make_rmem_tensor((VECTOR, PIECE // VECTOR), self.kernel.dtype)
+        for first in cutlass.range(0, columns // PAIR, PIECE, unroll=1):
+            held = self.sums(first, factor)
+            for j in cutlass.range_constexpr(PIECE):
+                narrow[j] = held[j].to(self.kernel.dtype)
+            if self.row < work.rows:
+                for i in cutlass.range_constexpr(PIECE // VECTOR):
+                    store_vector(narrow[None, i], self.out.iterator, start + first + i * VECTOR)
+
+
+def sums_at(kernel) -> int:
+    """The first column of sums: behind the scores."""
+    return SCORES * kernel.tile_n // PAIR
+
+
+class LatentPair(LatentForward):
+    """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
+
+    group = tcgen05.CtaGroup.TWO
+
+    def products(self):
+        return (
+            self.product(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
+            self.product(OperandMajorMode.K, OperandMajorMode.MN, (PAIR * ROWS, PAIR * BLOCK)),
+        )
+
+    def load_ops(self):
+        load = cpasync.CopyBulkTensorTileG2SOp(self.group)
+        return load, load
+
+    def layouts(self):
+        """Of queries, key tiles and weights: the block's share."""
+        atom, stages = self.atom(self.chunk), self.config.stages
+        q_layout, _, p_layout = super().layouts()
+        return q_layout, cute.tile_to_shape(atom, (self.tile_n // PAIR, self.dims, stages), order=(0, 1, 2)), p_layout
+
+    @cute.kernel
+    def kernel(
+        self,
+        product: cute.TiledMma,
+        weighing: cute.TiledMma,
+        v_load: cute.CopyAtom,
+        mV: cute.Tensor,
+        r_load: cute.CopyAtom,
+        mR: cute.Tensor,
+        k_load: cute.CopyAtom,
+        mK: cute.Tensor,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        p_layout: cute.ComposedLayout,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        merges: cute.Tensor | None,
+        requests: Requests,
+        scoring: Scoring,
+    ):
+        config = self.config
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
+        v_layout = cute.tile_to_shape(
+            self.atom(self.chunk), (self.tile_n, self.dims_v // PAIR, config.stages), order=(0, 1, 2)
+        )
+        allocator = cutlass.utils.SmemAllocator()
+        sQ, sK, sV, sP = (
+            allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for layout in (q_layout, k_layout, v_layout, p_layout)
+        )
+        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        statistics = allocator.allocate_tensor(
+            cutlass.Float32, cute.make_layout((WARPGROUP, PAIR_STATISTICS)), byte_alignment=16
+        )
+        place = allocator.allocate_array(cutlass.Int32, 1)
+        sizes = [1] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [SCORES, 1, 1]
+        barriers = PairBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+
+        rank = cute.arch.block_idx_in_cluster()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = WARPGROUP // WARP
+        if warp == LOAD:
+            with cute.arch.elect_one():
+                # Copies, for both blocks, and products arrive once; both blocks' warpgroups by a lane of each warp; the
+                # mailbox's readers are the warpgroup, who loads, and in the first block who multiplies.
+                counts = [1, 1, 1, 1, 1, 1, 1, group + 2 - rank, 1, PAIR * group, 1]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                    for i in cutlass.range_constexpr(size):
+                        cute.arch.mbarrier_init(pointer + i, count)
+            cute.arch.mbarrier_init_fence()
+        filled = self.tokens_per_tile * self.key.pack
+        if cutlass.const_expr(filled < ROWS):
+            # Rows that no tensor copy writes.
+            clear_rows(sQ[None, None, 0], filled, ROWS, cute.arch.thread_idx()[0], config.threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        if warp == MULTIPLY:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, place, is_two_cta=True)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+        cute.arch.sync_threads()
+        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
+        self.meet()
+
+        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        if warp < group:
+            PairWeigher(self, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring).run()
+        if warp == MULTIPLY and rank == 0:
+            PairMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP).run()
+        if warp == LOAD:
+            PairLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank).run()
+        if warp == SCHEDULE:
+            self.schedule(mailbox, requests, merges).run()
+        # A block's memory and barriers are there until the other has done with them.
+        self.meet()
+        if warp == MULTIPLY:
+            cute.arch.dealloc_tmem(base, TENSOR_COLUMNS, is_two_cta=True)

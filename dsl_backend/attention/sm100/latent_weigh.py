@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The math role of absorbed MLA: a warpgroup turns scores into weights, keeps sums at their scale, and stores them.
+
+A thread has pieces of two rows of scores, as in an accumulator of warp instructions; of the sums, which are transposed,
+it has one value column in each block, and all rows.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import warp as warp_ops
+
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
+from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.tiles import clear_rows
+from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.sm100 import tensor_memory
+from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
+from dsl_backend.attention.sm100.latent_multiply import sums_at
+
+WARP = 32
+OWN = 1  # named barrier of the warpgroup
+PIECE = 16  # rows of sums in registers at a time
+# Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
+SLACK = 8.0
+# What warps tell each other of a row: how its sums shrink, and in the end what they are multiplied by.
+SHRINK, FACTOR = 0, 1
+
+
+class LatentWeigher:
+    """A thread's registers and what it does with an item."""
+
+    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring):
+        self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
+        self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
+        self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = cute.arch.lane_idx()
+        self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
+        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        held = THREAD_ROWS * kernel.tile_n // QUAD
+        self.S = cute.make_rmem_tensor(held, cutlass.Float32)
+        self.P = cute.make_rmem_tensor(held, kernel.dtype)
+        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.softmax.start()
+            self.rows.start(work)
+            for step in cutlass.range(work.end - work.begin, unroll=1):
+                self.weigh(work, work.end - 1 - step, tiles, step > 0)
+                tiles += 1
+            self.softmax.merge_lanes()
+            self.sums_done(tiles - 1)
+            self.store(work)
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    # ------------------------------------------------------------------ weights
+
+    @cute.jit
+    def weigh(self, work, tile, count, adds):
+        """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
+        place = count % SCORES
+        cute.arch.mbarrier_wait(self.barriers.s_full + place, (count // SCORES) & 1)
+        tensor_memory.after_sync()
+        tensor_memory.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        scores = by_row(self.S)
+        self.rows.bend(scores, work, tile)
+        if tile >= work.whole_end or tile < work.whole_begin:
+            self.rows.mask(scores, work, tile)
+        self.softmax.weigh(scores, self.shrink)
+        self.P.store(self.S.load().to(self.kernel.dtype))
+        self.clear_past(work, tile, count)
+        # The weights' place is read, and the sums are at rest.
+        cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
+        tensor_memory.after_sync()
+        self.shrink_sums(work, adds)
+        self.lay_weights()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        tensor_memory.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers.p_full)
+
+    @cute.jit
+    def lay_weights(self):
+        """From registers into shared memory, [row, key]."""
+        kernel = self.kernel
+        # What the warps' own products would give: they lay out registers as these are.
+        warps = cute.make_tiled_mma(
+            warp_ops.MmaF16BF16Op(kernel.dtype, cutlass.Float32, (16, 8, 16)),
+            (WARPGROUP // WARP, 1, 1),
+            permutation_mnk=(ROWS, 16, 16),
+        )
+        store = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), kernel.dtype)
+        copy = cute.make_tiled_copy_C(store, warps)
+        mine = copy.get_slice(self.thread)
+        held = cute.make_tensor(self.P.iterator, cute.make_layout(warps.partition_shape_C((ROWS, kernel.tile_n))))
+        cute.copy(copy, copy.retile(held), mine.partition_D(self.sP))
+
+    @cute.jit
+    def clear_past(self, work, tile, count):
+        """Zero the values behind the last key, when nobody reads them as keys any more.
+
+        They may be anything: a weight of 0 does not take away a NaN.
+        """
+        kept = work.keys - tile * self.kernel.tile_n
+        if kept < self.kernel.tile_n:
+            stage, round_ = count % self.config.stages, (count // self.config.stages) & 1
+            # Not of what is only key: its room may be full of a later tile already.
+            for part in cutlass.range_constexpr(1, PARTS):
+                cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
+            values = self.sV[None, None, stage]
+            clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+
+    # ------------------------------------------------------------------ sums
+
+    @cute.jit
+    def sums_done(self, count):
+        """The sums hold all tiles up to the count-th."""
+        cute.arch.mbarrier_wait(self.barriers.o_full, count & 1)
+        tensor_memory.after_sync()
+
+    @cute.jit
+    def shrink_sums(self, work, adds):
+        """Sums times what their rows' shares shrink by, where a row needs it."""
+        # Read by all before the sums of the tile are done, and so before it is written again.
+        self.tell(self.shrink, SHRINK)
+        moved = cutlass.Boolean(False)
+        for i in cutlass.range_constexpr(ROWS // WARP):
+            row = cute.arch.lane_idx() + i * WARP
+            moved = moved or (row < work.rows and self.statistics[row, SHRINK] != 1.0)
+        if cute.arch.vote_any_sync(moved and adds):
+            for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
+                for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+                    column = sums_at(self.kernel, block) + first
+                    held = self.scaled(column, first, SHRINK)
+                    tensor_memory.store(held, self.base, column, self.thread)
+            cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def tell(self, values, place):
+        """Values of this thread's rows to the warpgroup."""
+        statistics = self.statistics
+        if self.column == 0:
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                statistics[self.row + 8 * row, place] = values[row]
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def scaled(self, column, first, place):
+        """Sums of PIECE rows from a column of tensor memory on, times a statistic of their rows."""
+        held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
+        tensor_memory.load(self.base, column, held, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        for j in cutlass.range_constexpr(PIECE):
+            held[j] *= self.statistics[first + j, place]
+        return held
+
+    # ------------------------------------------------------------------ results
+
+    @cute.jit
+    def store(self, work):
+        if cutlass.const_expr(self.key.split):
+            if work.slot != WHOLE:
+                self.store_partial(work)
+            else:
+                self.store_whole(work)
+        else:
+            self.store_whole(work)
+
+    @cute.jit
+    def store_partial(self, work):
+        """Sums as they are, in float32; the merge kernel does the rest."""
+        rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
+        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(rows, columns)
+        held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
+        for block in cutlass.range_constexpr(columns // BLOCK):
+            for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+                tensor_memory.load(self.base, sums_at(self.kernel, block) + first, held, self.thread)
+                cute.arch.fence_view_async_tmem_load()
+                for j in cutlass.range_constexpr(PIECE):
+                    if first + j < work.rows:
+                        place = partial + ((first + j) * columns + block * BLOCK + self.thread)
+                        cute.make_tensor(place, cute.make_layout(1))[0] = held[j]
+        if self.column == 0:
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                m = self.row + 8 * row
+                if m < work.rows:
+                    place = partial + rows * columns + m
+                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
+                    cute.make_tensor(place + rows, cute.make_layout(1))[0] = self.softmax.total[row]
+
+    @cute.jit
+    def store_whole(self, work):
+        """Divide, and send the rows out: neighbouring threads have neighbouring columns."""
+        factors = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
+            factors[row], lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
+            m = self.row + 8 * row
+            if cutlass.const_expr(self.key.lse):
+                to = self.lse
+                if self.column == 0 and m < work.rows:
+                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
+        self.tell(factors, FACTOR)
+        for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
+            for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+                held = self.scaled(sums_at(self.kernel, block) + first, first, FACTOR)
+                for j in cutlass.range_constexpr(PIECE):
+                    m = first + j
+                    if m < work.rows:
+                        token, head = work.query + m // self.key.pack, work.unit * self.key.pack + m % self.key.pack
+                        offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
+                        place = self.out.iterator + (offset + block * BLOCK + self.thread)
+                        cute.make_tensor(place, cute.make_layout(1))[0] = held[j].to(self.kernel.dtype)

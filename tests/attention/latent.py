@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of absorbed MLA on the emulator, for the kernels of every SM."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import emulator
+from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.parts.launch import LatentKernel
+from dsl_backend.attention.spec import Causality
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import FP16, LATENT, Case, by_id, mla
+
+SCHEDULES = ("eager", "lazy", "random")
+SMS = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case and how it is run: on one of the schedules, split or in whole ranges, with a kernel's configuration."""
+
+    case: Case
+    schedule: str
+    split: bool = True
+    config: Any = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.schedule}-{'split' if self.split else 'whole'}"
+
+
+def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any) -> None:
+    """Run a case and judge the result; any finding or warning raises.
+
+    Args:
+        config: the kernel's, where the run names none.
+    """
+    problem = run.case.problem()
+    result = check.empty_result(problem)
+    q, q_rope = problem.split_q if run.case.split_q else (problem.q, None)
+    target = replace(from_arch(arch), sm_count=SMS)
+    kernel = kernel_type(problem.spec, target, Workspace(torch.device("cpu")), run.config or config)
+    assert not kernel.config.objections(problem.spec, target.smem_bytes)
+    with emulator.device(arch=arch, sms=SMS, schedule=run.schedule, seed=seed, strict=True):
+        operands = Operands(q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, *[None] * 3)
+        kernel.launch(problem.batch, operands, 0, problem.batch.max_query_len)
+    check.judge(result, problem.expected(), problem.score_magnitude())
+
+
+RAGGED = mla(
+    16,
+    id="ragged",
+    q_lens=(1, 1, 0, 1, 1),
+    kv_lens=(700, 33, 0, 300, 20),
+    q_gain=8.0,
+    why="rings wrap, parts merge, rows' largest scores grow by more than sums bear",
+)
+HEADS_128 = mla(
+    128, id="heads-128", q_lens=(2,), kv_lens=(330,), page=64, why="two blocks share key tiles, for two tokens"
+)
+PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two blocks")
+CLUSTERS = mla(128, id="clusters", q_lens=(3, 1), kv_lens=(300, 1), page=48, why="whole ranges of neighbouring units")
+WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)
+
+# On the kernels of every SM, with configurations that need no choice.
+EVERYWHERE = (
+    *(
+        Run(case, SCHEDULES[index % 3])
+        for index, case in enumerate(LATENT)
+        if not case.fp8 and case.dim == 576 and case.id != "mla-8-ragged"
+    ),
+    Run(by_id("mla-mixed"), "random", False),
+    Run(mla(40, id="heads-40", q_lens=(1, 2), kv_lens=(200, 64), dtype=FP16, page=48, why="24 rows idle"), "random"),
+    Run(mla(67, id="heads-67", q_lens=(1, 1), kv_lens=(65, 33), why="a prime: one head a tile"), "eager"),
+    Run(mla(20, id="no-keys", q_lens=(1, 8, 3), kv_lens=(0, 8, 129), why="a query that sees nothing"), "eager"),
+    Run(
+        mla(
+            16, id="nan", q_lens=(1, 1, 1), kv_lens=(65, 33, 200), nan_request=1, why="one request's NaN stays its own"
+        ),
+        "random",
+    ),
+    Run(
+        mla(16, id="window", q_lens=(1, 4), kv_lens=(300, 150), window=(70, None), why="tiles before a window"),
+        "random",
+    ),
+    Run(
+        mla(16, id="sinks-softcap", q_lens=(1, 4), kv_lens=(300, 150), sinks=True, softcap=5.0, why="bent scores"),
+        "lazy",
+    ),
+    Run(
+        mla(16, id="full", q_lens=(1, 4), kv_lens=(300, 150), causality=Causality.FULL, why="later keys count"), "eager"
+    ),
+)

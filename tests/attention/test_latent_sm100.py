@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA on SM100, on the emulator: right, and without a finding, whatever lies around its data."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsl_backend.attention.dispatch import Operation, choose
+from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig, default_latent_config
+from dsl_backend.attention.sm100.latent_launch import Latent, LatentSplitKV
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.cases import FP16, by_id, mla
+from tests.attention import latent
+from tests.attention.latent import EVERYWHERE, SCHEDULES, Run, emulate
+
+TARGET = from_arch("sm_100a")
+# Ranges are cut wherever a tile ends, so that short ones have several parts; rings of two and three wrap early.
+SMALL = LatentConfig(tile_n=32, stages=3, least_share=1)
+TILES_OF_64 = LatentConfig(stages=2, least_share=1)
+PAIRS = PairConfig(least_share=1)
+CLUSTERS = LatentConfig(stages=2, least_share=1, cluster=2)
+
+QUICK = (
+    Run(replace(latent.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
+    Run(by_id("mla-8-ragged"), "lazy"),
+    Run(replace(latent.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
+    Run(latent.WHOLE_320, "eager", False, LatentConfig(tile_n=64, stages=4)),
+)
+FULL = (
+    *(replace(run, schedule=schedule) for run in QUICK for schedule in SCHEDULES if schedule != run.schedule),
+    *EVERYWHERE,
+    Run(latent.RAGGED, "lazy", config=TILES_OF_64),
+    Run(by_id("mla-320"), "lazy", config=LatentConfig(tile_n=128, stages=2, least_share=1)),
+    Run(by_id("mla-288"), "random", config=LatentConfig(tile_n=16, stages=4, least_share=1)),
+    Run(by_id("mla-mixed"), "lazy", False, TILES_OF_64),
+    Run(
+        mla(20, id="pages-of-32", q_lens=(1, 4), kv_lens=(130, 270), page=32, why="tiles of two pages"),
+        "random",
+        config=TILES_OF_64,
+    ),
+    Run(
+        mla(64, id="pages-of-128", q_lens=(1, 3, 2), kv_lens=(150, 64, 2), page=128, why="a tile is part of a page"),
+        "eager",
+    ),
+    Run(
+        mla(64, id="fp16", q_lens=(1, 2), kv_lens=(150, 64), page=64, dtype=FP16, why="float16 throughout"),
+        "lazy",
+        config=TILES_OF_64,
+    ),
+    Run(latent.HEADS_128, "random", config=CLUSTERS),
+    Run(latent.PAGES_OF_16, "random", config=CLUSTERS),
+    Run(latent.PAGES_OF_16, "lazy", config=PAIRS),
+    Run(latent.CLUSTERS, "random", False, CLUSTERS),
+    Run(latent.CLUSTERS, "eager", False, PAIRS),
+    Run(
+        mla(
+            128,
+            id="pairs-ragged",
+            q_lens=(1, 1, 0, 3),
+            kv_lens=(400, 33, 0, 120),
+            page=128,
+            dtype=FP16,
+            q_gain=8.0,
+            why="rings wrap, parts merge, sums are shrunk, tiles are parts of pages",
+        ),
+        "random",
+        config=PairConfig(tile_n=32, stages=3, least_share=1),
+    ),
+    Run(
+        mla(80, (320, 256), id="pairs-320", q_lens=(1, 2), kv_lens=(300, 64), page=64, why="24 rows idle, one block"),
+        "lazy",
+        config=PairConfig(tile_n=128, least_share=1),
+    ),
+    Run(
+        mla(96, (288, 256), id="pairs-288", q_lens=(2,), kv_lens=(300,), page=64, why="rows of 64 bytes"),
+        "random",
+        config=PairConfig(stages=4, least_share=1),
+    ),
+    Run(
+        mla(
+            96,
+            id="pairs-bent",
+            q_lens=(1, 4),
+            kv_lens=(200, 150),
+            page=64,
+            window=(70, None),
+            sinks=True,
+            softcap=5.0,
+            why="every score change, and a window",
+        ),
+        "lazy",
+        config=PAIRS,
+    ),
+    Run(
+        mla(
+            128, id="pairs-nan", q_lens=(1, 1), kv_lens=(65, 33), page=64, nan_request=1, why="a NaN stays where it is"
+        ),
+        "eager",
+        config=PAIRS,
+    ),
+    Run(
+        mla(16, id="growing", q_lens=(1, 1), kv_lens=(300, 150), q_gain=30.0, why="sums are shrunk by much, and often"),
+        "lazy",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "run"),
+    [
+        pytest.param(seed, run, id=run.id, marks=() if run in QUICK else (pytest.mark.full,))
+        for seed, run in enumerate((*QUICK, *FULL))
+    ],
+)
+def test_run(seed: int, run: Run) -> None:
+    emulate(run, seed, "sm_100a", LatentSplitKV if run.split else Latent, SMALL)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
+@pytest.mark.parametrize("dims", [(576, 512), (320, 256), (288, 256)])
+def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
+    spec = mla(heads, dims, q_lens=(1,), kv_lens=(1,)).spec
+    assert default_latent_config(spec).objections(spec, TARGET.smem_bytes) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "dims", "reason"),
+    [
+        (LatentConfig(tile_n=64, stages=3), (576, 512), "shared memory"),
+        (LatentConfig(stages=1), (576, 512), "at least 2"),
+        (LatentConfig(tile_n=48), (576, 512), "tiles of 48 keys: 16, 32"),
+        (LatentConfig(tile_n=40), (576, 512), "multiple of 16"),
+        (LatentConfig(cluster=2), (576, 512), "clusters of 2"),
+        (PairConfig(), (576, 512), "clusters of 2"),
+        (PairConfig(cluster=1), (576, 512), "it is one of 2"),
+        (PairConfig(tile_n=16), (576, 512), "32 are the least"),
+        (PairConfig(stages=3), (576, 512), "shared memory"),
+        (PairConfig(tile_n=128), (1088, 1024), "640 columns of tensor memory: there are 512"),
+        (LatentConfig(), (512, 512), "latent sizes"),
+        (LatentConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
+        (LatentConfig(), (448, 384), "a multiple of 256"),
+    ],
+)
+def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) -> None:
+    spec = mla(16, dims, q_lens=(1,), kv_lens=(1,)).spec
+    assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_is_had_by_name(arch: str) -> None:
+    spec = mla(128, q_lens=(1,), kv_lens=(1,)).spec
+    assert choose(Operation.MLA_DECODE, spec, from_arch(arch), "cute").load() is LatentSplitKV
+    with pytest.raises(Unsupported, match="float8_e4m3fn"):
+        choose(Operation.MLA_DECODE, mla(128, q_lens=(1,), kv_lens=(1,), fp8=True).spec, from_arch(arch), "cute")
