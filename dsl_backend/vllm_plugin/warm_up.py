@@ -50,20 +50,22 @@ def units(vllm_config: Any) -> list[Unit]:
     """
     families.load_units()
     settings = vllm_config.model_config
-    wanted = [name for name in precompile.families() if name not in ELSEWHERE]
-    if settings is None or not wanted:
+    if settings is None:
         return []
     try:
         target = targets.detect()
         if target.is_cpu:
             return []
+        linked = [unit for spec in linking.linked_specs() for unit in units_of(spec, target)]
+        wanted = [name for name in precompile.families() if name not in ELSEWHERE]
+        if not wanted:
+            return linked
         shape = model.shape_of(
             settings.hf_text_config.to_dict(),
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        linear = [unit for spec in linking.linked_specs() for unit in units_of(spec, target)]
-        return precompile.units(shape, target, wanted) + linear
+        return linked + precompile.units(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []
