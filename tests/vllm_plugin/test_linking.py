@@ -24,6 +24,7 @@ from vllm.model_executor.layers.activation import (
     SwigluOAIAndMul,
 )
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.model_loader import reload
 
 from dsl_backend.linear.spec import LinearSpec, Swiglu
 from dsl_backend.runtime import target as targets
@@ -225,6 +226,26 @@ def test_weights_are_read_at_each_call(link: Any) -> None:
     judged(mlp, x_of(3))
     assert not torch.equal(mlp(x_of(3)), before)
     assert loader is not None
+
+
+def test_vllms_reload(link: Any) -> None:
+    """Its own, layer by layer: new values, in the memory that captured graphs read."""
+    mlp = Inner()
+    model, layer = model_of(mlp), mlp.gate_up_proj
+    reload.record_metadata_for_reloading(model)
+    link(model)
+    layer.quant_method.process_weights_after_loading(layer)
+    before, place = mlp(x_of(3)), layer.weight.data_ptr()
+    reload.initialize_layerwise_reload(model)
+    halves = [torch.randn(N, K).to(BF16) for _ in range(2)]
+    for index, half in enumerate(halves):
+        layer.weight.weight_loader(layer.weight, half, index)
+    reload.finalize_layerwise_reload(model, None)
+    assert is_linked(mlp)
+    assert torch.equal(layer.weight, torch.cat(halves))
+    assert layer.weight.data_ptr() == place
+    judged(mlp, x_of(3))
+    assert not torch.equal(mlp(x_of(3)), before)
 
 
 def test_loading_is_as_before(link: Any) -> None:
