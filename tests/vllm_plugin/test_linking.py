@@ -49,11 +49,16 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is linked yet, and the reference serves: kernels are compared with it elsewhere."""
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is linked yet, and the reference serves: kernels are compared with it elsewhere.
+
+    As in vLLM's runners no gradient is asked for: 0.26's biases would have one.
+    """
     monkeypatch.setattr(linking, "_linked", [])
     monkeypatch.setattr(vllm_envs, "environment_variables", dict(vllm_envs.environment_variables))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.no_grad():
+        yield
 
 
 class MLP(nn.Module):
@@ -216,8 +221,7 @@ def test_weights_are_read_at_each_call(link: Any) -> None:
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight.shape == (2 * N, K), "a reload needs it where vLLM's loaders expect it"
     before = mlp(x_of(3))
-    with torch.no_grad():
-        layer.weight.copy_(layer.weight * 0.5)
+    layer.weight.copy_(layer.weight * 0.5)
     judged(mlp, x_of(3))
     layer.weight.data = layer.weight.data * 3
     judged(mlp, x_of(3))
