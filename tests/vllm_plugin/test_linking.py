@@ -182,7 +182,8 @@ def judged(mlp: Inner, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str, bias: bool, link: Any) -> None:
     mlp = Inner(ACTIVATIONS[name](), bias=bias)
-    assert len(link(model_of(mlp))) == 1
+    (line,) = link(model_of(mlp))
+    assert (" + bias of " in line) == bias
     assert is_linked(mlp)
     judged(mlp, x_of(7))
 
@@ -573,6 +574,13 @@ class OfAnother(MLP):
         return self.down_proj(x)[0], y
 
 
+class Crossed(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        y, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(y)
+        return self.act_fn(x)
+
+
 class Changed(MLP):
     def forward(self, x):  # type: ignore[no-untyped-def]
         return self.down_proj(self.act_fn(2 * self.gate_up_proj(x)[0]))
@@ -629,11 +637,32 @@ def test_one_layer(kind: type) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Scaled, Twice, Kept, Beside, OfAnother, Changed, Biased, Added, InTurns, Elsewhere, Above, Swapped, Options],
+    [
+        Scaled,
+        Twice,
+        Kept,
+        Beside,
+        OfAnother,
+        Crossed,
+        Changed,
+        Biased,
+        Added,
+        InTurns,
+        Elsewhere,
+        Above,
+        Swapped,
+        Options,
+    ],
 )
 def test_not_one_layer(kind: type) -> None:
     why = forwards.objection(kind, "gate_up_proj", "act_fn")
     assert why == f"{kind.__name__} does not just hand gate_up_proj's result to act_fn"
+
+
+def test_other_functions_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inherited, "scale", lambda self: 1.0, raising=False)
+    forwards.objection.cache_clear()
+    assert forwards.objection(Inherited, "gate_up_proj", "act_fn") is None
 
 
 def test_no_source() -> None:
