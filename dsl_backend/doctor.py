@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict
 from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
+from dsl_backend.linear import dispatch as linear
+from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import dispatch as sampling
@@ -97,7 +99,7 @@ class OperationReport(Record):
 
 
 class LayerReport(Record):
-    """A typical layer, or what is done with its model's logits."""
+    """A typical layer of attention, one of an MLP, or what is done with its model's logits."""
 
     name: str
     spec: str
@@ -116,9 +118,14 @@ class Report(Record):
     layers: list[LayerReport]
 
 
+def usual_dtype(target: Target) -> torch.dtype:
+    """Bfloat16 where the target has it."""
+    return torch.bfloat16 if target.is_cpu or target.native_bf16 else torch.float16
+
+
 def typical_layers(target: Target) -> dict[str, AttentionSpec]:
     """Name -> a layer as it is met in published models, in bf16 where the target has it."""
-    dtype = torch.bfloat16 if target.is_cpu or target.native_bf16 else torch.float16
+    dtype = usual_dtype(target)
 
     def dense(head_dim: int) -> AttentionSpec:
         return AttentionSpec(
@@ -220,6 +227,29 @@ def layer_report(name: str, spec: AttentionSpec, target: Target) -> LayerReport:
     return LayerReport(name=name, spec=str(spec), operations=operations)
 
 
+def linear_reports(target: Target) -> list[LayerReport]:
+    """The first half of an MLP, as it is met in published models."""
+
+    def usual(activation: Activation | None, **facts: Any) -> LinearSpec:
+        return LinearSpec(n=14336, k=4096, dtype=usual_dtype(target), activation=activation, **facts)
+
+    layers = {
+        "product": usual(None),
+        "SwiGLU": usual(Swiglu()),
+        "GeGLU": usual(Geglu(tanh=True)),
+        "gpt-oss' SwiGLU": usual(SWIGLU_OAI, interleaved=True, bias=True),
+        "SwiGLU, batch invariant": usual(Swiglu(), batch_invariant=True),
+    }
+    return [
+        LayerReport(
+            name=name,
+            spec=str(spec),
+            operations=[operation_report(linear.OPERATION, linear.judge(spec, target))],
+        )
+        for name, spec in layers.items()
+    ]
+
+
 def logits_reports(target: Target) -> list[LayerReport]:
     """What is done with the logits of a usual vocabulary."""
     sample = sampling.Operation.SAMPLE
@@ -258,5 +288,6 @@ def examine(arch: str | None = None) -> Report:
         target=target_report(target, arch is None),
         plugin=plugin_report(),
         layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
+        + linear_reports(target)
         + logits_reports(target),
     )

@@ -85,6 +85,13 @@ SAMPLER = Variable(
     "0 or 1",
     "Draw the tokens too, in a vLLM whose attention backend is dsl.",
 )
+LINEAR = Variable(
+    "DSL_BACKEND_LINEAR",
+    True,
+    switch,
+    "0 or 1",
+    "Make gate and up projections and their activation one kernel, in a vLLM whose attention backend is dsl.",
+)
 # Other programs' variables.
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET",
@@ -98,7 +105,7 @@ VLLM_PLUGINS = Variable[str | None](
     "VLLM_PLUGINS", None, str, "names, separated by commas", "The only plugins that vLLM loads."
 )
 
-OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, SAMPLER)
+OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, SAMPLER, LINEAR)
 
 
 def starting_with(prefix: str) -> dict[str, str]:

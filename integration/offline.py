@@ -184,7 +184,7 @@ def in_fork(stem: Path, job: Job) -> None:
         os.dup2(log, stream)
     if not device().cuda:
         # vLLM compiles helpers of its sampler, which takes longer than all that these engines compute.
-        torch._dynamo.config.disable = True
+        torch._dynamo.config.disable = job.engine.get("enforce_eager", True)
         # Engines run side by side.
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from dsl_backend import __version__, cli, doctor
 from dsl_backend.attention import dispatch
+from dsl_backend.linear import dispatch as linear
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.softmax import dispatch as softmax
@@ -123,6 +124,20 @@ def test_kernels_are_those_of_dispatch() -> None:
             assert found["served_by"] == next((entry.name for entry, reasons in judged if not reasons), None)
             seen.add(operation)
     assert seen == set(dispatch.Operation)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
+def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
+    """With every kernel of the table; something serves them everywhere, but for what a CPU does not promise."""
+    layers = {layer["name"]: layer for layer in report("--arch", arch)["layers"]}
+    for name in ("product", "SwiGLU", "GeGLU", "gpt-oss' SwiGLU", "SwiGLU, batch invariant"):
+        (operation,) = layers[name]["operations"]
+        assert operation["operation"] == linear.OPERATION
+        assert [one["kernel"] for one in operation["kernels"]] == [entry.name for entry in linear.TABLE]
+        if arch != "cpu":
+            assert operation["served_by"] == ("cute" if arch == "sm_90a" else "triton")
+        elif "invariant" not in name:
+            assert operation["served_by"] in ("reference", "triton")
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])

@@ -46,7 +46,6 @@ def check_x(x: torch.Tensor) -> None:
     names = ", ".join(short(dtype) for dtype in DTYPES)
     require(x.dtype in DTYPES, f"x is {short(x.dtype)}: one of {names} is needed")
     check_tensor("x", x, (None, None), x)
-    require(x.shape[0] <= MOST, f"x has {x.shape[0]} rows: {MOST} are the most")
     require(x.shape[1] >= 1, f"x has shape {tuple(x.shape)}: at least one column is needed")
 
 
@@ -123,6 +122,8 @@ def linear(
     if torch.compiler.is_compiling():
         return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, kernel)
     rows, k = x.shape
+    # Here and not with the other checks: while torch.compile traces, nobody may know it.
+    require(rows <= MOST, f"x has {rows} rows: {MOST} are the most")
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), x)
     if residual is not None:

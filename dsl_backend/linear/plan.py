@@ -6,9 +6,13 @@ from functools import cache
 import torch
 
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.kernel import Operands, Workspace, capturing
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
+
+# In the place of a stream: all graphs of a device, which are replayed in some order and never side by side. They may be
+# captured on a stream that nothing else runs on, as by vLLM 0.26's second model runner.
+GRAPHS = -1
 
 
 class LinearPlan:
@@ -36,7 +40,7 @@ class LinearPlan:
 @cache
 def workspace_of(device: torch.device, stream: int) -> Workspace:
     """The scratch of all calls on a stream."""
-    return Workspace(device)
+    return Workspace(device, None if stream == GRAPHS else workspace_of(device, GRAPHS))
 
 
 @cache
@@ -46,5 +50,7 @@ def plan_of(spec: LinearSpec, target: Target, device: torch.device, stream: int,
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream's handle; 0 on a CPU."""
+    """The stream's handle; GRAPHS while it is captured, 0 on a CPU."""
+    if capturing(device):
+        return GRAPHS
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -18,7 +18,13 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
     dtype = getattr(torch, model.dtype)
     if dtype not in DTYPES or model.intermediate_size is None or model.intermediate_size % 8 or model.hidden_size % 8:
         return
-    spec = LinearSpec(n=model.intermediate_size, k=model.hidden_size, dtype=dtype, activation=Swiglu())
+    yield from units_of(
+        LinearSpec(n=model.intermediate_size, k=model.hidden_size, dtype=dtype, activation=Swiglu()), target
+    )
+
+
+def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
+    """The kernels of a layer, for any number of rows; none where others than CuTe DSL's serve it."""
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.

@@ -61,3 +61,13 @@ def choose(
             return entry
         objections.setdefault(entry.name, []).extend(reasons)
     raise Unsupported(f"{operation} ({spec}) on {target.arch}", objections)
+
+
+def explained(judged: Judged[Spec], name: str) -> str:
+    """A kernel's name, with what better ones object in parentheses."""
+    better = []
+    for entry, reasons in judged:
+        if entry.name == name:
+            break
+        better.append(f"{entry.name}: {'; '.join(reasons) or 'not the one asked for'}")
+    return name + (f" (not by {', nor '.join(better)})" if better else "")

@@ -127,6 +127,18 @@ def _runners_choose_their_sampler() -> bool:
     return spec is not None and spec.origin is not None and "self.sampler = Sampler(" in Path(spec.origin).read_text()
 
 
+def _loaders_process_by_name() -> bool:
+    spec = importlib.util.find_spec("vllm.model_executor.model_loader.base_loader")
+    call = "process_weights_after_loading(model, model_config, target_device)"
+    return spec is not None and spec.origin is not None and call in Path(spec.origin).read_text()
+
+
+def _compilations_are_keyed_by_environment() -> bool:
+    from vllm import envs
+
+    return "environment_variables" in inspect.getsource(envs.compile_factors)
+
+
 def _discarded_draws_are_taken_back() -> bool:
     spec = importlib.util.find_spec("vllm.v1.worker.gpu_model_runner")
     return spec is not None and spec.origin is not None and "gen.set_offset(" in Path(spec.origin).read_text()
@@ -257,6 +269,21 @@ LEDGER: tuple[Entry, ...] = (
         why="a runner makes its sampler itself, of a class that it imports by name, before or after there is a model",
         remove_when="a plugin can give a runner its sampler",
         needed=_runners_choose_their_sampler,
+    ),
+    Entry(
+        name="loaded_models",
+        what="linking.install wraps process_weights_after_loading in the modules that load models",
+        why="a projection and the activation behind it are modules of their own, which a plugin can replace by class "
+        "and not as a pair; that function is the first that is given a whole model, before a CPU packs its weights",
+        remove_when="vLLM hands models to plugins when they are made, or links such pairs itself",
+        needed=_loaders_process_by_name,
+    ),
+    Entry(
+        name="compilation_keys",
+        what="linking.salt_compilations adds a factor to vllm.envs.environment_variables",
+        why="the keys of compiled graphs know vLLM's configuration and variables, and not what a plugin did to a model",
+        remove_when="vLLM takes factors from plugins",
+        needed=_compilations_are_keyed_by_environment,
     ),
     Entry(
         name="discarded_draws",

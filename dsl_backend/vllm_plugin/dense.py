@@ -22,7 +22,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.vllm_plugin import options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME
 
@@ -269,6 +269,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         **unknown: Any,
     ) -> None:
         sampler.install()
+        linking.install()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

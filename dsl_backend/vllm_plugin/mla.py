@@ -21,7 +21,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.log import warning_once
-from dsl_backend.vllm_plugin import compat, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import compat, linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME, ensure_prefill_member
@@ -239,6 +239,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             **mla,
         )
         sampler.install()
+        linking.install()
         # Queries stay as the model computes them; an fp8 cache is widened as it is read.
         self.supports_quant_query_input = False
         config = get_current_vllm_config()

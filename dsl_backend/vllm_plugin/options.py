@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sets through `--additional-config '{"dsl": {...}}'`."""
+"""What a user sets: the backend, and options through `--additional-config '{"dsl": {...}}'`."""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from dsl_backend.attention import dispatch
+from dsl_backend.vllm_plugin.registration import NAME
 
 
 class Options(BaseModel):
@@ -51,3 +52,10 @@ def of(vllm_config: Any) -> Options:
         raise ValueError(
             f"additional_config['dsl'] is not valid: {'; '.join(problems)} (accepted keys: {accepted})"
         ) from None
+
+
+def serves_attention(vllm_config: Any) -> bool:
+    """Whether dsl is the attention backend, or that of some kind of layers."""
+    settings = vllm_config.attention_config
+    chosen = [settings.backend, *getattr(settings, "backend_per_kind", {}).values()]
+    return any(getattr(backend, "name", None) == NAME for backend in chosen)

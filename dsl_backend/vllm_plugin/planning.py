@@ -12,6 +12,7 @@ from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.dispatch import explained
 from dsl_backend.vllm_plugin.validation import kernel_for
 
 
@@ -47,14 +48,10 @@ class Planners:
         if planner.spec.page_size is not None:
             write = Operation.WRITE_KV
             names[write.value] = choose(write, planner.spec, self.target, kernel_for(write, self.kernel)).name
-        parts = []
-        for operation, name in names.items():
-            better = []
-            for entry, reasons in judge(Operation(operation), planner.spec, self.target):
-                if entry.name == name:
-                    break
-                better.append(f"{entry.name}: {'; '.join(reasons) or 'not the one asked for'}")
-            parts.append(f"{operation} by {name}" + (f" (not by {', nor '.join(better)})" if better else ""))
+        parts = [
+            f"{operation} by {explained(judge(Operation(operation), planner.spec, self.target), name)}"
+            for operation, name in names.items()
+        ]
         return ", ".join(parts)
 
 

@@ -23,7 +23,7 @@ from dsl_backend.log import info_once, logger
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import dispatch
 from dsl_backend.sampling.spec import SamplingSpec
-from dsl_backend.vllm_plugin.registration import NAME
+from dsl_backend.vllm_plugin import options
 
 V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 # The methods of the runners' classes that use their sampler.
@@ -68,7 +68,7 @@ def deciding(method: Callable[..., Any], module: str) -> Callable[..., Any]:
 
 def decide(runner: Any, module: str) -> None:
     """Take a runner's sampler over, or log why vLLM's stays."""
-    if not serves_attention(runner.vllm_config):
+    if not options.serves_attention(runner.vllm_config):
         return
     if not envs.SAMPLER.read():
         info_once(f"vLLM's own sampler samples: {envs.SAMPLER.name} is off")
@@ -80,13 +80,6 @@ def decide(runner: Any, module: str) -> None:
         info_once(f"vLLM's own sampler samples: {'; '.join(reasons)}")
         return
     theirs.DSLSampler.take_over(runner)
-
-
-def serves_attention(vllm_config: Any) -> bool:
-    """Whether dsl is the attention backend, or that of some kind of layers."""
-    settings = vllm_config.attention_config
-    chosen = [settings.backend, *getattr(settings, "backend_per_kind", {}).values()]
-    return any(getattr(backend, "name", None) == NAME for backend in chosen)
 
 
 def reasons_against(runner: Any) -> list[str]:

@@ -10,15 +10,17 @@ from typing import Any
 
 from dsl_backend import families
 from dsl_backend.errors import InvalidInput
+from dsl_backend.linear.units import units_of
 from dsl_backend.log import logger
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import Unit
-from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin import compat, linking
 
-# The sampler's are compiled with its plans where it is taken over, and vLLM calls no softmax of ours.
-ELSEWHERE = ("sampling", "softmax")
+# The sampler's are compiled with its plans where it is taken over, and vLLM calls no softmax of ours. Of linear layers
+# those are asked for that were linked, and not those that a model of this shape may have.
+ELSEWHERE = ("sampling", "softmax", "linear")
 
 
 class Provider:
@@ -48,19 +50,22 @@ def units(vllm_config: Any) -> list[Unit]:
     """
     families.load_units()
     settings = vllm_config.model_config
-    wanted = [name for name in precompile.families() if name not in ELSEWHERE]
-    if settings is None or not wanted:
+    if settings is None:
         return []
     try:
         target = targets.detect()
         if target.is_cpu:
             return []
+        linked = [unit for spec in linking.linked_specs() for unit in units_of(spec, target)]
+        wanted = [name for name in precompile.families() if name not in ELSEWHERE]
+        if not wanted:
+            return linked
         shape = model.shape_of(
             settings.hf_text_config.to_dict(),
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        return precompile.units(shape, target, wanted)
+        return linked + precompile.units(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops, reference, units
+from dsl_backend.linear import api, dispatch, ops, plan, reference, units
 from dsl_backend.linear.configs import choose
+from dsl_backend.linear.kernel import Workspace
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
@@ -103,6 +104,7 @@ X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
         (X.float(), W, {}, "x is float32: one of float16, bfloat16 is needed"),
         (X[:, :0], W[:, :0], {}, "at least one column is needed"),
         (torch.zeros(8, 2, dtype=BF16).T, W, {}, "x has stride 2 in its last dimension: 1 is needed"),
+        (X[:1].expand(2**31, 8), W, {}, "x has 2147483648 rows: 2147482624 are the most"),
         (X, W.half(), {}, "weight is float16 and x bfloat16: one dtype is needed"),
         (X, W[:, :4], {}, r"weight has shape \(6, 4\): \[any, 8\] is needed"),
         (X, W[:5], {"activation": Swiglu()}, "weight has 5 rows: gate and up need an even number"),
@@ -207,3 +209,63 @@ def test_torch_compile_sees_one_node() -> None:
     found = torch.compile(function, backend="aot_eager", fullgraph=True)(x, weight, torch.ones(3, 6, dtype=BF16))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_torch_compile_of_any_number_of_rows() -> None:
+    """Nothing is asked of the rows while a graph is traced: vLLM can trace with a number that nobody knows."""
+    x, weight = torch.randn(3, 8).to(BF16), torch.randn(6, 8).to(BF16)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return ops.LINEAR(x, weight, None, None, *ops.encoded(Swiglu()), False, False, None)
+
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, api.linear(x, weight, activation=Swiglu()))
+
+
+class TestGraphs:
+    """What is captured has scratch of its own, which runs before have made and zeroed."""
+
+    def test_grows_with_what_runs(self) -> None:
+        graphs = Workspace(torch.device("cpu"))
+        for _ in range(2):
+            workspace = Workspace(torch.device("cpu"), graphs)
+            workspace.partials(40)
+            workspace.flags(7)
+        assert graphs.partials(0).numel() == 40
+        assert graphs.flags(0).tolist() == [0] * 7
+        assert graphs.flags(7) is not workspace.flags(7)
+
+    def test_all_streams_share_it(self) -> None:
+        cpu = torch.device("cpu")
+        streams = [plan.workspace_of(cpu, stream) for stream in (1, 2)]
+        assert streams[0] is not streams[1]
+        for one in streams:
+            assert one.graphs is plan.workspace_of(cpu, plan.GRAPHS)
+
+    def test_capture_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert plan.current_stream(torch.device("cuda")) == plan.GRAPHS
+        workspace = Workspace(torch.device("cpu"))
+        workspace.device = torch.device("cuda")
+        with pytest.raises(InvalidInput, match="before its first run: run it once with as many rows"):
+            workspace.flags(1)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("kernel", ["cute", "triton"])
+    def test_replayed_in_another_order(self, kernel: str, device: torch.device) -> None:
+        """The last one that was captured is replayed first, each on a stream that nothing ran on before."""
+        weight = torch.randn(2 * 512, 1024, device=device).mul(1024**-0.5).to(BF16)
+        captured = []
+        for rows in (256, 64, 16, 1):
+            x = torch.randn(rows, 1024, device=device).to(BF16)
+            right = api.linear(x, weight, activation=Swiglu(), kernel=kernel).clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                out = api.linear(x, weight, activation=Swiglu(), kernel=kernel)
+            captured.append((graph, out, right))
+        for _ in range(2):
+            for graph, out, right in reversed(captured):
+                out.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(out, right)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the place of a projection's method and of the activation behind it once the two are one layer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul, SiluAndMulWithClamp, SwigluOAIAndMul
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from dsl_backend.linear import ops
+from dsl_backend.linear.spec import Activation, Geglu, LinearSpec, Swiglu
+
+
+def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
+    """One of vLLM's activations as ours, and whether gate and up take turns in what it reads; None of others.
+
+    Raises:
+        InvalidInput: its parameters are not finite.
+    """
+    # Exactly these: what derives from one may compute something else.
+    kind = type(module)
+    made: Any = module
+    if kind is SiluAndMul:
+        return Swiglu(), False
+    if kind is GeluAndMul:
+        return Geglu(tanh=made.approximate == "tanh"), False
+    if kind is SiluAndMulWithClamp:
+        return Swiglu(alpha=made.alpha, beta=made.beta, limit=made.swiglu_limit), False
+    if kind is SwigluOAIAndMul:
+        return Swiglu(alpha=made.alpha, beta=1.0, limit=made.limit), True
+    return None
+
+
+class GatedLinearMethod(UnquantizedLinearMethod):
+    """A projection's method that returns what its activation would make of the product.
+
+    The weight stays where and as vLLM has it, and is looked up at each call: it may have been reloaded.
+
+    Args:
+        spec: of the layer, as far as this rank has it.
+    """
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__()
+        self.activation, self.parameters = ops.encoded(spec.activation)
+        self.interleaved, self.batch_invariant = spec.interleaved, spec.batch_invariant
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing; on a CPU vLLM would pack the weight and remove it."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x [..., k]; [..., n], where the layer's weight is [2 n, k]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        out: torch.Tensor = ops.LINEAR(
+            rows,
+            layer.weight,
+            bias,
+            None,
+            self.activation,
+            self.parameters,
+            self.interleaved,
+            self.batch_invariant,
+            None,
+        )
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class PassedOn(nn.Module):
+    """In an activation's place: what the projection returns has been through it.
+
+    Args:
+        activation: vLLM's, for whatever else might be given to it.
+        width: of what the projection returns.
+    """
+
+    def __init__(self, activation: nn.Module, width: int) -> None:
+        super().__init__()
+        self.activation, self.width = activation, width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[-1] == self.width else self.activation(x)

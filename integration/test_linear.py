@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose projections and activations `dsl` has made one layer, against the same models of vLLM's own layers.
+
+Errors are measured from a float32 run of vLLM's own backend; those of linked layers may be twice those of vLLM's own
+in the same dtype. Float32 is not linked.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from integration import offline
+from integration.compare import VISIBLE, generated_errors, prompt_errors, prompts, rms
+from integration.conftest import Checkpoint
+from integration.environment import device
+from integration.models import MODELS
+from integration.offline import Job, Outcome
+
+pytestmark = pytest.mark.e2e
+
+OFF = {"DSL_BACKEND_LINEAR": "0"}
+SERVES = re.compile(r"dsl serves (\d+) gated linear layers, (\w+)\(.*?\) of (\d+) to (\d+) bfloat16")
+THEIRS = "vLLM's own serve 3 gated linear layers"
+LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
+    "llama": ("3", "Swiglu", "256", "512"),
+    "gemma2": ("3", "Geglu", "256", "512"),
+    "deepseek_v2": ("3", "Swiglu", "256", "512"),
+    "compiled": ("3", "Swiglu", "256", "512"),
+    "tensor parallel": ("3", "Swiglu", "256", "256"),
+}
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# vLLM 0.32.0 has no prompts' log-probabilities with LoRA on a CPU, where these prompts have none to give.
+SHORT = tuple((token,) for token in range(7, 13))
+Outcomes = dict[str, Outcome]
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """By name; of a model in float32 as "MODEL, exact", without linked layers as "MODEL, off"."""
+    here = device()
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, model: str, backend: str = "dsl", dtype: str = "bfloat16", **facts: Any) -> None:
+        folder = str(checkpoint(model, MODELS[model]))
+        jobs[name] = Job(model=folder, backend=backend, dtype=dtype, **{"prompts": prompts()} | facts)
+
+    for model in ("llama", "gemma2", "deepseek_v2"):
+        backend, dtype = here.mla_truth if model == "deepseek_v2" else here.dense_truth
+        add(f"{model}, exact", model, backend, dtype)
+        add(model, model)
+        add(f"{model}, off", model, environment=OFF)
+    # Graphs, where there is a GPU. A cache of its own: nothing that was compiled before is loaded.
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
+    add("compiled", "llama", engine={"enforce_eager": False}, environment=cache)
+    if not here.cuda or torch.cuda.device_count() > 1:
+        add("tensor parallel", "llama", engine=RANKS, environment=here.environment)
+    add("LoRA", "llama", engine={"enable_lora": True}, prompts=SHORT)
+    add("LoRA, off", "llama", environment=OFF, prompts=SHORT)
+    add("another backend", "llama", here.dense, prompts=SHORT)
+    if not here.cuda:
+        add("float32", "llama", dtype="float32", prompts=SHORT)
+    # The first layer's gates are 0: what comes out of the MLP alone is another.
+    changed = str(checkpoint("llama-gates", MODELS["llama"].changed({"layers.0.mlp.gate_proj": 0.0})))
+    backend, dtype = here.dense_truth
+    jobs["without"] = Job(model=changed, backend=backend, dtype=dtype, prompts=prompts())
+    return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
+
+
+def test_the_layers_matter(outcomes: Outcomes) -> None:
+    """The comparison below would see one MLP that gives something else."""
+    assert max(prompt_errors(outcomes["without"].answers, outcomes["llama, exact"].answers)) > VISIBLE
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_matches(outcomes: Outcomes, name: str) -> None:
+    if name not in outcomes:
+        pytest.skip("one GPU, 2 are needed")
+    model = name if name in MODELS else "llama"
+    exact = outcomes[f"{model}, exact"].answers
+    errors = prompt_errors(outcomes[name].answers, exact)
+    theirs = prompt_errors(outcomes[f"{model}, off"].answers, exact)
+    assert rms(errors) <= 2 * rms(theirs)
+    assert max(errors) <= 2 * max(theirs)
+    slack = 2 * max(theirs)
+    assert max(generated_errors(outcomes[name].answers, exact, slack)) <= slack
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_log_says_what_is_linked(outcomes: Outcomes, name: str) -> None:
+    if name not in outcomes:
+        pytest.skip("one GPU, 2 are needed")
+    log = outcomes[name].log
+    ranks = 2 if name == "tensor parallel" else 1
+    assert SERVES.findall(log) == [LINKED[name]] * ranks, log[-4000:]
+    assert "vLLM's own serve" not in log
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("llama, off", "DSL_BACKEND_LINEAR is off"),
+        ("LoRA", "LoRA (lora_config) adds to what a projection returns"),
+        ("float32", "x is float32: one of float16, bfloat16 is needed"),
+    ],
+)
+def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
+    if name not in outcomes:
+        pytest.skip("no attention of these in float32 on a GPU")
+    log = outcomes[name].log
+    assert log.count(f"{THEIRS}: {says}") == 1, log[-4000:]
+    assert not SERVES.search(log)
+
+
+def test_lora_is_served(outcomes: Outcomes) -> None:
+    """By vLLM's own layers: as without linked ones."""
+    found, expected = (outcomes[name].answers for name in ("LoRA", "LoRA, off"))
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+def test_another_backend_is_left_alone(outcomes: Outcomes) -> None:
+    outcome = outcomes["another backend"]
+    assert outcome.answers
+    assert "gated linear layers" not in outcome.log

@@ -1,0 +1,687 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections and activations of vLLM's that become one layer: which do, what comes out, and what the log says."""
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm import envs as vllm_envs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+from vllm.model_executor.layers.activation import (
+    GeluAndMul,
+    MulAndSilu,
+    SiluAndMul,
+    SiluAndMulWithClamp,
+    SwigluOAIAndMul,
+)
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.model_loader import reload
+
+from dsl_backend.linear.spec import LinearSpec, Swiglu
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing.numerics import assert_within_budget
+from dsl_backend.vllm_plugin import compat, forwards, linked, linking, warm_up
+from dsl_backend.vllm_plugin.registration import ensure_member
+
+BF16 = torch.bfloat16
+K, N = 32, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """VLLM's layers ask for their rank when they are made."""
+    place = tmp_path_factory.mktemp("ranks") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{place}", 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is linked yet, and the reference serves: kernels are compared with it elsewhere.
+
+    As in vLLM's runners no gradient is asked for: 0.26's biases would have one.
+    """
+    monkeypatch.setattr(linking, "_linked", [])
+    monkeypatch.setattr(vllm_envs, "environment_variables", dict(vllm_envs.environment_variables))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.no_grad():
+        yield
+
+
+class MLP(nn.Module):
+    """As most of vLLM's are."""
+
+    def __init__(self, activation: nn.Module | None = None, dtype: torch.dtype = BF16, **options: Any) -> None:
+        super().__init__()
+        options = {"bias": False, "params_dtype": dtype, **options}
+        sizes = options.pop("sizes", [N, N])
+        self.gate_up_proj = MergedColumnParallelLinear(K, sizes, **options)
+        self.down_proj = RowParallelLinear(N, K, bias=False, params_dtype=dtype)
+        self.act_fn = SiluAndMul() if activation is None else activation
+        fill(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = self.gate_up_proj(x)
+        x = self.act_fn(gate_up)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class Inner(MLP):
+    """What is compared: the activated values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        return self.act_fn(x)
+
+
+class Scaled(MLP):
+    """As FalconH1MLP."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x[:, :N] *= 2
+        return self.down_proj(self.act_fn(x))[0]
+
+
+class Projection(MergedColumnParallelLinear):
+    """Of somebody else's."""
+
+
+class Plain(UnquantizedLinearMethod):
+    """Of somebody else's."""
+
+
+def fill(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * (3 / K**0.5))
+
+
+def engine(**changes: Any) -> Any:
+    """As much of a VllmConfig as linking sees."""
+    facts: dict[str, Any] = {
+        "attention_config": SimpleNamespace(backend=ensure_member()),
+        "device_config": SimpleNamespace(device=torch.device("cpu")),
+        "lora_config": None,
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+        "compilation_config": SimpleNamespace(pass_config=SimpleNamespace(enable_sp=None, fuse_gemm_comms=None)),
+    }
+    return SimpleNamespace(**facts | changes)
+
+
+def model_of(*mlps: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList(mlps)})
+
+
+def is_linked(mlp: Any) -> bool:
+    both = type(mlp.gate_up_proj.quant_method) is linked.GatedLinearMethod, type(mlp.act_fn) is linked.PassedOn
+    assert both[0] == both[1], "half linked"
+    return both[0]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "linear layers" in record.getMessage()]
+
+
+@pytest.fixture
+def link(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Links a model; what the log says then."""
+
+    def function(model: nn.Module, **changes: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            linking.link(model, engine(**changes))
+        return said(caplog)
+
+    return function
+
+
+def x_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+# What comes out.
+
+ACTIVATIONS = {
+    "silu": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu-tanh": lambda: GeluAndMul("tanh"),
+    "clamp": lambda: SiluAndMulWithClamp(1.5),
+    "clamp-all": lambda: SiluAndMulWithClamp(1.5, 1.7, 0.5),
+    "oai": SwigluOAIAndMul,
+}
+
+
+def judged(mlp: Inner, x: torch.Tensor) -> None:
+    """What a linked module gives is as good as what it gave before, and is not just that."""
+    activation = mlp.act_fn.activation if is_linked(mlp) else mlp.act_fn
+    weight, bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
+
+    def by_vllm(dtype: torch.dtype) -> torch.Tensor:
+        product = nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return activation.forward_native(product)
+
+    assert_within_budget(mlp(x), by_vllm(torch.float64), by_vllm(x.dtype))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, bias: bool, link: Any) -> None:
+    mlp = Inner(ACTIVATIONS[name](), bias=bias)
+    (line,) = link(model_of(mlp))
+    assert (" + bias of " in line) == bias
+    assert is_linked(mlp)
+    judged(mlp, x_of(7))
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (2, 3), (1,)])
+def test_shapes(shape: tuple[int, ...], link: Any) -> None:
+    """Vision encoders have a batch too."""
+    mlp = Inner(dtype=torch.float16)
+    link(model_of(mlp))
+    judged(mlp, x_of(*shape, dtype=torch.float16))
+
+
+def test_columns_apart(link: Any) -> None:
+    mlp = Inner()
+    link(model_of(mlp))
+    x = x_of(6)
+    assert torch.equal(mlp(x.T.contiguous().T), mlp(x))
+
+
+def test_the_whole_module(link: Any) -> None:
+    mlp, theirs = MLP(), MLP()
+    link(model_of(mlp))
+    for layer in (mlp.gate_up_proj, theirs.gate_up_proj, theirs.down_proj):
+        layer.quant_method.process_weights_after_loading(layer)
+    mlp.down_proj.cpu_linear = nn.functional.linear
+    x, weight = x_of(9), MLP().gate_up_proj.weight
+    exact = SiluAndMul.forward_native(x.double() @ weight.double().T) @ mlp.down_proj.weight.double().T
+    assert_within_budget(mlp(x), exact, theirs(x))
+
+
+def test_weights_are_read_at_each_call(link: Any) -> None:
+    """Loaded anew in place, put elsewhere as by a reload, or another parameter altogether."""
+    mlp = Inner()
+    link(model_of(mlp))
+    layer = mlp.gate_up_proj
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.weight.shape == (2 * N, K), "a reload needs it where vLLM's loaders expect it"
+    before = mlp(x_of(3))
+    layer.weight.copy_(layer.weight * 0.5)
+    judged(mlp, x_of(3))
+    layer.weight.data = layer.weight.data * 3
+    judged(mlp, x_of(3))
+    loader = layer.weight.weight_loader
+    layer.weight = nn.Parameter(torch.randn(2 * N, K).to(BF16), requires_grad=False)
+    judged(mlp, x_of(3))
+    assert not torch.equal(mlp(x_of(3)), before)
+    assert loader is not None
+
+
+def test_vllms_reload(link: Any) -> None:
+    """Its own, layer by layer: new values, in the memory that captured graphs read."""
+    mlp = Inner()
+    model, layer = model_of(mlp), mlp.gate_up_proj
+    reload.record_metadata_for_reloading(model)
+    link(model)
+    layer.quant_method.process_weights_after_loading(layer)
+    before, place = mlp(x_of(3)), layer.weight.data_ptr()
+    reload.initialize_layerwise_reload(model)
+    halves = [torch.randn(N, K).to(BF16) for _ in range(2)]
+    for index, half in enumerate(halves):
+        layer.weight.weight_loader(layer.weight, half, index)
+    reload.finalize_layerwise_reload(model, None)
+    assert is_linked(mlp)
+    assert torch.equal(layer.weight, torch.cat(halves))
+    assert layer.weight.data_ptr() == place
+    judged(mlp, x_of(3))
+    assert not torch.equal(mlp(x_of(3)), before)
+
+
+def test_loading_is_as_before(link: Any) -> None:
+    """VLLM's loader puts gate and up into their halves of a linked projection."""
+    mlp = Inner()
+    link(model_of(mlp))
+    weight = mlp.gate_up_proj.weight
+    for half in (0, 1):
+        weight.weight_loader(weight, torch.full((N, K), half + 1.0, dtype=BF16), half)
+    assert weight[:N].eq(1).all()
+    assert weight[N:].eq(2).all()
+
+
+def test_what_else_an_activation_is_given(link: Any) -> None:
+    mlp = Inner()
+    theirs = mlp.act_fn
+    link(model_of(mlp))
+    other = x_of(4).repeat(1, 2 * N // K)
+    assert torch.equal(mlp.act_fn(other), theirs(other))
+
+
+def test_torch_compile_sees_one_node(link: Any) -> None:
+    mlp = Inner(bias=True)
+    link(model_of(mlp))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    x = x_of(5)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(mlp, backend=backend, fullgraph=True)(x), mlp(x))
+    (calls,) = graphs
+    assert calls.count("dsl_backend.linear.default") == 1
+    assert not [call for call in calls if "silu" in call or call == "linear"]
+
+
+# Which are linked.
+
+
+def test_every_pair_of_a_model(link: Any) -> None:
+    model = model_of(MLP(), MLP(), MLP(GeluAndMul()), nn.Linear(3, 3))
+    lines = link(model)
+    assert all(is_linked(mlp) for mlp in list(model["layers"])[:3])
+    assert len(lines) == 2
+    assert lines[0].startswith(f"dsl serves 2 gated linear layers, {Swiglu()} of {K} to {N} bfloat16, on cpu: by refe")
+    assert "not by cute: serves GPUs with wgmma (sm_90a), this is cpu" in lines[0]
+    assert lines[1].startswith("dsl serves 1 gated linear layers, Geglu(tanh=False)")
+
+
+def two_holders() -> nn.Module:
+    mlp, other = MLP(), MLP()
+    other.gate_up_proj = mlp.gate_up_proj
+    return model_of(mlp, other)
+
+
+def changed(attribute: str, value: Any, **options: Any) -> nn.Module:
+    """A module with a layer's attribute set."""
+    mlp = MLP(**options)
+    layer, _, name = attribute.rpartition(".")
+    setattr(mlp.get_submodule(layer) if layer else mlp, name, value)
+    return mlp
+
+
+def gathering() -> nn.Module:
+    mlp = changed("gate_up_proj.gather_output", True)
+    mlp.gate_up_proj.tp_size = 2
+    return mlp
+
+
+def another_projection() -> nn.Module:
+    mlp = MLP()
+    mlp.gate_up_proj = Projection(K, [N, N], bias=False, params_dtype=BF16)
+    return mlp
+
+
+def without_projection() -> nn.Module:
+    mlp = MLP()
+    mlp.gate_up_proj = nn.Linear(K, 2 * N)
+    return mlp
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Scaled, "Scaled does not just hand gate_up_proj's result to act_fn"),
+        (lambda: changed("gate_up_proj.quant_method", Plain()), "MLP is quantised, or has no plain products (Plain)"),
+        (lambda: changed("down_proj.quant_method", Plain()), "MLP is quantised, or has no plain products (Plain)"),
+        (lambda: MLP(MulAndSilu()), "MulAndSilu is not a known activation"),
+        (lambda: MLP(type("Other", (SiluAndMul,), {})()), "Other is not a known activation"),
+        (lambda: MLP(dtype=torch.float32), "x is float32: one of float16, bfloat16 is needed"),
+        (gathering, "gather_output collects what the ranks' projections return"),
+        (lambda: MLP(skip_bias_add=True, bias=True), "skip_bias_add leaves the bias to the model"),
+        (lambda: changed("gate_up_proj.output_sizes", [N, N // 2]), f"outputs of [{N}, {N // 2}] are not a gate and"),
+        (lambda: changed("gate_up_proj.output_sizes", [N]), f"outputs of [{N}] are not a gate and an up half"),
+        (another_projection, "Projection is not a known projection"),
+        (without_projection, "MLP has 0 merged projections beside its activation: 1 is needed"),
+        (lambda: changed("forward", print), "another forward was put into MLP"),
+        (lambda: changed("act_fn.forward", print), "another forward was put into SiluAndMul"),
+        (lambda: MLP(SiluAndMulWithClamp(float("inf"))), "Swiglu's limit is inf: a finite number is needed"),
+    ],
+)
+def test_what_stays(make: Callable[[], nn.Module], says: str, link: Any) -> None:
+    """Beside one that is linked; the reason is said once, with how many it is about."""
+    odd, usual = [make(), make()], MLP()
+    before = [(one.gate_up_proj, getattr(one.gate_up_proj, "quant_method", None), one.act_fn) for one in odd]
+    lines = link(model_of(*odd, usual))
+    assert is_linked(usual)
+    assert before == [(one.gate_up_proj, getattr(one.gate_up_proj, "quant_method", None), one.act_fn) for one in odd]
+    assert len(lines) == 2
+    assert lines[0].startswith("dsl serves 1 gated linear layers")
+    assert lines[1].startswith(f"vLLM's own serve 2 gated linear layers: {says}")
+
+
+def test_a_projection_of_two_modules(link: Any) -> None:
+    model = two_holders()
+    assert link(model) == ["vLLM's own serve 2 gated linear layers: 2 modules hold the projection"]
+    assert not any(is_linked(mlp) for mlp in model["layers"])
+
+
+def test_reasons_add_up(link: Any) -> None:
+    (line,) = link(model_of(changed("gate_up_proj.quant_method", Plain(), skip_bias_add=True)))
+    assert "(Plain); skip_bias_add" in line
+
+
+def test_batch_invariance(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's products are not."""
+    monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", True)
+    mlp = MLP()
+    (line,) = link(model_of(mlp))
+    assert "is not batch invariant" in line
+    assert not is_linked(mlp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lora_config": SimpleNamespace()}, "LoRA (lora_config) adds to what a projection returns"),
+        (
+            {
+                "parallel_config": SimpleNamespace(tensor_parallel_size=2),
+                "compilation_config": SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True)),
+            },
+            "sequence parallelism (enable_sp) communicates within",
+        ),
+    ],
+)
+def test_engines_that_link_nothing(changes: dict[str, Any], says: str, link: Any) -> None:
+    model = model_of(MLP(), MLP())
+    (line,) = link(model, **changes)
+    assert line.startswith(f"vLLM's own serve 2 gated linear layers: {says}")
+    assert not any(is_linked(mlp) for mlp in model["layers"])
+
+
+def test_the_switch(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSL_BACKEND_LINEAR", "0")
+    mlp = MLP()
+    assert link(model_of(mlp)) == ["vLLM's own serve 1 gated linear layers: DSL_BACKEND_LINEAR is off"]
+    assert not is_linked(mlp)
+
+
+def test_another_backend(link: Any) -> None:
+    mlp = MLP()
+    assert link(model_of(mlp), attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))) == []
+    assert not is_linked(mlp)
+    assert linking.envs.LINEAR.name not in vllm_envs.environment_variables
+
+
+def test_a_model_without_any(link: Any) -> None:
+    assert link(nn.Linear(2, 2)) == ["vLLM's own serve all linear layers: the model has no gated activation"]
+
+
+# Around it.
+
+
+def test_compiled_graphs_are_kept_apart(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM makes the keys of its compilation cache of: with and without, other layers, another version."""
+
+    def factors() -> Any:
+        return vllm_envs.compile_factors().get("DSL_BACKEND_LINEAR")
+
+    keys = [factors()]
+    link(model_of(MLP()))
+    keys.append(factors())
+    monkeypatch.setattr(linking, "__version__", "another")
+    keys.append(factors())
+    monkeypatch.undo()
+    monkeypatch.setattr(linking, "_linked", [])
+    link(model_of(MLP(), MLP()))
+    keys.append(factors())
+    monkeypatch.setenv("DSL_BACKEND_LINEAR", "0")
+    link(model_of(MLP(), MLP()))
+    keys.append(factors())
+    assert keys[0] is None
+    assert None not in keys[1:]
+    assert len(set(keys)) == len(keys), keys
+
+
+def loader_module(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[ModuleType, list[Any]]:
+    """One of vLLM's loader modules as 0.26 and 0.32 have them, as far as this is concerned."""
+    module, seen = ModuleType(name), []
+
+    def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> str:
+        seen.append((model, model_config, target_device, is_linked(model["layers"][0])))
+        return "done"
+
+    module.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
+    monkeypatch.setitem(linking.sys.modules, name, module)
+    return module, seen
+
+
+@pytest.mark.parametrize("present", [linking.LOADERS[:1], linking.LOADERS], ids=["0.26", "0.32"])
+def test_install(present: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every loader links before it processes weights, and calls vLLM's function with what it was given."""
+    for name in linking.LOADERS:
+        monkeypatch.delitem(linking.sys.modules, name, raising=False)
+    loaders = [loader_module(monkeypatch, name) for name in present]
+    linking.install()
+    once = [loader.process_weights_after_loading for loader, _ in loaders]
+    linking.install()
+    assert once == [loader.process_weights_after_loading for loader, _ in loaders], "wrapped once"
+    config = VllmConfig()
+    config.attention_config.backend = ensure_member()  # type: ignore[assignment]
+    with set_current_vllm_config(config):
+        for loader, seen in loaders:
+            model = model_of(MLP())
+            assert loader.process_weights_after_loading(model, "config", target_device="device") == "done"
+            assert seen == [(model, "config", "device", True)]
+
+
+def test_install_where_the_function_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A later vLLM serves on, with its own layers."""
+    monkeypatch.setitem(linking.sys.modules, linking.LOADERS[0], ModuleType(linking.LOADERS[0]))
+    linking.install()
+    assert "base_loader has no process_weights_after_loading" in caplog.text
+
+
+def test_what_this_relies_on() -> None:
+    """Loaders call the function by its name in their module, once weights are loaded."""
+    base = importlib.import_module(linking.LOADERS[0])
+    assert callable(getattr(base, linking.LOADED))
+    assert compat._loaders_process_by_name()
+    assert compat._compilations_are_keyed_by_environment()
+
+
+def test_warm_up_compiles_what_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    spec = LinearSpec(n=256, k=512, dtype=BF16, activation=Swiglu(), bias=True)
+    monkeypatch.setattr(linking, "_linked", [{"a": spec, "b": spec}, {}])
+    monkeypatch.setattr(targets, "detect", lambda: targets.from_arch("sm_90a"))
+    text = {"num_attention_heads": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 1000}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: text), dtype="torch.bfloat16"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    keys = [unit.key for unit in warm_up.units(config) if unit.family == "linear"]
+    assert keys
+    assert all(key.bias for key in keys), "only what is linked"
+    assert len(set(keys)) == len(keys)
+
+
+# What is between the two.
+
+
+class Nested(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)[0]))
+
+
+class Conditional(MLP):
+    def forward(self, x, residual=None):  # type: ignore[no-untyped-def]
+        """A branch, a shape that is read before, and vLLM's function for quantised inputs."""
+        rows = x.shape[0]
+        if rows:
+            x, _ = self.gate_up_proj(x)
+            x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)  # noqa: F821
+        return self.down_proj(x)[0] if residual is None else self.down_proj(x)[0] + residual
+
+
+class Helper(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.half(x)
+
+    def half(self, x):  # type: ignore[no-untyped-def]
+        gate_up: torch.Tensor
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self.act_fn(gate_up))
+
+
+class Inherited(Nested):
+    pass
+
+
+class Twice(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = self.act_fn(x)
+        return self.act_fn(x)
+
+
+class Kept(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        y, _ = self.gate_up_proj(x)
+        z = self.act_fn(y)
+        return self.down_proj(z)[0] + y.mean()
+
+
+class Beside(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = self.act_fn(x) * x.mean()
+        return self.down_proj(x)[0]
+
+
+class OfAnother(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        y, _ = self.gate_up_proj(x)
+        x = self.act_fn(x)
+        return self.down_proj(x)[0], y
+
+
+class Crossed(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        y, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(y)
+        return self.act_fn(x)
+
+
+class Changed(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.down_proj(self.act_fn(2 * self.gate_up_proj(x)[0]))
+
+
+class Biased(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)[1]))
+
+
+class Added(MLP):
+    def forward(self, x, adapter):  # type: ignore[no-untyped-def]
+        """As Zamba2MLP."""
+        x, _ = self.gate_up_proj(x)
+        x = x + adapter
+        return self.down_proj(self.act_fn(x))[0]
+
+
+class InTurns(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        for _ in range(2):
+            y, _ = self.gate_up_proj(x)
+            z = self.act_fn(y)
+        return z
+
+
+class Elsewhere(MLP):
+    def scores(self, x):  # type: ignore[no-untyped-def]
+        return self.gate_up_proj(x)[0]
+
+
+class Above(Nested):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return super().forward(x) + 1
+
+
+class Swapped(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        if x.shape[0] > 1:
+            x, _ = self.gate_up_proj(x)
+        return self.act_fn(x)
+
+
+class Options(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        return self.act_fn(x, inplace=True)
+
+
+@pytest.mark.parametrize("kind", [MLP, Inner, Nested, Conditional, Helper, Inherited])
+def test_one_layer(kind: type) -> None:
+    assert forwards.objection(kind, "gate_up_proj", "act_fn") is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Scaled,
+        Twice,
+        Kept,
+        Beside,
+        OfAnother,
+        Crossed,
+        Changed,
+        Biased,
+        Added,
+        InTurns,
+        Elsewhere,
+        Above,
+        Swapped,
+        Options,
+    ],
+)
+def test_not_one_layer(kind: type) -> None:
+    why = forwards.objection(kind, "gate_up_proj", "act_fn")
+    assert why == f"{kind.__name__} does not just hand gate_up_proj's result to act_fn"
+
+
+def test_other_functions_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inherited, "scale", lambda self: 1.0, raising=False)
+    forwards.objection.cache_clear()
+    assert forwards.objection(Inherited, "gate_up_proj", "act_fn") is None
+
+
+def test_no_source() -> None:
+    made: dict[str, Any] = {"MLP": MLP}
+    exec("class Typed(MLP):\n def forward(self, x):\n  return self.act_fn(self.gate_up_proj(x)[0])", made)
+    assert forwards.objection(made["Typed"], "gate_up_proj", "act_fn") == "the source of Typed cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "linked"),
+    [
+        ("llama", "LlamaMLP", True),
+        ("qwen2", "Qwen2MLP", True),
+        ("gemma2", "Gemma2MLP", True),
+        ("deepseek_v2", "DeepseekV2MLP", True),
+        ("falcon_h1", "FalconH1MLP", False),
+        ("zamba2", "Zamba2MLP", False),
+    ],
+)
+def test_vllms_own(module: str, name: str, linked: bool) -> None:
+    kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+    assert (forwards.objection(kind, "gate_up_proj", "act_fn") is None) == linked
