@@ -133,9 +133,8 @@ def main() -> int:
     tried = {case.id: list(candidates(case.problem.spec, split, target)) for case in cases}
     units = {}
     for case in cases:
-        made = inputs.build(case.problem, 1, device, 0)
         for config in tried[case.id]:
-            key = bound(case.problem.spec, split, config, target, workspace).key(operands_of(made.layers[0]))
+            key = bound(case.problem.spec, split, config, target, workspace).key(False, None)
             build = latent_launch.build if case.problem.latent else launch.build
             units[key] = Unit("attention", build, key, target)
     sweep.compile_all(units.values())

@@ -150,22 +150,22 @@ def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Callable[[Att
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
-    # Kernels in CuTe DSL, one for each SM, come first when they have been timed on the chip; until then they are had by
-    # name.
+    # Kernels in CuTe DSL, one for each SM, come first but for fp8 keys, which they have not been timed with.
     Operation.PREFILL: (
+        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense, sm90.default_config)),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense_fp8, sm90.default_config)),
-        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
         REFERENCE,
     ),
     Operation.DECODE: (
+        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense, sm90.default_split_config)),
+        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense_fp8, sm90.default_split_config)),
-        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
         REFERENCE,
     ),
     Operation.MLA_DECODE: (
-        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
         Entry(
             "cute",
             "dsl_backend.attention.sm90.latent_launch:LatentSplitKV",
@@ -176,6 +176,7 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
             on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
+        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
         REFERENCE,
     ),
     Operation.WRITE_KV: (

@@ -63,6 +63,13 @@ class Kernel(Protocol):
         """The longest query that the kernel is meant for; None where it has no limit."""
         ...
 
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        """Compile now what launches need that ask for lse or not, and have sinks of a dtype or none.
+
+        What compiles at its first launch alone has nothing to do here.
+        """
+        ...
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         """Attend for the requests of `shortest` to `longest` queries; leaves other requests' rows alone."""
         ...

@@ -7,6 +7,8 @@ Nothing here reads a device value, so that a plan made for an eager step and one
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.kernel import Kernel, Operands, Workspace
@@ -56,6 +58,11 @@ class Planner:
     def kernel_names(self) -> dict[str, str]:
         """Operation -> name of the kernel that serves it."""
         return {operation.value: name for operation, name, _ in (self.long, self.short)}
+
+    def prepare(self, lse: bool = False, sinks: torch.dtype | None = None) -> None:
+        """Compile now what launches need that ask for lse or not, and have sinks of a dtype or none."""
+        for _, _, kernel in {id(one): one for one in (self.short, self.long)}.values():
+            kernel.prepare(lse, sinks)
 
     def plan(self, batch: Batch) -> "AttentionPlan":
         limit = self.short[2].longest_query()

@@ -156,6 +156,9 @@ class ReferenceKernel:
     def longest_query(self) -> int | None:
         return None
 
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        pass
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         assert shortest <= 1, f"{shortest=}: the reference serves every request of a batch"
         assert longest >= batch.max_query_len, f"{longest=}: the reference serves every request of a batch"

@@ -197,13 +197,15 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         for layer in (layers[name] for name in layer_names if name in layers):
             causal = layer.impl.attn_type == AttentionType.DECODER
-            self.planners.of(
+            planner = self.planners.of(
                 layer.impl.spec(
                     None if layer.impl.packed else kv_cache_spec.block_size,
                     Causality.CAUSAL if causal else Causality.FULL,
                     layer.head_size_v,
                 )
             )
+            sinks = layer.impl.sinks
+            planner.prepare(sinks=None if sinks is None else sinks.dtype)
 
     def build(
         self,

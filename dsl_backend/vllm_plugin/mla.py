@@ -155,7 +155,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         for name in layer_names:
-            self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL))
+            self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL)).prepare(lse=True)
         chosen = vllm_config.attention_config.mla_prefill_backend
         theirs: MLAPrefillBackend = self._prefill_backend
         if chosen is ensure_prefill_member() and not isinstance(theirs, DSLPrefillBackend):
@@ -168,6 +168,8 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
                 v_head_dim=theirs.v_head_dim,
                 vllm_config=vllm_config,
             )
+        if isinstance(self._prefill_backend, DSLPrefillBackend):
+            self._prefill_backend.prepare(vllm_config.model_config.dtype, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

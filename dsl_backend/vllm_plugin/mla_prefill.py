@@ -70,10 +70,31 @@ class DSLPrefillBackend(MLAPrefillBackend):
         super().prepare_metadata(prefill_metadata)
         self._steps = {}
 
-    def step(self, key: int | None, batch: Batch) -> StepPlans:
+    def planners(self, device: torch.device) -> Planners:
         if self._planners is None:
-            self._planners = Planners(batch.seq_lens.device, options.of(self.vllm_config).attention_kernel)
-        return self._steps.setdefault(key, StepPlans(batch, self._planners))
+            self._planners = Planners(device, options.of(self.vllm_config).attention_kernel)
+        return self._planners
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile now what steps will need: new tokens are causal, a chunk of context is seen whole."""
+        for causality in (Causality.CAUSAL, Causality.FULL):
+            self.planners(device).of(self.spec(dtype, causality)).prepare(lse=True)
+
+    def step(self, key: int | None, batch: Batch) -> StepPlans:
+        return self._steps.setdefault(key, StepPlans(batch, self.planners(batch.seq_lens.device)))
+
+    def spec(self, dtype: torch.dtype, causality: Causality) -> AttentionSpec:
+        spec = self._specs.get((dtype, causality))
+        if spec is None:
+            spec = self._specs[dtype, causality] = prefill_spec(
+                self.num_heads,
+                self.qk_nope_head_dim + self.qk_rope_head_dim,
+                self.v_head_dim,
+                self.scale,
+                dtype,
+                causality,
+            )
+        return spec
 
     def run_prefill_new_tokens(
         self,
@@ -147,20 +168,10 @@ class DSLPrefillBackend(MLAPrefillBackend):
         v: torch.Tensor,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = self._specs.get((q.dtype, causality))
-        if spec is None:
-            spec = self._specs[q.dtype, causality] = prefill_spec(
-                self.num_heads,
-                self.qk_nope_head_dim + self.qk_rope_head_dim,
-                self.v_head_dim,
-                self.scale,
-                q.dtype,
-                causality,
-            )
         if out is None:
             out = q.new_empty((q.shape[0], self.num_heads, self.v_head_dim))
         lse = torch.empty((self.num_heads, q.shape[0]), dtype=torch.float32, device=q.device)
-        api.run(step.plan(spec), q, k, v, out=out, lse=lse.transpose(0, 1))
+        api.run(step.plan(self.spec(q.dtype, causality)), q, k, v, out=out, lse=lse.transpose(0, 1))
         return out, lse
 
 

@@ -34,9 +34,10 @@ def window(width: int | None) -> int:
     return 0 if width is None else min(width, 1 << 30)
 
 
-def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool, shares: int) -> dict[str, Any]:
+def facts_of(
+    spec: AttentionSpec, *, lse: bool, sinks: torch.dtype | None, pack: int, split: bool, shares: int
+) -> dict[str, Any]:
     """The fields of a LayerKey."""
-    sinks = None if operands.sinks is None else short(operands.sinks.dtype)
     return {
         "dtype": short(spec.dtype),
         "heads_q": spec.heads_q,
@@ -49,10 +50,12 @@ def facts_of(spec: AttentionSpec, operands: Operands, *, pack: int, split: bool,
         "causality": spec.causality.value,
         "left": spec.window_left is not None,
         "right": spec.window_right is not None,
-        "lse": operands.lse is not None,
+        "lse": lse,
         "split": split,
         "shares": shares,
-        "scores": ScoreKey(softcap=spec.softcap > 0, alibi=spec.alibi, sinks=sinks, signed=spec.scale <= 0),
+        "scores": ScoreKey(
+            softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
+        ),
     }
 
 
@@ -211,6 +214,7 @@ class LayerKernel:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or self.default(spec)
         self.blocks, self.pack, self.tile_m = self.sizes()
+        self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 
     def sizes(self) -> tuple[int, int, int]:
         """Blocks of the grid, heads packed into a tile's rows, rows of a tile."""
@@ -248,9 +252,19 @@ class LayerKernel:
         partials = self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns))
         return partials, merges.view(self.blocks, MERGE_FIELDS)
 
-    def key(self, operands: Operands) -> Any:
-        facts = facts_of(self.spec, operands, pack=self.pack, split=self.split, shares=self.shares)
+    def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
+        facts = facts_of(self.spec, lse=lse, sinks=sinks, pack=self.pack, split=self.split, shares=self.shares)
         return self.key_type(config=self.config, **facts)
+
+    def function(self, lse: bool, sinks: torch.dtype | None) -> Function:
+        """What serves such operands, compiled when it is first asked for."""
+        facts = (lse, sinks, toolkit.libraries())
+        if facts not in self._functions:
+            self._functions[facts] = function_of(self.build, self.key(lse, sinks), self.target, facts[-1])
+        return self._functions[facts]
+
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        self.function(lse, sinks)
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
@@ -258,7 +272,8 @@ class LayerKernel:
         tensors = self.tensors(operands)
         # One at least: a grid has no dimension of 0.
         rows = max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack))
-        function_of(self.build, self.key(operands), self.target, toolkit.libraries())(
+        sinks = None if operands.sinks is None else operands.sinks.dtype
+        self.function(operands.lse is not None, sinks)(
             *tensors,
             *shared_args(self.spec, batch, operands, self.scratch(batch, rows), shortest, longest),
             self.blocks,

@@ -5,6 +5,7 @@ One program a query tile and head. Programs of neighbouring heads run side by si
 the end of a request, which see the most keys, start first. Only tiles at the edge of what a row sees are masked.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -157,6 +158,9 @@ class Prefill:
 
     def longest_query(self) -> int | None:
         return None
+
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        pass
 
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:

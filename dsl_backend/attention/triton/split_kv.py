@@ -304,6 +304,9 @@ class SplitKV:
             self.workspace.integers(config.num_programs * MERGE_FIELDS.value),
         )
 
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        pass
+
     def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
