@@ -223,4 +223,5 @@ def reasons_against(
         judged = [(entry, why) for entry, why in judge(operation, spec, target) if name in (None, entry.name)]
         if all(reasons for _, reasons in judged):
             problems += [f"{operation.value} ({entry.name}): {reason}" for entry, why in judged for reason in why]
-    return problems
+    # Kernels of one name may have the same reasons.
+    return list(dict.fromkeys(problems))

@@ -59,7 +59,8 @@ def choose(
     for entry, reasons in judge([entry for entry in table if kernel in (None, entry.name)], spec, target):
         if not reasons:
             return entry
-        objections.setdefault(entry.name, []).extend(reasons)
+        known = objections.setdefault(entry.name, [])
+        known += [reason for reason in reasons if reason not in known]
     raise Unsupported(f"{operation} ({spec}) on {target.arch}", objections)
 
 

@@ -17,6 +17,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.reference import ReferenceKernel
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, cpu_target, from_arch
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import BF16, FP8, FP16, FULL, Case, mla
@@ -25,6 +26,7 @@ from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 CASE = Case(q_lens=(1, 3), kv_lens=(20, 3))
 PACKED = Case(q_lens=(1, 3), kv_lens=(20, 3), page=None)
 LATENT = mla(4, (576, 512), q_lens=(1, 2), kv_lens=(9, 17))
+CUTE = "triton" if toolkit.missing() else "cute"
 CPU = Target(capability=None, sm_count=0, smem_bytes=0)
 INTERPRETED = Target(capability=None, sm_count=0, smem_bytes=0, interpreted=True)
 
@@ -282,8 +284,12 @@ def choose(operation: Operation, layer: AttentionSpec, target: Target, kernel: s
     return dispatch.choose(operation, layer, target, kernel).name
 
 
-def test_default_prefers_triton_and_falls_back_to_the_reference() -> None:
-    assert choose(Operation.DECODE, CASE.spec, from_arch("sm_90a")) == "triton"
+def test_default_prefers_cute_then_triton_then_the_reference() -> None:
+    for arch, kernel in (("sm_80", "triton"), ("sm_90a", CUTE), ("sm_100a", CUTE), ("sm_120a", "triton")):
+        for operation in (Operation.PREFILL, Operation.DECODE):
+            assert choose(operation, CASE.spec, from_arch(arch)) == kernel, (arch, operation)
+            fp8 = dataclasses.replace(CASE.spec, kv_dtype=FP8)
+            assert choose(operation, fp8, from_arch(arch)) == "triton", "CuTe DSL has not been timed with fp8"
     assert choose(Operation.DECODE, CASE.spec, INTERPRETED) == "triton"
     assert choose(Operation.DECODE, CASE.spec, CPU) == "reference"
     assert choose(Operation.DECODE, spec(head_dim=65, head_dim_v=65), INTERPRETED) == "reference"
@@ -300,7 +306,7 @@ def test_a_name_never_falls_back() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    message = "attention.decode has no kernel 'fast': choose one of triton, cute, reference"
+    message = "attention.decode has no kernel 'fast': choose one of cute, triton, reference"
     with pytest.raises(InvalidInput, match=re.escape(message)):
         dispatch.choose(Operation.DECODE, CASE.spec, CPU, "fast")
 
