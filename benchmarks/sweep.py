@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from .case import Launch, Reference
 from .check import BF16_LIMITS
 
 SECONDS = 0.1
+# Of all configurations in turn: a GPU's clock falls as it grows warm, and whoever came first would seem the fastest.
+ROUNDS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +34,8 @@ def compile_all(units: Iterable[Unit]) -> None:
             print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
 
 
-def microseconds(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor], expected: Reference) -> float:
-    """Median of a launch, once its result in the last layer is as expected.
+def timer_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor], expected: Reference) -> timing.Timer:
+    """What times a launch, once its result in the last layer is as expected.
 
     Args:
         run: launches a layer, and gives back its output.
@@ -44,12 +47,7 @@ def microseconds(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Ten
         run(index)
     timing.synchronize(device)
     check.require_right(outputs[-1], expected, BF16_LIMITS)
-    timer = timing.make_timer(Launch(run), len(outputs), device)
-    spent, samples = 0.0, []
-    while spent < 1e6 * SECONDS:
-        samples.append(timer.sample())
-        spent += samples[-1] * len(outputs)
-    return timing.summarize(samples).median_us
+    return timing.make_timer(Launch(run), len(outputs), device)
 
 
 class Lines:
@@ -65,7 +63,7 @@ class Lines:
         parameters: dict[str, Any],
         configs: Iterable[Any],
         chosen: Any,
-        measure: Callable[[Any], float],
+        timer: Callable[[Any], timing.Timer],
         note: Callable[[Any, float], str],
     ) -> None:
         """Times all configurations of a problem.
@@ -73,15 +71,21 @@ class Lines:
         Args:
             parameters: of the problem, for the file.
             chosen: what would be taken without a sweep.
-            measure: microseconds of a configuration.
+            timer: of a configuration.
             note: what to print of a configuration and its microseconds.
         """
-        found: list[tuple[float, Any]] = []
+        timers: list[tuple[Any, timing.Timer, list[float]]] = []
         for config in configs:
             try:
-                found.append((measure(config), config))
+                timers.append((config, timer(config), []))
             except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
                 print(f"{name} {config}: {error}", flush=True)
+        for _, one, samples in timers * ROUNDS:
+            until = time.perf_counter() + SECONDS / ROUNDS
+            samples.append(one.sample())
+            while time.perf_counter() < until:
+                samples.append(one.sample())
+        found = [(timing.summarize(samples).median_us, config) for config, _, samples in timers]
         for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
             if place < self.best or config == chosen:
                 mark = "*" if config == chosen else " "

@@ -104,14 +104,14 @@ def time_case(case: Case[Problem], configs: list[Config], split: bool, target: T
     expected = oracle.reference(case.problem, made, layers - 1)
     outputs = [layer.out for layer in made.layers]
 
-    def measure(config: Config) -> float:
+    def timer(config: Config) -> timing.Timer:
         run = runner(bound(spec, split, config, target, workspace), made)
-        return sweep.microseconds(run, outputs, expected)
+        return sweep.timer_of(run, outputs, expected)
 
     def note(config: Config, time_us: float) -> str:
         return f"{(case.traffic_bytes if split else case.flops) / time_us / 1e6:7.2f}"
 
-    lines.time(case.id, case.problem.parameters, configs, configs[0], measure, note)
+    lines.time(case.id, case.problem.parameters, configs, configs[0], timer, note)
 
 
 def main() -> int:

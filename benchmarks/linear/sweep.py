@@ -72,7 +72,7 @@ def time_problem(problem: Problem, configs: list[Config], target: Target, lines:
     expected = reference(problem, inputs, len(outputs) - 1)
     workspace = Workspace(device)
 
-    def measure(config: Config) -> float:
+    def timer(config: Config) -> timing.Timer:
         function = launch.build(launch.key_of(problem.spec, config), target)
         blocks = blocks_of(config, target)
 
@@ -82,13 +82,13 @@ def time_problem(problem: Problem, configs: list[Config], target: Target, lines:
             launch.run(function, config, operands, blocks, workspace)
             return layer.out
 
-        return sweep.microseconds(run, outputs, expected)
+        return sweep.timer_of(run, outputs, expected)
 
     def note(config: Config, time_us: float) -> str:
         return f"{estimate_us(config, problem.spec, problem.m, target):9.2f} estimated"
 
     chosen = choose(problem.spec, problem.m, target)
-    lines.time(f"{problem.m} {problem.n}x{problem.k}", problem.parameters, configs, chosen, measure, note)
+    lines.time(f"{problem.m} {problem.n}x{problem.k}", problem.parameters, configs, chosen, timer, note)
 
 
 def main() -> int:

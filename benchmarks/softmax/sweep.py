@@ -62,19 +62,19 @@ def time_case(case: Case[Problem], configs: list[RowConfig], target: targets.Tar
     expected = reference(case.problem, inputs, layers - 1)
     spec = spec_of(case.problem)
 
-    def measure(config: RowConfig) -> float:
+    def timer(config: RowConfig) -> timing.Timer:
         function = launch.build(launch.key_of(spec, config), target)
 
         def run(index: int) -> torch.Tensor:
             function(inputs.layers[index].x, outputs[index])
             return outputs[index]
 
-        return sweep.microseconds(run, outputs, expected)
+        return sweep.timer_of(run, outputs, expected)
 
     def note(config: RowConfig, time_us: float) -> str:
         return f"{case.traffic_bytes / time_us / 1e6:7.3f}"
 
-    lines.time(case.id, case.problem.parameters, configs, configs[0], measure, note)
+    lines.time(case.id, case.problem.parameters, configs, configs[0], timer, note)
 
 
 def spec_of(problem: Problem) -> SoftmaxSpec:

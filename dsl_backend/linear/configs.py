@@ -187,17 +187,19 @@ Config = GemmConfig | StreamConfig
 # Rows that the only kernel of a batch-invariant layer is chosen for.
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
-# Tiles, with as many stages as fit. By arithmetic, not yet measured; where x is small, 256 bytes of weights at a time.
+# Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The fastest of a sweep over
+# 14336 x 4096 gated on an H200 (docs/measurements.md), and 112 columns for the waves that 128 leave unfilled.
 STREAMS = (
     StreamConfig(tokens=8, tile_k=128),
     StreamConfig(tokens=16, tile_k=128),
     StreamConfig(tokens=32, tile_k=128),
-    StreamConfig(tokens=64, groups=2),
+    StreamConfig(tokens=64, tile_k=128),
     StreamConfig(tokens=64, groups=2, split_tokens=True),
     StreamConfig(tokens=128, groups=2, split_tokens=True),
 )
 GEMMS = (
     GemmConfig(tile_m=128, box_n=128, cluster=2),
+    GemmConfig(tile_m=128, box_n=112, cluster=2),
     GemmConfig(tile_m=128, box_n=96, cluster=2, pingpong=True),
     GemmConfig(tile_m=256, box_n=64, cluster=2),
     GemmConfig(tile_m=128, box_n=64, pingpong=True),
@@ -238,7 +240,7 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
         items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
         # x comes from L2, beside the weights and faster.
         read = (2 * config.box + config.tile_tokens / 4) * config.tile_k * ELEMENT_BYTES / BYTES_PER_NS
-        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.8 * FLOPS_PER_NS)
+        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.7 * FLOPS_PER_NS)
         # Weights that several rows of tiles need are read by each.
         return (items * max(read, made) + (3000 if rows_of_tiles == 1 else 5000)) / 1000
     tiles = ceil_div(rows, config.tile_m * config.cluster) * ceil_div(spec.n, config.columns(spec.parts))

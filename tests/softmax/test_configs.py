@@ -37,7 +37,7 @@ def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> No
         config = default_config(problem)
         assert config.objections(problem, SMEM_BYTES) == [], f"{problem}: {config}"
         assert config.vector * max(dtype.itemsize, out_dtype.itemsize) <= ACCESS_BYTES
-        assert config.streamed == (width > 262144), f"{problem}: {config}"
+        assert config.streamed == (width > 524288), f"{problem}: {config}"
         # No thread of a row is without work, but for the rounding to powers of two.
         assert config.streamed or config.tile - width < max(width, config.threads_per_row * config.cluster * 8)
 
@@ -53,7 +53,8 @@ def test_levels() -> None:
     assert level(4096) == (128, 1)
     assert level(16384) == (512, 1)
     assert level(32768) == (512, 2)
-    assert level(151936) == (512, 8)
+    assert level(128256) == (256, 16)
+    assert level(262144) == (512, 16)
 
 
 FITS = RowConfig(vector=8, vectors=4, threads_per_row=32, rows_per_block=4)
@@ -68,7 +69,7 @@ FITS = RowConfig(vector=8, vectors=4, threads_per_row=32, rows_per_block=4)
         ({"rows_per_block": 64}, "2048 threads a block are not a multiple of 32 up to 1024"),
         ({"cluster": 32, "rows_per_block": 1}, "clusters of 32 blocks: 16 are the most"),
         ({"cluster": 2}, "a cluster shares one row, with whole warps: not 4 rows a block"),
-        ({"vectors": 40}, "504 registers for each of 128 threads: 255 a thread"),
+        ({"vectors": 40}, "504 registers for each of 128 threads, 1 blocks on an SM: 255 a thread"),
         ({"vectors": 0}, "0 vectors a thread: one is needed"),
     ],
 )
