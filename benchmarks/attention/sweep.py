@@ -33,7 +33,7 @@ PREFILL = {
     256: ((2, 64), (2, 80), (2, 48)),
 }
 SPLIT_TILES = (32, 64, 96, 128)
-LATENT_TILES = ((64, 2), (48, 2), (32, 3), (32, 4))  # and stages
+LATENT_TILES = ((64, 2), (32, 4))  # and stages
 
 Config = ForwardConfig | LatentConfig
 Kernel = launch.Prefill | latent_launch.Latent
@@ -42,8 +42,9 @@ Kernel = launch.Prefill | latent_launch.Latent
 def latent_candidates(spec: AttentionSpec, target: Target) -> Iterator[Config]:
     default = default_latent_config(spec)
     yield default
-    for (tile_n, stages), first, cluster, least in itertools.product(LATENT_TILES, (False, True), (1, 2), (1, 2, 4)):
-        config = LatentConfig(tile_n=tile_n, stages=stages, scores_first=first, cluster=cluster, least_share=least)
+    shapes = itertools.product(LATENT_TILES, (False, True), (1, 2), (0, 1, 2))
+    for (tile_n, stages), first, cluster, ahead in shapes:
+        config = LatentConfig(tile_n=tile_n, stages=stages, scores_first=first, cluster=cluster, ahead=ahead)
         if config != default and not config.objections(spec, target.smem_bytes):
             yield config
 

@@ -100,6 +100,12 @@ CASES = [
         config=replace(SMALL, cluster=2),
     ),
     Emulated(
+        id="boxes-112",
+        why="tiles that are no power of two wide, as in models whose layers would leave a wave unfilled",
+        case=replace(GATED, rows=300, n=232, k=136),
+        config=GemmConfig(tile_m=128, box_n=112, stages=2, cluster=2),
+    ),
+    Emulated(
         id="cluster-pingpong",
         why="both, with a bias and three stages, interleaved",
         case=replace(GATED, rows=300, n=136, k=264, interleaved=True, bias=True),
