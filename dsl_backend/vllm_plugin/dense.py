@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs as vllm_envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -102,6 +103,10 @@ class DSLAttentionBackend(AttentionBackend):
     @classmethod
     def supports_non_causal(cls) -> bool:
         return not validation.probe(validation.current_target(), causality=Causality.FULL)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return not validation.probe(validation.current_target(), batch_invariant=True)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -301,6 +306,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             softcap=logits_soft_cap or 0.0,
             sinks=sinks is not None,
             alibi=alibi_slopes is not None,
+            batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
         self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
         kernel = options.of(get_current_vllm_config_or_none()).attention_kernel

@@ -143,6 +143,7 @@ def configuration_reasons(
         sinks=bool(selection.get("has_sink", False)),
         window_left=0 if selection.get("has_sliding_window", False) else None,
         latent=latent,
+        batch_invariant=bool(selection.get("use_batch_invariant", False)),
     )
     reasons += reasons_against(spec, target_of(selection["device_capability"]), kernel)
     if compat.uses_dcp(selection) and "DCP not supported" not in generic:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorCo
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from dsl_backend.runtime import toolkit
 from dsl_backend.vllm_plugin import cpu_platform
 from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
 from dsl_backend.vllm_plugin.mla import DSLMLABackend
@@ -80,7 +81,7 @@ def test_served(plain_config: VllmConfig, capability: DeviceCapability, changes:
         ({"use_mm_prefix": True}, ["prefix-LM", "TRITON_ATTN"]),
         ({"use_sparse": True, "use_mla": True, "head_size": 576}, ["sparse MLA", "FLASHMLA_SPARSE"]),
         ({"use_per_head_quant_scales": True}, ["scale for each head", "--kv-cache-dtype auto"]),
-        ({"use_batch_invariant": True}, ["VLLM_BATCH_INVARIANT"]),
+        ({"use_batch_invariant": True, "use_mla": True, "head_size": 576}, ["VLLM_BATCH_INVARIANT"]),
         ({"use_pcp": True}, ["--prefill-context-parallel-size 1"]),
         ({"use_pcp": True, "use_mla": True, "head_size": 576}, ["--prefill-context-parallel-size 1"]),
         ({"use_dcp": True}, ["--decode-context-parallel-size 1"]),
@@ -110,11 +111,18 @@ def test_every_reason_is_given(plain_config: VllmConfig) -> None:
             kv_cache_dtype="fp8_e5m2",
             block_size=24,
             use_mm_prefix=True,
-            use_batch_invariant=True,
+            use_per_head_quant_scales=True,
         )
     )
-    for word in ("head size 100", "float32", "fp8_e5m2", "page size 24", "prefix-LM", "VLLM_BATCH_INVARIANT"):
+    for word in ("head size 100", "float32", "fp8_e5m2", "page size 24", "prefix-LM", "scale for each head"):
         assert word in text
+
+
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+def test_batch_invariance_is_for_the_kernels_that_have_it(plain_config: VllmConfig) -> None:
+    for capability in (HOPPER, BLACKWELL):
+        assert reasons(capability, use_batch_invariant=True) == []
+    assert "is not batch-invariant" in "\n".join(reasons(AMPERE, use_batch_invariant=True))
 
 
 def test_old_chips_are_told_about_bfloat16(plain_config: VllmConfig) -> None:

@@ -22,6 +22,8 @@ from dsl_backend.primitives.math import (
 
 # What the correction is told of a row: first how its sums shrink, at the end its total and its largest score.
 SHRINK, TOP = 0, 1
+PIECE = 32  # weights of a row in registers at a time
+CHAINS = 4  # sums of weights side by side
 
 
 class Softmax:
@@ -38,7 +40,6 @@ class Softmax:
         self.row = self.thread if kernel.alternate else half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
         self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
-        self.P = cute.make_rmem_tensor(kernel.tile_n, kernel.dtype)
         self.top = cute.make_rmem_tensor(1, cutlass.Float32)
         self.total = cute.make_rmem_tensor(1, cutlass.Float32)
         self.slope = cute.make_rmem_tensor(1, cutlass.Float32)
@@ -125,17 +126,30 @@ class Softmax:
         reference = finite_or_zero(top) * self.scores.factor
         shrink = exp2(before * self.scores.factor - reference)
         self.tell(shrink, cutlass.Float32(0.0), told)
-        weights = self.powers(scores, reference, 0 if masked else self.polynomial)
-        for j in cutlass.range_constexpr(self.kernel.tile_n):
-            self.S[j] = weights[j]
-        self.P.store(self.S.load().to(self.kernel.dtype))
-        packed = cute.recast_tensor(self.P, cutlass.Float32)
-        tensor_memory.store(packed, self.base, self.columns, self.thread)
+        sums = self.narrow(scores, reference, 0 if masked else self.polynomial)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
         self.arrive(self.barriers.p_full + self.half)
-        sums = tree(list(zip(weights[::2], weights[1::2], strict=True)), add_pair)
         self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
+
+    def narrow(self, scores, reference, polynomial: int):
+        """Weights into the scores' place, some at a time, so that few are in registers; their sum, as a pair."""
+        sums: list = []
+        for first in range(0, self.kernel.tile_n, PIECE):
+            weights = self.powers(scores[first : first + PIECE], reference, polynomial)
+            wide = cute.make_rmem_tensor(len(weights), cutlass.Float32)
+            for j, weight in enumerate(weights):
+                wide[j] = weight
+            narrow = cute.make_rmem_tensor(len(weights), self.kernel.dtype)
+            narrow.store(wide.load().to(self.kernel.dtype))
+            packed = cute.recast_tensor(narrow, cutlass.Float32)
+            tensor_memory.store(packed, self.base, self.columns + first // 2, self.thread)
+            for j, pair in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+                if len(sums) < CHAINS:
+                    sums.append(pair)
+                else:
+                    sums[j % CHAINS] = add_pair(sums[j % CHAINS], pair)
+        return tree(sums, add_pair)
 
     def powers(self, scores, reference, polynomial: int) -> list:
         """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""

@@ -54,7 +54,7 @@ class ForwardConfig:
         """Of a thread that multiplies, that loads or schedules, and that widens."""
         if self.staging:
             return WIDENING_REGISTERS[self.groups, self.resident]
-        return (*REGISTERS[self.groups], 0) if self.resident == 1 else (216, 24, 0)
+        return (*REGISTERS[self.groups], 0) if self.resident == 1 else (216, 40, 0)
 
     @property
     def first_registers(self) -> int:
