@@ -135,7 +135,7 @@ def launch_as_configured(case: SamplingCase, x: torch.Tensor, rows: Parameters) 
 
     tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype, device=x.device)
     function = launch.build(launch.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    function(x, *vars(rows).values(), tokens)
+    function(launch.strided(x), *vars(rows).values(), tokens)
     return tokens
 
 

@@ -127,7 +127,8 @@ def launch_as_configured(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) 
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.softmax.sm90 import launch
 
-    launch.build(launch.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))(x, out)
+    function = launch.build(launch.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
+    function(api.side_by_side(x), api.side_by_side(out))
 
 
 def spec_of(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> SoftmaxSpec:
