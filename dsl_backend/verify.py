@@ -176,6 +176,8 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        if not console.is_terminal:
+            console.width = max(console.width, LOG_WIDTH)
         self.tallies: list[Tally] = []
 
     def say(self, text: str) -> None:
@@ -205,15 +207,14 @@ class Screen:
         self.say(f"{tally.family} {tally.kernel}: {tally.reason or f'{counts}, {tally.seconds:.0f} s'}")
 
     def final(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """All tables; a log is as wide as they are."""
-        width = None if self.console.is_terminal else LOG_WIDTH
+        """All tables, without the one that a terminal has shown already."""
         if not self.console.is_terminal:
-            self.console.print(self.table(), width=width)
+            self.console.print(self.table())
         for tally in self.tallies:
             if tally.reason:
                 self.say(f"{tally.family} {tally.kernel} is not here: {tally.reason}")
         if rows:
-            self.console.print(times(rows), width=width)
+            self.console.print(times(rows))
 
     def timed(self, row: Mapping[str, Any]) -> None:
         cells = [f"{one['provider']} {one['median_us']:.1f}" for one in row["cells"] if one["status"] == "ok"]
@@ -380,9 +381,9 @@ def wrong_cells(row: Mapping[str, Any]) -> list[str]:
 def times(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each kernel of ours in each row, with the fastest peer."""
     table = Table(title="Timed", title_justify="left", box=box.SIMPLE_HEAD)
-    columns = ("operator", "row", "kernel", "us", "of floor", "rate", "fastest peer", "us", "over ours")
+    columns = ("operator", "row", "kernel", "us", "of floor", "rate", "fastest peer, us (over ours)")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index in (0, 1, 2, 6) else "right", overflow="fold")
+        table.add_column(name, justify="right" if 3 <= index <= 5 else "left", overflow="fold")
     for row in rows:
         done = [cell for cell in row["cells"] if cell["status"] == "ok"]
         peers = [cell for cell in done if not cell["provider"].startswith("dsl") and cell["provider"] != OWN_TRITON]
@@ -396,8 +397,8 @@ def times(rows: Sequence[Mapping[str, Any]]) -> Table:
                 continue
             mine = cell["median_us"]
             floor = f"{cell['of_floor']:.2f}x" if cell["of_floor"] else ""
-            beside = [best["provider"], f"{best['median_us']:.1f}", f"{best['median_us'] / mine:.2f}x"] if best else []
-            table.add_row(*who, f"{mine:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", *beside)
+            beside = f"{best['provider']} {best['median_us']:.1f} ({best['median_us'] / mine:.2f}x)" if best else ""
+            table.add_row(*who, f"{mine:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", beside)
     return table
 
 

@@ -250,7 +250,7 @@ def test_times_name_the_fastest_peer() -> None:
     table = verify.times([{"operator": "decode", "id": "b1", "unit": "TB/s", "cells": cells}])
     Console(file=shown, width=150).print(table)
     (line,) = [line for line in shown.getvalue().splitlines() if "b1" in line]
-    assert line.split() == ["decode", "b1", "cute", "10.0", "1.25x", "3", "TB/s", "FA2", "20.0", "2.00x"]
+    assert line.split() == ["decode", "b1", "cute", "10.0", "1.25x", "3", "TB/s", "FA2", "20.0", "(2.00x)"]
 
 
 def test_a_failure_says_how_to_repeat_it() -> None:
