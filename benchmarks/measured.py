@@ -12,6 +12,8 @@ from .case import SMALLEST
 
 Record = dict[str, Any]
 OURS = "dsl"
+# What `dsl-backend verify` writes beside rows.
+VERIFIED = {"doctor", "verify", "check", "summary"}
 
 
 def is_ours(provider: str) -> bool:
@@ -20,7 +22,7 @@ def is_ours(provider: str) -> bool:
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of `bench --json`; a last one that was not finished is left out.
+    """The lines of `bench --json`, or such lines of `verify --json`; a last one that was not finished is left out.
 
     Raises:
         ValueError: it is no such file.
@@ -31,10 +33,10 @@ def read(path: Path) -> list[Record]:
         records = []
     if not records or not isinstance(records[0], dict) or records[0].get("kind") != "environment":
         raise ValueError(f"{path}: no file of `bench OP --json`: its first line is not of kind `environment`")
-    strange = {str(record.get("kind")) for record in records} - {"environment", "row"}
+    strange = {str(record.get("kind")) for record in records} - {"environment", "row"} - VERIFIED
     if strange:
         raise ValueError(f"{path}: lines of kind {', '.join(sorted(strange))}; a report is made of rows of `bench OP`")
-    return records
+    return [record for record in records if record["kind"] not in VERIFIED]
 
 
 @dataclass

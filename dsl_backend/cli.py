@@ -107,6 +107,49 @@ def bench(
     )
 
 
+@app.command()
+def verify(
+    quick: Annotated[bool, typer.Option("--quick", help="A quarter of the problems, one or two rows each.")] = False,
+    json: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write everything, one JSON object a line.")
+    ] = None,
+    families: Annotated[
+        str | None, typer.Option(help="Comma-separated operator families, such as decode; by default all.")
+    ] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="Comma-separated kernels of ours, by default all that serve here.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="PROBLEM", help="One problem of one family, no timing.")] = None,
+    problems: Annotated[
+        int | None, typer.Option(min=0, help="Random problems for each kernel and family, beside the table's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random problems.")] = 0,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated peers to time, all, or none.")] = None,
+    times: Annotated[bool, typer.Option("--times/--no-times", help="Whether to time what was right.")] = True,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, at tiny sizes, to try this command.")] = "cuda",
+) -> None:
+    """Check every operator's kernels against the reference on this GPU, time them, and write a file to send in."""
+    from rich.console import Console
+
+    from dsl_backend import verify
+
+    def listed(text: str | None) -> tuple[str, ...]:
+        return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+    options = verify.Options(
+        device=device,
+        families=listed(families) or tuple(verify.FAMILIES),
+        kernels=listed(kernels),
+        only=only,
+        quick=quick,
+        random=problems if problems is not None else verify.RANDOM_QUICK if quick else verify.RANDOM,
+        seed=seed,
+        peers=peers,
+        times=times,
+    )
+    attempt(lambda: verify.run(options, json, benchmarks(), Console()))
+
+
 @app.command("compile")
 def compile_kernels(
     model: Annotated[

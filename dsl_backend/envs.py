@@ -116,3 +116,8 @@ def starting_with(prefix: str) -> dict[str, str]:
 def hide_gpus() -> None:
     """Let this process, and those that it starts, see no GPU; to be called before CUDA is initialised."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def interpret_triton() -> None:
+    """Let this process, and those that it starts, interpret Triton's kernels; to be called before it is imported."""
+    os.environ[TRITON_INTERPRET.name] = "1"

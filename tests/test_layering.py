@@ -41,7 +41,13 @@ RULES = (
     Rule(
         "nothing below the command line knows the plugin",
         tuple(f"dsl_backend/{name}" for name in (*FAMILIES, "runtime", "primitives", "testing")),
-        ("dsl_backend.vllm_plugin", "dsl_backend.cli", "dsl_backend.doctor"),
+        ("dsl_backend.vllm_plugin", "dsl_backend.cli", "dsl_backend.doctor", "dsl_backend.verify"),
+    ),
+    Rule(
+        "only who verifies needs the tests' problems",
+        ("dsl_backend",),
+        ("dsl_backend.testing",),
+        but=("dsl_backend/testing", "dsl_backend/verify.py"),
     ),
     Rule(
         "primitives are cutlass alone",
@@ -150,6 +156,10 @@ WRONG = {
         "nothing below the command line knows the plugin",
     ),
     "emulator/ptx.py": ("from dsl_backend.runtime import target", "the emulator knows no kernel"),
+    "dsl_backend/linear/api.py": (
+        "from dsl_backend.testing import numerics",
+        "only who verifies needs the tests' problems",
+    ),
     "dsl_backend/doctor.py": (
         "import benchmarks.case",
         "the package needs neither its tests nor its benchmarks",

@@ -17,13 +17,16 @@ from collections.abc import Iterator
 import torch
 
 from dsl_backend.errors import Unsupported
+from dsl_backend.testing import sampling, softmax
 from dsl_backend.testing.cases import BF16, CAUSAL, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
+from dsl_backend.testing.sampling import SamplingCase
+from dsl_backend.testing.softmax import SoftmaxCase
 
-Problem = Case | WriteCase | LinearCase
-FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear")
+Problem = Case | WriteCase | LinearCase | SoftmaxCase | SamplingCase
+FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "softmax", "sampling")
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -42,6 +45,7 @@ class Sizes:
         heads_mla: query heads of absorbed MLA to draw from.
         scores: most scores (heads · queries · keys) of one request, for the oracle's memory.
         linear: rows and columns of a linear layer, about.
+        row: elements of a softmax, logits of a vocabulary.
     """
 
     kv: int
@@ -51,11 +55,19 @@ class Sizes:
     heads_mla: tuple[int, ...]
     scores: float
     linear: int
+    row: int
 
 
-TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6, linear=150)
+TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6, linear=150, row=300)
 REAL = Sizes(
-    kv=9000, q=1500, requests=24, heads_kv=(1, 2, 4, 8), heads_mla=(8, 12, 16, 32, 64, 128), scores=1e8, linear=5000
+    kv=9000,
+    q=1500,
+    requests=24,
+    heads_kv=(1, 2, 4, 8),
+    heads_mla=(8, 12, 16, 32, 64, 128),
+    scores=1e8,
+    linear=5000,
+    row=40_000,
 )
 
 
@@ -112,10 +124,22 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
     )
 
 
+def longest_decode(layer: Case) -> int:
+    """The longest query that is drawn as a decode with drafts."""
+    return 8 if layer.latent else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
+
+
+def attention_family(case: Case) -> str:
+    """The family of whose problems a case is one."""
+    if case.latent:
+        return "mla"
+    return "decode" if max(case.q_lens, default=0) <= longest_decode(case) else "prefill"
+
+
 def requests(family: str, layer: Case, draw: random.Random, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Query and key lengths of a random batch."""
     q_lens, kv_lens = [], []
-    longest_short = 8 if layer.latent else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
+    longest_short = longest_decode(layer)
     speculative = draw.random() < 0.4
     for _ in range(draw.randint(0 if draw.random() < 0.05 else 1, sizes.requests)):
         kind = draw.random()
@@ -200,6 +224,10 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
     draw = random.Random(f"{family} {seed} {index}")
     if family == "write_kv":
         return write_case(draw, sizes)
+    if family == "softmax":
+        return softmax.random_case(draw.randrange(2**31), sizes.row)
+    if family == "sampling":
+        return sampling.random_case(draw.randrange(2**31), sizes.row)
     shared = random.Random(f"{family} {seed} layer {index % specs}")
     if family == "linear":
         return random_case(draw, sizes.linear, facts=shared)
@@ -234,6 +262,10 @@ def check(case: Problem, kernel: str, device: str) -> None:
 
     if isinstance(case, LinearCase):
         check_linear(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, SoftmaxCase):
+        softmax.check_softmax(case, kernel, device)
+    elif isinstance(case, SamplingCase):
+        sampling.check_sampling(case, kernel, device)
     elif isinstance(case, WriteCase):
         kv_writes.check_write(case, kernel, device)
     else:

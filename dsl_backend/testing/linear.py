@@ -2,7 +2,9 @@
 """Linear layers as test cases: their tensors, their oracle, random ones."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -145,6 +147,42 @@ def check_linear(case: LinearCase, kernel: str | None, device: str) -> None:
     wanted = expected(case, given)
     api.linear(*given, activation=case.activation, interleaved=case.interleaved, kernel=kernel)
     judge(case, given, wanted)
+
+
+CASES: Mapping[str, LinearCase] = MappingProxyType(
+    {
+        "plain": LinearCase(rows=5, n=24, k=40),
+        "swiglu": LinearCase(rows=5, n=24, k=40, activation=Swiglu()),
+        "one": LinearCase(rows=1, n=8, k=8, activation=Swiglu(), dtype=F16),
+        "smallest": LinearCase(rows=1, n=1, k=1, activation=Swiglu()),
+        "tiles": LinearCase(rows=130, n=136, k=200, activation=Swiglu()),
+        "tile-exactly": LinearCase(rows=128, n=128, k=128, activation=Swiglu(), dtype=F16),
+        "odd": LinearCase(rows=33, n=67, k=71, activation=Geglu(), bias=True, pad_x=1, pad_out=3, offset=1),
+        "all": LinearCase(
+            rows=17, n=72, k=136, activation=SWIGLU_OAI, interleaved=True, bias=True, residual=True, gain=9
+        ),
+        "in-place": LinearCase(rows=17, n=72, k=72, residual=True, in_place=True, pad_out=8),
+        "special": LinearCase(rows=12, n=24, k=40, special=True),
+        **{
+            f"special-{i}": LinearCase(rows=12, n=24, k=40, special=True, activation=activation, gain=4)
+            for i, activation in enumerate(ACTIVATIONS)
+        },
+        "strides": LinearCase(rows=9, n=40, k=48, pad_x=8, pad_weight=16, pad_out=24, activation=Geglu(tanh=True)),
+    }
+)
+REAL: Mapping[str, LinearCase] = MappingProxyType(
+    {
+        **{
+            f"real-{rows}": LinearCase(rows=rows, n=14336, k=4096, activation=Swiglu())
+            for rows in (1, 3, 16, 64, 200, 1000, 8192)
+        },
+        "real-gpt-oss": LinearCase(
+            rows=77, n=2880, k=2880, activation=SWIGLU_OAI, interleaved=True, bias=True, dtype=BF16
+        ),
+        "real-down": LinearCase(rows=300, n=4096, k=14336, residual=True, in_place=True),
+        "real-fp16": LinearCase(rows=40, n=8192, k=3072, activation=Geglu(tanh=True), dtype=F16),
+    }
+)
 
 
 def random_case(

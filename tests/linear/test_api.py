@@ -12,33 +12,16 @@ from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear import api, dispatch, ops, plan, reference, units
 from dsl_backend.linear.configs import choose
 from dsl_backend.linear.kernel import Workspace
-from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.spec import SWIGLU_OAI, LinearSpec, Swiglu
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
-from dsl_backend.testing.linear import ACTIVATIONS, BF16, F16, LinearCase, check_linear, random_case
+from dsl_backend.testing.linear import ACTIVATIONS, BF16, CASES, F16, check_linear, random_case
 
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
     reason="no CUDA device, and TRITON_INTERPRET is off",
 )
 KERNELS = ["reference", pytest.param("triton", marks=needs_triton), pytest.param("cute", marks=pytest.mark.gpu)]
-CASES = {
-    "plain": LinearCase(rows=5, n=24, k=40),
-    "swiglu": LinearCase(rows=5, n=24, k=40, activation=Swiglu()),
-    "one": LinearCase(rows=1, n=8, k=8, activation=Swiglu(), dtype=F16),
-    "smallest": LinearCase(rows=1, n=1, k=1, activation=Swiglu()),
-    "tiles": LinearCase(rows=130, n=136, k=200, activation=Swiglu()),
-    "tile-exactly": LinearCase(rows=128, n=128, k=128, activation=Swiglu(), dtype=F16),
-    "odd": LinearCase(rows=33, n=67, k=71, activation=Geglu(), bias=True, pad_x=1, pad_out=3, offset=1),
-    "all": LinearCase(rows=17, n=72, k=136, activation=SWIGLU_OAI, interleaved=True, bias=True, residual=True, gain=9),
-    "in-place": LinearCase(rows=17, n=72, k=72, residual=True, in_place=True, pad_out=8),
-    "special": LinearCase(rows=12, n=24, k=40, special=True),
-    **{
-        f"special-{i}": LinearCase(rows=12, n=24, k=40, special=True, activation=activation, gain=4)
-        for i, activation in enumerate(ACTIVATIONS)
-    },
-    "strides": LinearCase(rows=9, n=40, k=48, pad_x=8, pad_weight=16, pad_out=24, activation=Geglu(tanh=True)),
-}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

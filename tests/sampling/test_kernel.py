@@ -5,7 +5,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from sampling_cases import CASES, FEW, FOUR, Case, emulate, random_case
+from sampling_cases import emulate
+
+from dsl_backend.testing.sampling import CASES, FEW, FOUR, SamplingCase, random_case
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED_IN_FULL = 200
@@ -14,7 +16,7 @@ FUZZED_IN_FULL = 200
 ON_SM100, SLOW = "filters-4", "whole-16"
 
 
-def marks(case: Case, arch: str, schedule: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks(case: SamplingCase, arch: str, schedule: str) -> tuple[pytest.MarkDecorator, ...]:
     if case.id == SLOW:
         return (pytest.mark.full,)
     often = case.id == ON_SM100 if arch == "sm_100a" else schedule == SCHEDULES[CASES.index(case) % len(SCHEDULES)]
@@ -30,7 +32,7 @@ def marks(case: Case, arch: str, schedule: str) -> tuple[pytest.MarkDecorator, .
         for schedule in SCHEDULES
     ],
 )
-def test_case(case: Case, arch: str, schedule: str) -> None:
+def test_case(case: SamplingCase, arch: str, schedule: str) -> None:
     emulate(case, arch, schedule, seed=1)
 
 

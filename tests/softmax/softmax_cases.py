@@ -1,115 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax problems with their oracle, and the CuTe DSL kernel run on the emulator."""
-
-import random
-from dataclasses import dataclass
+"""The CuTe DSL kernel run on the emulator."""
 
 import torch
 
 import emulator
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.softmax import api, configs, reference
-from dsl_backend.softmax.configs import RowConfig
 from dsl_backend.softmax.sm90 import launch
-from dsl_backend.softmax.spec import SoftmaxSpec
-from dsl_backend.testing.numerics import assert_within_budget
+from dsl_backend.testing.softmax import SoftmaxCase, judge, spec_of, tensors
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SMEM_BYTES = 227 * 1024
-SENTINEL = 77.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A matrix and how it lies in memory.
-
-    Attributes:
-        config: instead of the one that the width would get.
-        pad, pad_out: elements between rows of input and output.
-        offset: elements that the input begins after an aligned address.
-        special: rows get NaN, infinities and the largest magnitudes.
-        why: what this case alone would find.
-    """
-
-    id: str
-    why: str
-    rows: int
-    width: int
-    dtype: torch.dtype = BF16
-    out_dtype: torch.dtype | None = None
-    log: bool = False
-    config: RowConfig | None = None
-    pad: int = 0
-    pad_out: int = 0
-    offset: int = 0
-    special: bool = False
-
-    @property
-    def to(self) -> torch.dtype:
-        return self.out_dtype or self.dtype
-
-
-def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: object) -> RowConfig:
-    """A row of this width over so many blocks and threads, two elements an access."""
-    vectors = configs.ceil_div(width, 2 * threads * cluster)
-    fields = {"vector": 2, "vectors": vectors, "threads_per_row": threads, "rows_per_block": rows, "cluster": cluster}
-    return RowConfig(**{**fields, **more})  # type: ignore[arg-type]
-
-
-def inputs(case: Case, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """X and an output full of sentinels, each [rows, width] in a buffer with gaps."""
-    generator = torch.Generator().manual_seed(seed)
-    stride = case.width + case.pad
-    buffer = torch.full((case.offset + case.rows * stride,), SENTINEL, dtype=case.dtype)
-    x = buffer[case.offset :].view(case.rows, stride)[:, : case.width]
-    # Far below 0, so that a 0 or a sentinel that gets into a row outweighs all of it.
-    x.copy_(4 * torch.randn(case.rows, case.width, generator=generator) - 30)
-    if case.special:
-        plant(x)
-    out = torch.full((case.rows, case.width + case.pad_out), SENTINEL, dtype=case.to)
-    return x, out[:, : case.width]
-
-
-def plant(x: torch.Tensor) -> None:
-    """One kind of trouble a row, as often as there are rows."""
-    info = torch.finfo(x.dtype)
-    # Triton's interpreter rounds what bfloat16 cannot hold to its largest number, where a GPU makes it infinite.
-    edge = min(info.max, torch.finfo(BF16).max)
-    last = x.shape[1] - 1
-    kinds = (
-        lambda row: row.fill_(-torch.inf),
-        lambda row: row[last:].fill_(torch.nan),
-        lambda row: row[:1].fill_(torch.inf),
-        lambda row: row[: last // 2].fill_(-torch.inf),
-        lambda row: row[1:].fill_(-torch.inf),
-        lambda row: row.fill_(info.min),
-        lambda row: row[:1].fill_(edge),
-        lambda row: row[last // 2 :].fill_(-edge),
-        lambda row: row.fill_(torch.nan),
-    )
-    for index, row in enumerate(x):
-        kinds[index % len(kinds)](row)
-
-
-def judge(case: Case, x: torch.Tensor, out: torch.Tensor) -> None:
-    """The output's error fits, and nothing beside it was written."""
-    exact = reference.exact(x, log=case.log)
-    # What float32 and the output's type cannot hold is an infinity there: log-probabilities of the largest magnitudes.
-    rounded = exact.to(F32).to(case.to).double()
-    exact = torch.where(rounded.isinf(), rounded, exact)
-    naive = reference.exact(x.to(case.to), log=case.log, dtype=case.to)
-    assert_within_budget(out, exact, naive, what=case.id)
-    whole = out.as_strided((case.rows, case.width + case.pad_out), (case.width + case.pad_out, 1))
-    assert (whole[:, case.width :] == SENTINEL).all(), f"{case.id}: elements between rows were written"
-
-
-def emulate(case: Case, arch: str, schedule: str, seed: int = 0) -> torch.Tensor:
+def emulate(case: SoftmaxCase, arch: str, schedule: str, seed: int = 0) -> torch.Tensor:
     """Compile for the architecture, run on the emulator, judge; any finding or warning raises."""
-    x, out = inputs(case, seed)
+    x, out = tensors(case)
     before = x.clone()
-    spec = SoftmaxSpec(
-        width=case.width, dtype=case.dtype, out_dtype=case.to, log=case.log, vector=api.common_vector(x, out)
-    )
+    spec = spec_of(case, x, out)
     key = launch.key_of(spec, case.config)
     assert key.config.objections(spec, SMEM_BYTES) == []
     with emulator.device(arch=arch, sms=4, schedule=schedule, seed=seed, strict=True):
@@ -117,134 +23,3 @@ def emulate(case: Case, arch: str, schedule: str, seed: int = 0) -> torch.Tensor
     assert torch.equal(x.nan_to_num(), before.nan_to_num()), "x was changed"
     judge(case, x, out)
     return out
-
-
-CASES = [
-    # --- levels, at the widths that the defaults give them ---
-    Case(id="thread", rows=130, width=1, why="a thread a row, an element; a second block with few rows"),
-    Case(id="thread-vector", rows=5, width=8, why="a thread a row, one whole access"),
-    Case(id="two", rows=9, width=2, dtype=F16, why="the narrowest row with a sum"),
-    Case(id="lanes-31", rows=7, width=31, dtype=F32, why="part of a warp, single elements, one column missing"),
-    Case(id="lanes-33", rows=20, width=33, why="one column more than 32; a second block"),
-    Case(id="warp", rows=6, width=1000, log=True, why="a warp a row, ragged, whole accesses"),
-    Case(id="block", rows=2, width=2048, dtype=F32, why="warps merge through shared memory, no column outside"),
-    Case(id="block-ragged", rows=2, width=4096 + 3, dtype=F16, why="the same, single elements, ragged"),
-    # --- a cluster, and the loop, at widths that the emulator finishes ---
-    Case(id="cluster-2", rows=3, width=250, config=spread(250, 2), why="the smallest cluster, ragged"),
-    Case(
-        id="cluster-4",
-        rows=2,
-        width=4 * 64 * 4,
-        dtype=F32,
-        config=spread(1024, 4, 64),
-        why="no column outside; 8 slots",
-    ),
-    Case(
-        id="recompute",
-        rows=3,
-        width=1030,
-        config=spread(1030, 2, 64, recompute=True, resident=2),
-        why="exponentials from the input once more, ragged",
-    ),
-    Case(
-        id="recompute-log",
-        rows=3,
-        width=512,
-        dtype=F32,
-        log=True,
-        config=spread(512, 1, 64, recompute=True),
-        special=True,
-        why="the same of float32; NaN and infinities",
-    ),
-    Case(id="cluster-8", rows=2, width=1000, log=True, config=spread(1000, 8), why="the largest portable cluster"),
-    Case(
-        id="cluster-16",
-        rows=2,
-        width=2000,
-        dtype=F16,
-        out_dtype=F32,
-        config=spread(2000, 16, 96 + 32),
-        why="64 slots: a lane merges two; blocks without a column",
-    ),
-    Case(id="cluster-default", rows=1, width=20000, why="the cluster that a width gets by itself"),
-    Case(
-        id="stream",
-        rows=5,
-        width=500,
-        config=spread(500, 1, 16, 2, vectors=2, streamed=True),
-        why="the loop: eight tiles, the last one ragged; several rows a block, one missing",
-    ),
-    Case(
-        id="stream-exact",
-        rows=2,
-        width=512,
-        dtype=F32,
-        config=spread(512, 1, 64, vectors=1, streamed=True),
-        why="the loop over whole tiles",
-    ),
-    Case(
-        id="stream-cluster",
-        rows=2,
-        width=998,
-        log=True,
-        config=spread(998, 4, vectors=1, streamed=True),
-        why="loop and cluster",
-    ),
-    # --- types ---
-    Case(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output: two stores for a load's type"),
-    Case(id="f32-bf16", rows=3, width=264, dtype=F32, out_dtype=BF16, why="narrower output"),
-    Case(id="f16-bf16", rows=3, width=264, dtype=F16, out_dtype=BF16, log=True, why="16-bit types mixed"),
-    # --- memory ---
-    Case(id="strides", rows=5, width=96, pad=8, pad_out=24, why="rows apart, aligned: whole accesses"),
-    Case(id="odd-strides", rows=5, width=96, pad=3, pad_out=1, why="rows apart, not aligned: single elements"),
-    Case(id="offset", rows=5, width=96, dtype=F32, offset=2, why="aligned to half an access"),
-    # --- values ---
-    Case(id="special-warp", rows=10, width=70, dtype=F32, special=True, why="NaN, infinities, largest magnitudes"),
-    Case(id="special-log", rows=9, width=70, log=True, special=True, why="the same as logarithms"),
-    Case(id="special-block", rows=9, width=300, config=spread(300, 1, 64), special=True, why="across warps"),
-    Case(id="special-cluster", rows=9, width=300, dtype=F32, config=spread(300, 2), special=True, why="across blocks"),
-    Case(
-        id="special-stream",
-        rows=9,
-        width=300,
-        log=True,
-        config=spread(300, 1, 32, vectors=1, streamed=True),
-        special=True,
-        why="across tiles",
-    ),
-]
-
-
-def random_case(seed: int) -> Case:
-    """A small problem of any kind; the same for the same seed."""
-    draw = random.Random(seed)
-    dtype, out_dtype = draw.choice((F32, F16, BF16)), draw.choice((F32, F16, BF16))
-    width = draw.choice((draw.randint(1, 40), draw.randint(1, 700), 8 * draw.randint(1, 100)))
-    rows = draw.randint(1, 12)
-    config = None
-    # A vector divides the width and whatever the strides turn out to be: with a config of its own rows are not padded.
-    if draw.random() < 0.6 and width % 2 == 0:
-        cluster = draw.choice((1, 1, 2, 4))
-        threads = draw.choice((32, 64, 128)) if cluster > 1 else draw.choice((2, 8, 16, 32, 64))
-        streamed = draw.random() < 0.3
-        beside = 1 if cluster > 1 else max(1, 32 // threads) * draw.choice((1, 2))
-        config = spread(width, cluster, threads, beside, streamed=streamed)
-        if streamed:
-            config = spread(width, cluster, threads, beside, streamed=True, vectors=draw.randint(1, config.vectors))
-        if config.vectors > 32:
-            config = None
-    padded = config is None and draw.random() < 0.4
-    return Case(
-        id=f"fuzz-{seed}",
-        why="unforeseen combinations",
-        rows=rows,
-        width=width,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        log=draw.random() < 0.4,
-        config=config,
-        pad=draw.randint(0, 16) if padded else 0,
-        pad_out=draw.randint(0, 16) if padded else 0,
-        offset=draw.randint(0, 3) if padded else 0,
-        special=draw.random() < 0.2,
-    )

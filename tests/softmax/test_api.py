@@ -3,53 +3,30 @@
 
 import pytest
 import torch
-from softmax_cases import BF16, CASES, F16, F32, SENTINEL, Case, inputs, judge, random_case
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime import target as targets
 from dsl_backend.softmax import api, dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.testing.softmax import BF16, CASES, F16, F32, WIDE, SoftmaxCase, check_softmax, random_case
 
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
     reason="no CUDA device, and TRITON_INTERPRET is off",
 )
 KERNELS = ["reference", pytest.param("triton", marks=needs_triton), pytest.param("cute", marks=pytest.mark.gpu)]
-# Interpreted, a block of 16384 elements is one numpy call.
-LONG = (
-    Case(id="held-most", rows=2, width=16384, dtype=F32, why="the widest row that a Triton program holds"),
-    Case(id="looped", rows=2, width=16384 + 9, log=True, why="its loop, ragged"),
-    Case(id="looped-special", rows=9, width=20000, special=True, why="states across its tiles"),
-    Case(id="vocabulary", rows=2, width=151936, dtype=F32, why="a vocabulary"),
-    Case(id="past-a-cluster", rows=1, width=300001, why="wider than 262144, and odd"),
-)
-
-
-def run(case: Case, kernel: str | None, device: torch.device, seed: int = 0) -> None:
-    x, out = inputs(case, seed)
-    # A copy of the same strides: elements between rows come along.
-    x = (
-        x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0)
-        .to(device)
-        .as_strided(x.shape, x.stride(), x.storage_offset())
-    )
-    there = torch.empty_strided((out.shape[0], out.stride(0)), (out.stride(0), 1), dtype=out.dtype, device=device)
-    there.fill_(SENTINEL)
-    there = there[:, : case.width]
-    assert api.softmax(x, there, log=case.log, kernel=kernel) is there
-    judge(case, x.cpu(), there._base.cpu()[:, : case.width])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in (*CASES, *LONG)])
-def test_case(case: Case, kernel: str, device: torch.device) -> None:
-    run(case, kernel, device)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in (*CASES, *WIDE)])
+def test_case(case: SoftmaxCase, kernel: str, device: torch.device) -> None:
+    check_softmax(case, kernel, device)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fuzz(kernel: str, device: torch.device) -> None:
     for seed in range(200):
-        run(random_case(seed), kernel, device, seed)
+        check_softmax(random_case(seed), kernel, device)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

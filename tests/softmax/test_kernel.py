@@ -2,7 +2,9 @@
 """The CuTe DSL kernel on the emulator, for SM90 and SM100: right, and without a finding."""
 
 import pytest
-from softmax_cases import CASES, Case, emulate, random_case
+from softmax_cases import emulate
+
+from dsl_backend.testing.softmax import CASES, SoftmaxCase, random_case
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 40, 200
@@ -10,7 +12,7 @@ FUZZED, FUZZED_IN_FULL = 40, 200
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_case(case: Case, arch: str) -> None:
+def test_case(case: SoftmaxCase, arch: str) -> None:
     for schedule in SCHEDULES:
         emulate(case, arch, schedule, seed=1)
 

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of logits as test cases of sampling; random ones. The definition is the oracle, bit for bit."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime import target as targets
+from dsl_backend.sampling import api, reference
+from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.spec import Parameters, SamplingSpec
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NAN, INF = float("nan"), float("inf")
+UNWRITTEN = -7
+FEW = 20
+# What each stands for: one block; two, single logits; four; sixteen, of which most have nothing. Little room for
+# candidates, so that small vocabularies exceed it.
+ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, loads=2, room=64))
+TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, loads=4, room=64))
+FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, loads=1, room=64))
+SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, loads=1, room=64))
+KINDS = (ONE, TWO, FOUR, SIXTEEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingCase:
+    """Rows of logits with parameters of their own.
+
+    Attributes:
+        kind: dtype of logits, of tokens, and how the kernel runs.
+        rows: of each the logits' distribution (`logits_of`), temperature, top-k, top-p, min-p.
+        pad: logits between rows.
+        why: what this case alone would find.
+        seed: of the logits.
+    """
+
+    id: str
+    why: str
+    kind: tuple[torch.dtype, torch.dtype, ClusterConfig] = ONE
+    vocab: int
+    rows: tuple[tuple[str, float, int, float, float], ...]
+    pad: int = 0
+    k_dtype: torch.dtype = torch.int32
+    seed: int = 1
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self.kind[2]
+
+    @property
+    def spec(self) -> SamplingSpec:
+        return SamplingSpec(vocab=self.vocab, dtype=self.kind[0], token_dtype=self.kind[1])
+
+
+def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torch.Tensor:
+    x = 3 * torch.randn(vocab, generator=generator)
+    last = vocab - 1
+    if distribution == "spread":
+        return x
+    made: dict[str, Any] = {
+        "ties": lambda: x.round(),
+        "equal": lambda: x * 0 - 2,
+        "zeros": lambda: torch.where(x > 0, 0.0, -0.0),
+        "nan": lambda: x.where(x > 0, NAN),
+        "all-nan": lambda: x * NAN,
+        "dead": lambda: x * 0 - INF,
+        "few": lambda: torch.full((vocab,), -INF).index_copy(0, torch.arange(vocab)[-3:], x[-3:]),
+        "masked": lambda: x.where(x > 3, -INF),
+        "one": lambda: torch.full((vocab,), -INF).index_fill(0, torch.tensor([last]), -5.0),
+        "inf": lambda: x.index_fill(0, torch.tensor([last // 2, last]), INF),
+        "huge": lambda: x * 1e37,
+        "tiny": lambda: x * 1e-39,
+        "peaked": lambda: x.index_fill(0, torch.tensor([last // 3]), 40.0),
+        "sorted": lambda: x.sort().values,
+        "steep": lambda: torch.arange(vocab) * -0.5,
+    }
+    found: torch.Tensor = made[distribution]()
+    return found
+
+
+DISTRIBUTIONS = (
+    *("spread", "ties", "equal", "zeros", "nan", "all-nan", "dead"),
+    *("few", "masked", "one", "inf", "huge", "tiny", "peaked", "sorted", "steep"),
+)
+
+
+def tensors(case: SamplingCase, device: torch.device | str = "cpu") -> tuple[torch.Tensor, Parameters]:
+    """Logits [rows, vocab] in a buffer with gaps of large ones, and the parameters."""
+    generator = torch.Generator().manual_seed(case.seed)
+    count, dtype = len(case.rows), case.spec.dtype
+    buffer = torch.full((count, case.vocab + case.pad), 6e4 if dtype is F16 else 9e9, dtype=dtype, device=device)
+    x = buffer[:, : case.vocab]
+    for row, (distribution, *_) in zip(x, case.rows, strict=True):
+        row.copy_(logits_of(distribution, case.vocab, generator).to(dtype))
+    _, temperature, top_k, top_p, min_p = zip(*case.rows, strict=True)
+    rows = Parameters(
+        seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator).to(device),
+        positions=torch.randint(0, 2**40, (count,), generator=generator).to(device),
+        temperature=torch.tensor(temperature, dtype=F32, device=device),
+        top_k=torch.tensor(top_k, dtype=case.k_dtype, device=device),
+        top_p=torch.tensor(top_p, dtype=F32, device=device),
+        min_p=torch.tensor(min_p, dtype=F32, device=device),
+    )
+    return x, rows
+
+
+def check_sampling(case: SamplingCase, kernel: str | None, device: torch.device | str) -> None:
+    """Raises AssertionError where a token is not the definition's: as it is called, or with the case's own config."""
+    x, rows = tensors(case, device)
+    if kernel == "triton" and targets.detect(x.device).interpreted and has_subnormal(x):
+        raise Unsupported(case.id, {"triton": ["its interpreter misreads subnormal numbers of bfloat16"]})
+    before = x.clone()
+    expected = reference.sample(x, rows)[0].tolist()
+    found = api.run(api.plan(case.spec, len(x), x.device, kernel), x, rows).tokens
+    assert found.tolist() == expected, f"{found.tolist()} where {expected} is right"
+    if kernel == "cute":
+        found = launch_as_configured(case, x, rows)
+        assert found.tolist() == expected, f"with the case's config {found.tolist()} where {expected} is right"
+    assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
+
+
+def has_subnormal(x: torch.Tensor) -> bool:
+    """Of bfloat16."""
+    return x.dtype is BF16 and bool(((x != 0) & (x.abs() < torch.finfo(BF16).tiny)).any())
+
+
+def launch_as_configured(case: SamplingCase, x: torch.Tensor, rows: Parameters) -> torch.Tensor:
+    """Tokens of the CuTe DSL kernel of the case's config."""
+    # Imported here: the rest of this module serves machines without the CuTe DSL.
+    from dsl_backend.sampling.sm90 import launch
+
+    tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype, device=x.device)
+    function = launch.build(launch.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
+    function(launch.strided(x), *vars(rows).values(), tokens)
+    return tokens
+
+
+def row(
+    distribution: str = "spread", t: float = 0.8, k: int = 0, p: float = 1.0, m: float = 0.0
+) -> tuple[str, float, int, float, float]:
+    return distribution, t, k, p, m
+
+
+# A token tells little of the mask that it was drawn by, unless what is kept is about equally likely; and one draw tells
+# little.
+FILTERS = (
+    *(row(), row(t=0), row(t=3, p=0.9), row(t=9, p=0.5)),
+    *4 * (row(t=9, k=5), row(t=5, k=20, p=0.8), row(t=3, m=0.05)),
+    *3 * (row(t=5, k=40, p=0.95, m=0.02),),
+)
+CASES = (
+    SamplingCase(id="filters", vocab=600, rows=FILTERS, why="every path, one block"),
+    SamplingCase(id="filters-2", kind=TWO, vocab=601, rows=FILTERS, why="clusters, an odd row, 16 bits, 32-bit tokens"),
+    SamplingCase(id="filters-4", kind=FOUR, vocab=1000, rows=FILTERS, why="ties of bfloat16 over four blocks", pad=6),
+    SamplingCase(
+        id="filters-16",
+        kind=SIXTEEN,
+        vocab=1500,
+        rows=(*2 * (row(t=9, k=5), row(t=5, k=20, p=0.8), row(t=3, m=0.05)), row(t=0)),
+        why="the largest cluster",
+    ),
+    SamplingCase(
+        id="whole-16", kind=SIXTEEN, vocab=1500, rows=(row(), row(p=0.9)), why="its whole rows, which take a minute"
+    ),
+    SamplingCase(
+        id="narrow-16", kind=SIXTEEN, vocab=6, rows=(row(k=5), row(k=20, p=0.8)), why="most blocks have no logit"
+    ),
+    SamplingCase(
+        id="single",
+        kind=TWO,
+        vocab=1,
+        rows=(row(), row("nan"), row("dead"), row("inf", k=1, p=0.0, m=1.0), row(t=0)),
+        why="a vocabulary of one",
+    ),
+    SamplingCase(
+        id="many-candidates",
+        vocab=400,
+        rows=(row("equal", k=5, p=0.5), row("ties", k=30, p=0.7), row("zeros", k=3), row("equal", t=0), row(m=1e-9)),
+        why="ties exceed the room: rows are looked at again",
+    ),
+    SamplingCase(
+        id="wide-k",
+        kind=FOUR,
+        vocab=600,
+        rows=(row(k=300), row("ties", k=400, p=0.6), row("sorted", k=599), row("huge", k=300), row("tiny", k=300)),
+        why="more than a group each: radix select",
+    ),
+    SamplingCase(
+        id="not-numbers",
+        kind=TWO,
+        vocab=300,
+        rows=(
+            *(row(name, k=5, p=0.9) for name in ("nan", "all-nan", "dead", "masked", "one", "inf")),
+            *(row(name, p=0.9) for name in ("nan", "all-nan", "dead", "masked", "one", "inf")),
+            row("few", k=50),
+            row("few", t=0.0),
+        ),
+        why="NaN and infinities by candidates and by the whole row",
+    ),
+    SamplingCase(
+        id="out-of-range",
+        vocab=300,
+        rows=(
+            row(t=NAN),
+            row(t=-1.0),
+            row(t=INF, k=9),
+            row(t=1e-5, k=9),
+            row(k=-3, p=NAN, m=NAN),
+            row(k=2**31 - 1, p=-1.0, m=-1.0),
+            row(p=0.0),
+            row(k=4, p=0.0),
+            row(k=300, m=2.0),
+            row("peaked", k=50, p=0.3),
+        ),
+        k_dtype=torch.int64,
+        why="parameters whose values are none",
+    ),
+    SamplingCase(
+        id="scales",
+        vocab=300,
+        rows=(row("huge", k=5), row("tiny", p=0.5), row("steep", k=8, p=0.99), row("tiny", t=1e-4, k=5), row("huge")),
+        why="quotients that overflow, and those below the smallest normal number",
+    ),
+)
+
+WIDE = tuple(
+    SamplingCase(id=id, kind=kind, vocab=vocab, rows=FILTERS, why=why)
+    for id, kind, vocab, why in (
+        ("vocabulary", ONE, 128_256, "a vocabulary"),
+        ("vocabulary-16-bits", FOUR, 151_936, "one of bfloat16"),
+        ("vocabulary-odd", TWO, 50_257, "one that no vector divides"),
+        ("vocabulary-shared", SIXTEEN, 262_144, "the widest, over the largest cluster"),
+    )
+)
+
+
+def random_case(seed: int, widest: int = 800) -> SamplingCase:
+    """A problem of any kind; the same for the same seed."""
+    draw = random.Random(seed)
+    # Sixteen blocks run slowly: not among the first, which every change is tested with.
+    kind = KINDS[seed % 3] if seed < FEW else KINDS[seed % len(KINDS)]
+    vector = kind[2].vector
+    vocab = vector * draw.choice((draw.randint(1, 20), draw.randint(1, widest // vector)))
+
+    def any_row() -> tuple[str, float, int, float, float]:
+        distribution = draw.choice(DISTRIBUTIONS) if draw.random() < 0.5 else "spread"
+        return row(
+            distribution,
+            t=draw.choice((0.0, 1.0, 0.5, 3.0, 10.0, 30.0)),
+            k=draw.choice((0, 0, draw.randint(1, 10), draw.randint(1, 80), draw.randint(1, vocab))),
+            p=draw.choice((1.0, 1.0, 0.9, 0.999, draw.random(), draw.random() ** 4)),
+            m=draw.choice((0.0, 0.0, draw.random() ** 3)),
+        )
+
+    return SamplingCase(
+        id=f"fuzz-{seed}",
+        why="unforeseen combinations",
+        kind=kind,
+        vocab=vocab,
+        rows=tuple(any_row() for _ in range(draw.randint(1, 3))),
+        pad=vector * draw.choice((0, 3)),
+        seed=seed,
+    )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operator family's problems by name: its table of cases, and random ones as `fuzz-SEED-INDEX`."""
+
+import re
+from collections.abc import Mapping
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.testing import linear, sampling, softmax
+from dsl_backend.testing.cases import CASES
+from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
+from dsl_backend.testing.kv_writes import WRITES
+
+# Distinct layers among a seed's random problems: each costs a compilation.
+SPECS = 24
+RANDOM = re.compile(r"fuzz-(\d+)-(\d+)")
+# Of the table, where there is little time: one case of this many.
+QUICK_STEP = 4
+
+
+def table(family: str, device: str) -> Mapping[str, Problem]:
+    """A family's cases; on a CPU without those of real size."""
+    tiers = ("smoke",) if device == "cpu" else ("smoke", "full", "gpu")
+    large = device != "cpu"
+    if family == "linear":
+        return {**linear.CASES, **(linear.REAL if large else {})}
+    if family == "softmax":
+        return {case.id: case for case in (*softmax.CASES, *(softmax.WIDE if large else ()))}
+    if family == "sampling":
+        return {case.id: case for case in (*sampling.CASES, *(sampling.WIDE if large else ()))}
+    if family == "write_kv":
+        return {case.id: case for case in WRITES if case.tier in tiers}
+    return {case.id: case for case in CASES if case.tier in tiers and attention_family(case) == family}
+
+
+def names(family: str, device: str, *, quick: bool, random: int, seed: int) -> list[str]:
+    """The problems to go through: the table, or a part of it, then that many random ones."""
+    known = list(table(family, device))
+    return [*(known[::QUICK_STEP] if quick else known), *(f"fuzz-{seed}-{index}" for index in range(random))]
+
+
+def find(family: str, name: str, device: str) -> Problem:
+    """A problem by its name.
+
+    Raises:
+        InvalidInput: the family has none of that name.
+    """
+    drawn = RANDOM.fullmatch(name)
+    if drawn:
+        return problem(family, int(drawn[1]), int(drawn[2]), TINY if device == "cpu" else REAL, SPECS)
+    known = table(family, device)
+    if name not in known:
+        raise InvalidInput(f"{family} has no problem {name!r}: use fuzz-SEED-INDEX, or one of {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `dsl-backend verify` does: every operator checked and timed on the GPU at hand, in one file to send in.
+
+Nothing is checked or timed here: `testing` has the problems, their oracles and the processes that run them, and
+`dsl-backend bench` times. The file has JSON lines: `environment` (machine, versions, commit), `doctor`, `verify` (what
+was asked for), a `check` for each problem, a `row` for each timing as `bench` writes it, and at the end a `summary`.
+"""
+
+import contextlib
+import json
+import pathlib
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from dsl_backend import doctor, envs
+from dsl_backend.doctor import Report
+from dsl_backend.errors import InvalidInput
+from dsl_backend.testing import tables, worker
+from dsl_backend.testing.worker import Outcome, Status
+
+SCHEMA_VERSION = 1
+# Random problems of each kernel: usually, and where there is little time.
+RANDOM, RANDOM_QUICK = 60, 12
+# After which a benchmark without a new row is given up; peers may compile for minutes.
+ROW_SECONDS = 900.0
+POLL_SECONDS = 0.5
+# Of timing for each cell; a CPU's times are no figures.
+SECONDS, SECONDS_CPU = 0.3, 0.01
+TINY_ROWS = "^tiny-"
+# Some benchmarks' second column of ours.
+OWN_TRITON = "Triton"
+LOG_WIDTH = 130
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """An operator of `dsl-backend bench`, with regular expressions for the rows to time.
+
+    Attributes:
+        quick: for one or two of them.
+    """
+
+    op: str
+    rows: str
+    quick: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that are checked by the same problems.
+
+    Attributes:
+        operation: its name in the doctor's report.
+    """
+
+    operation: str
+    benchmarks: tuple[Benchmark, ...]
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "prefill": Family(
+            "attention.prefill",
+            (
+                Benchmark("prefill", r"^(fp8-)?hd128-h32x8-\d+x\d+k$|^hd(64|256)-.*-4x4k$", r"^hd128-h32x8-4x4k$"),
+                Benchmark("mla-prefill", r"^h16-\d+x\d+k$", r"^h16-4x4k$"),
+            ),
+        ),
+        "decode": Family(
+            "attention.decode",
+            (
+                Benchmark(
+                    "decode",
+                    r"^hd128-h32x8-(b1-k8k|b1-k128k|b8-k8k|b64-k8k|b256-k2k)$|^(fp8-hd128-h32x8|hd64-h64x8)-b64-k8k$",
+                    r"^hd128-h32x8-(b1|b64)-k8k$",
+                ),
+            ),
+        ),
+        "mla": Family(
+            "attention.mla_decode",
+            (Benchmark("mla-decode", r"^h(16|128)-b\d+-k\d+k-q1$|^h128-b64-k4k-q2$", r"^h128-b64-k4k-q1$"),),
+        ),
+        "write_kv": Family("attention.write_kv", (Benchmark("write-kv", r"-t(64|8k)$", r"^hd128-h8-t64$"),)),
+        "linear": Family("linear", (Benchmark("linear", r"^llama-8b-\d+$", r"^llama-8b-(16|1024)$"),)),
+        "softmax": Family("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),)),
+        "sampling": Family(
+            "sampling.sample",
+            (Benchmark("sampling", r"^(none|k|k\+p|min-p)-(1|64|256)x151936$", r"^k\+p-64x151936$"),),
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked for.
+
+    Attributes:
+        device: `cuda`; or `cpu`, which shows that this command works, and nothing else.
+        families: of FAMILIES.
+        kernels: names from the dispatch tables; none for all that serve.
+        only: the one problem to check, without timings.
+        random: of random problems for each kernel and family.
+        peers: as `bench` takes them.
+        times: whether anything is timed.
+    """
+
+    device: str = "cuda"
+    families: tuple[str, ...] = tuple(FAMILIES)
+    kernels: tuple[str, ...] = ()
+    only: str | None = None
+    quick: bool = False
+    random: int = RANDOM
+    seed: int = 0
+    peers: str | None = None
+    times: bool = True
+
+
+@dataclass
+class Tally:
+    """What came of the problems of one kernel in one family.
+
+    Attributes:
+        chosen: dispatch takes it by itself for some typical layer.
+        reason: why it serves nothing here; empty where it serves something.
+    """
+
+    family: str
+    kernel: str
+    chosen: bool
+    reason: str
+    total: int = 0
+    counts: Counter[Status] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> int:
+        return sum(count for status, count in self.counts.items() if status.failed)
+
+    @property
+    def proven(self) -> bool:
+        """Right in all that it serves, and that is something."""
+        return not self.failures and self.counts[Status.RIGHT] > 0
+
+    @property
+    def verdict(self) -> str:
+        if self.reason:
+            return "not here"
+        if sum(self.counts.values()) < self.total:
+            return "..."
+        if self.failures:
+            return "WRONG"
+        return "right" if self.proven else "refused all"
+
+    @property
+    def cells(self) -> list[str]:
+        counts = (self.counts[Status.RIGHT], self.failures, self.counts[Status.REFUSED], self.total)
+        numbers = [*map(str, counts), f"{self.seconds:.0f}"] if self.total else [""] * 5
+        return [self.family, self.kernel, "yes" if self.chosen else "", *numbers, self.verdict]
+
+
+class Screen:
+    """What is seen: on a terminal a table that fills, in a log a line for each kernel and for each failure."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        if not console.is_terminal:
+            console.width = max(console.width, LOG_WIDTH)
+        self.tallies: list[Tally] = []
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self) -> Table:
+        table = Table(title="Checked against the reference", title_justify="left", box=box.SIMPLE_HEAD)
+        names = ("family", "kernel", "default", "right", "failed", "refused", "of", "s", "")
+        for index, name in enumerate(names):
+            table.add_column(name, justify="right" if 3 <= index <= 7 else "left", overflow="fold")
+        for tally in self.tallies:
+            table.add_row(*tally.cells)
+        return table
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[Live | None]:
+        if not self.console.is_terminal:
+            yield None
+            return
+        with Live(console=self.console, get_renderable=self.table, refresh_per_second=4) as live:
+            yield live
+
+    def finished(self, tally: Tally) -> None:
+        if self.console.is_terminal:
+            return
+        counts = f"{tally.counts[Status.RIGHT]} right, {tally.failures} failed, {tally.counts[Status.REFUSED]} refused"
+        self.say(f"{tally.family} {tally.kernel}: {tally.reason or f'{counts}, {tally.seconds:.0f} s'}")
+
+    def final(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """All tables, without the one that a terminal has shown already."""
+        if not self.console.is_terminal:
+            self.console.print(self.table())
+        for tally in self.tallies:
+            if tally.reason:
+                self.say(f"{tally.family} {tally.kernel} is not here: {tally.reason}")
+        if rows:
+            self.console.print(times(rows))
+
+    def timed(self, row: Mapping[str, Any]) -> None:
+        cells = [f"{one['provider']} {one['median_us']:.1f}" for one in row["cells"] if one["status"] == "ok"]
+        self.say(f"{row['operator']} {row['id']}, us: {', '.join(cells) or 'nothing ran'}")
+
+
+def usable(options: Options) -> Report:
+    """Look at the machine, and see that what is asked for makes sense.
+
+    Raises:
+        InvalidInput: it does not, or there is no GPU.
+    """
+    if options.device not in ("cuda", "cpu"):
+        raise InvalidInput(f"device {options.device!r} is not accepted: use cuda, or cpu")
+    if options.device == "cpu":
+        envs.hide_gpus()
+        envs.interpret_triton()
+    elif not torch.cuda.is_available():
+        raise InvalidInput("verify needs an NVIDIA GPU and finds none; --device cpu tries the command without one")
+    unknown = [name for name in options.families if name not in FAMILIES]
+    if unknown:
+        raise InvalidInput(f"no family {', '.join(map(repr, unknown))}: choose from {', '.join(FAMILIES)}")
+    report = doctor.examine()
+    known = {one.kernel for one in tallies(report, options.families, ())}
+    strange = [name for name in options.kernels if name not in known]
+    if strange:
+        raise InvalidInput(f"no kernel {', '.join(map(repr, strange))}: choose from {', '.join(sorted(known))}")
+    if options.only is not None:
+        if len(options.families) != 1:
+            raise InvalidInput("--only names a problem of one family: name that with --families")
+        tables.find(options.families[0], options.only, options.device)
+    return report
+
+
+def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> list[Tally]:
+    """One for each kernel of each family, by the doctor's report; kernels: only these, or all where there are none."""
+    made = []
+    for name in families:
+        operations = [
+            operation
+            for layer in report.layers
+            for operation in layer.operations
+            if operation.operation == FAMILIES[name].operation
+        ]
+        judged = [one for operation in operations for one in operation.kernels]
+        for kernel in dict.fromkeys(one.kernel for one in judged):
+            if kernels and kernel not in kernels:
+                continue
+            objections = [one.objections for one in judged if one.kernel == kernel]
+            made.append(
+                Tally(
+                    name,
+                    kernel,
+                    chosen=any(operation.served_by == kernel for operation in operations),
+                    reason=objections[0][0] if all(objections) else "",
+                )
+            )
+    return made
+
+
+def repeat(options: Options, family: str, kernel: str, problem: str) -> str:
+    """The command that runs a problem again."""
+    words = ["--families", family, "--kernels", kernel, "--only", problem]
+    words += [] if options.device == "cuda" else ["--device", options.device]
+    return "dsl-backend verify " + shlex.join(words)
+
+
+def check(options: Options, tally: Tally, lines: Any, screen: Screen) -> None:
+    """Go through the problems of a kernel."""
+    if tally.reason:
+        screen.finished(tally)
+        return
+    names = (
+        [options.only]
+        if options.only is not None
+        else tables.names(tally.family, options.device, quick=options.quick, random=options.random, seed=options.seed)
+    )
+    tally.total = len(names)
+    for outcome in worker.checks(tally.family, tally.kernel, names, options.device):
+        tally.counts[outcome.status] += 1
+        tally.seconds += outcome.seconds
+        lines.write(
+            {
+                "kind": "check",
+                "family": tally.family,
+                "kernel": tally.kernel,
+                "problem": outcome.name,
+                "status": outcome.status.value,
+                "message": outcome.message,
+                "seconds": round(outcome.seconds, 3),
+                "repeat": repeat(options, tally.family, tally.kernel, outcome.name),
+            }
+        )
+        if outcome.status.failed:
+            screen.say(failure(options, tally, outcome))
+    screen.finished(tally)
+
+
+def failure(options: Options, tally: Tally, outcome: Outcome) -> str:
+    """What is said of a problem that failed."""
+    what = f"FAILED {tally.family} {tally.kernel} {outcome.name}: {outcome.status.value}: {outcome.message}"
+    return f"{what}\n  again: {repeat(options, tally.family, tally.kernel, outcome.name)}"
+
+
+def measure(
+    options: Options, benchmark: Benchmark, kernels: Sequence[str], benchmarks: Any, lines: Any, screen: Screen
+) -> list[str]:
+    """Time an operator's rows with kernels of ours and the peers; what went wrong with ours."""
+    pattern = TINY_ROWS if options.device == "cpu" else benchmark.quick if options.quick else benchmark.rows
+    settings = {
+        "rows": pattern,
+        "kernels": ",".join(kernels),
+        "peers": options.peers,
+        "seconds": SECONDS_CPU if options.device == "cpu" else SECONDS,
+    }
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "rows"
+        with worker.Child(worker.time_rows, benchmarks.__name__, benchmark.op, path, settings) as child:
+            for row in rows_of(child, path, problems):
+                lines.write(row)
+                screen.timed(row)
+                problems += wrong_cells(row)
+    again = f"dsl-backend bench {benchmark.op} --rows {shlex.quote(pattern)} --kernels {','.join(kernels)}"
+    found = [f"FAILED {benchmark.op}: {problem}\n  again: {again}" for problem in problems]
+    for text in found:
+        screen.say(text)
+    return found
+
+
+def rows_of(child: worker.Child, path: pathlib.Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows as a benchmark writes them. Where it ended badly and nobody has said why, that is added to the problems."""
+    seen, last, ended = 0, time.monotonic(), None
+    while ended is None:
+        try:
+            status = child.receive(POLL_SECONDS)
+            ended = "" if status == 0 else f"exit status {status}: {child.last_words()}"
+        except TimeoutError:
+            if time.monotonic() - last > ROW_SECONDS:
+                ended = f"no row for {ROW_SECONDS:.0f} s"
+        except EOFError as error:
+            ended = str(error)
+        # The last line may be half written.
+        written = path.read_text().split("\n")[:-1] if path.exists() else []
+        for line in written[seen:]:
+            last = time.monotonic()
+            row = json.loads(line)
+            if row["kind"] == "row":
+                yield row
+        seen = len(written)
+    if ended and not problems:
+        problems.append(ended)
+
+
+def wrong_cells(row: Mapping[str, Any]) -> list[str]:
+    """What kernels of ours did not do in a row."""
+    return [
+        f"{row['id']} {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
+        for cell in row["cells"]
+        if cell["provider"].startswith("dsl") and cell["status"] in ("wrong", "error")
+    ]
+
+
+def times(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each kernel of ours in each row, with the fastest peer."""
+    table = Table(title="Timed", title_justify="left", box=box.SIMPLE_HEAD)
+    columns = ("operator", "row", "kernel", "us", "of floor", "rate", "fastest peer, us (over ours)")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if 3 <= index <= 5 else "left", overflow="fold")
+    for row in rows:
+        done = [cell for cell in row["cells"] if cell["status"] == "ok"]
+        peers = [cell for cell in done if not cell["provider"].startswith("dsl") and cell["provider"] != OWN_TRITON]
+        best = min(peers, key=lambda cell: cell["median_us"], default=None)
+        for cell in row["cells"]:
+            if not cell["provider"].startswith("dsl") or cell["status"] == "skipped":
+                continue
+            who = [row["operator"], row["id"], cell["provider"].removeprefix("dsl:")]
+            if cell["status"] != "ok":
+                table.add_row(*who, cell["status"])
+                continue
+            mine = cell["median_us"]
+            floor = f"{cell['of_floor']:.2f}x" if cell["of_floor"] else ""
+            beside = f"{best['provider']} {best['median_us']:.1f} ({best['median_us'] / mine:.2f}x)" if best else ""
+            table.add_row(*who, f"{mine:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", beside)
+    return table
+
+
+def opened(path: pathlib.Path | None, options: Options, report: Report, benchmarks: Any) -> Any:
+    """The lines of JSON, with those that say where and of what the others are.
+
+    Raises:
+        InvalidInput: the file cannot be written.
+    """
+    try:
+        lines = benchmarks.report.JsonLines(path)
+    except OSError as error:
+        raise InvalidInput(f"--json {path} cannot be written: {error.strerror}") from None
+    seconds = SECONDS_CPU if options.device == "cpu" else SECONDS
+    environment = benchmarks.facts.gather(torch.device(options.device))
+    lines.write({"kind": "environment", **environment, "page_size": 16, "seconds": seconds, "flush": False})
+    lines.write({"kind": "doctor", **report.model_dump()})
+    lines.write({"kind": "verify", "schema_version": SCHEMA_VERSION, **vars(options)})
+    return lines
+
+
+def run(options: Options, json_path: pathlib.Path | None, benchmarks: Any, console: Console) -> int:
+    """Check and time; the exit status, 0 where all is right and 1 where something is not.
+
+    Args:
+        json_path: takes one JSON object a line, as soon as it is known.
+        benchmarks: the package of the benchmarks.
+
+    Raises:
+        InvalidInput: what is asked for makes no sense here.
+    """
+    began, report, screen = time.monotonic(), usable(options), Screen(console)
+    lines = opened(json_path, options, report, benchmarks)
+    machine = lines.entries[0]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    screen.say(f"{machine['device']} ({report.target.arch}); commit {machine['commit']}; {versions}")
+
+    screen.tallies = tallies(report, options.families, options.kernels)
+    with screen.live():
+        for tally in screen.tallies:
+            check(options, tally, lines, screen)
+    problems: list[str] = []
+    if options.times and options.only is None:
+        for name in options.families:
+            proven = [tally.kernel for tally in screen.tallies if tally.family == name and tally.proven]
+            for benchmark in FAMILIES[name].benchmarks if proven else ():
+                problems += measure(options, benchmark, proven, benchmarks, lines, screen)
+    status = conclude(screen, problems, lines, time.monotonic() - began)
+    if json_path is not None:
+        screen.say(f"All of it is in {json_path}: please attach it to an issue.")
+    return status
+
+
+def conclude(screen: Screen, problems: Sequence[str], lines: Any, seconds: float) -> int:
+    """The tables, all failures once more, and the verdict; the exit status."""
+    right = sum(tally.counts[Status.RIGHT] for tally in screen.tallies)
+    failed = sum(tally.failures for tally in screen.tallies)
+    rows = [entry for entry in lines.entries if entry["kind"] == "row"]
+    all_right = right > 0 and not failed and not problems
+    lines.write(
+        {
+            "kind": "summary",
+            "all_right": all_right,
+            "right": right,
+            "failed": failed,
+            "rows": len(rows),
+            "row_failures": list(problems),
+            "seconds": round(seconds, 1),
+        }
+    )
+    screen.final(rows)
+    for entry in lines.entries:
+        if entry["kind"] == "check" and Status(entry["status"]).failed:
+            screen.say(f"FAILED ({entry['status']}): {entry['repeat']}")
+    for text in problems:
+        screen.say(text)
+    screen.say(
+        f"{'All right' if all_right else 'NOT all right'}: {right} problems right, {failed} failed; {len(rows)} rows "
+        f"timed, {len(problems)} failed there; {seconds:.0f} s"
+    )
+    return 0 if all_right else 1
