@@ -61,11 +61,13 @@ class Mutant:
     Attributes:
         kind: of mistake.
         what: in words, with the instruction and its line in the PTX of the kernel that has no mistake.
+        instruction: its name; empty for what is not in the code.
         apply: makes it in a launch.
     """
 
     kind: str
     what: str
+    instruction: str
     apply: Callable[[Launch], Launch]
 
     def __str__(self) -> str:
@@ -373,7 +375,7 @@ def mutants(launch: Launch, lines: Collection[int]) -> Iterator[Mutant]:
             def apply(given: Launch, at: int = at, size: int = size, instead: tuple[Instr, ...] = instead) -> Launch:
                 return replace(given, ptx=rewritten(module, function, at, size, instead))
 
-            yield Mutant(kind, f"line {instr.line}, `{shortened(instr)}`: {words}", apply)
+            yield Mutant(kind, f"line {instr.line}, `{shortened(instr)}`: {words}", instr.op.name, apply)
     for index in launch.tensor_maps:
 
         def swizzled(given: Launch, index: int = index) -> Launch:
@@ -386,7 +388,7 @@ def mutants(launch: Launch, lines: Collection[int]) -> Iterator[Mutant]:
             parts[index] = Parameter(parts[index].name, parts[index].align, bytes(data))
             return replace(given, parameters=tuple(parts))
 
-        yield Mutant("tensor map swizzle", f"parameter {index}", swizzled)
+        yield Mutant("tensor map swizzle", f"parameter {index}", "", swizzled)
 
 
 def shortened(instr: Instr) -> str:
@@ -394,12 +396,16 @@ def shortened(instr: Instr) -> str:
     return re.sub(r"\{(%\w+), [^}]{24,}\}", r"{\1, ...}", show_instr(instr))[:120]
 
 
-def selection(every: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
-    """At most so many of each kind, in their order; always the same ones."""
+def selection(every: Iterable[Mutant], most: int, seed: int = 0, *, by_instruction: bool = False) -> list[Mutant]:
+    """At most so many of each kind, in their order; always the same ones.
+
+    Args:
+        by_instruction: so many of each kind and instruction.
+    """
     kinds: dict[str, list[int]] = defaultdict(list)
     listed = list(every)
     for index, mutant in enumerate(listed):
-        kinds[mutant.kind].append(index)
+        kinds[f"{mutant.kind} {mutant.instruction}" if by_instruction else mutant.kind].append(index)
     chosen: set[int] = set()
     for kind, indices in kinds.items():
         chosen |= set(random.Random(f"{seed} {kind}").sample(indices, min(most, len(indices))))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from equivalent import EQUIVALENT, UNSEEN, reason
+from emulated_suite import SUITE
 from flash import FLASH, installed
 from judge import Verdict, judge, mutants_of, original
 from judged import KERNELS
@@ -23,22 +23,18 @@ SHARDS = 4
 LIMIT_S = 3600
 
 
-def survivors(verdicts: list[Verdict]) -> list[str]:
-    return [str(one) for one in verdicts if one.found is None and not reason(one, [*EQUIVALENT, *UNSEEN])]
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_some_mutants(name: str) -> None:
     kernel = KERNELS[name]
     of = original(kernel)
     kinds = selection(mutants_of(kernel, of), 1)
     chosen = random.Random(name).sample(kinds, min(QUICK, len(kinds)))
-    assert survivors([judge(kernel, of, mutant) for mutant in chosen]) == []
+    assert SUITE.survivors([judge(kernel, of, mutant) for mutant in chosen]) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shard", range(SHARDS))
-@pytest.mark.parametrize("name", [*KERNELS, *FLASH])
+@pytest.mark.parametrize("name", SUITE.names)
 def test_all_mutants(name: str, shard: int) -> None:
     if name in FLASH and not installed():
         pytest.skip("FlashAttention-4 is not installed: `make peers` does it")
@@ -47,9 +43,9 @@ def test_all_mutants(name: str, shard: int) -> None:
     assert ran.returncode == 0, ran.stderr[-4000:]
     verdicts = [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
     assert verdicts
-    assert survivors(verdicts) == []
+    assert SUITE.survivors(verdicts) == []
 
 
 def test_a_survivor_that_nobody_has_explained_fails() -> None:
     found = Verdict("gemm wgmma", "drop", "line 1, `wgmma.fence.sync.aligned;`: left out", None, None)
-    assert survivors([found]) == [str(found)]
+    assert SUITE.survivors([found]) == [str(found)]
