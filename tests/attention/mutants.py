@@ -61,17 +61,17 @@ def subject(name: str, kernel_type: type[Any], config: Any, of: Case, arch: str 
     return Kernel(name, arch, case(kernel_type, config, arch, sms, of), sms=sms, most=2, by_instruction=True)
 
 
-# One block makes two query tiles of 64 tokens and two heads; five tiles of keys for the second.
-LONG = Case(q_lens=(150,), kv_lens=(160,), heads=(2, 1), dim=128, page=32)
-# Shares begin and end in the middle of requests.
-SHORT = Case(q_lens=(1, 1, 1), kv_lens=(300, 20, 200), heads=(4, 2), dim=128, page=32)
+# One block makes three tiles of 64 queries; the last has five tiles of keys.
+LONG = Case(q_lens=(150,), kv_lens=(160,), heads=(4, 1), dim=128, page=32)
+# Shares begin and end in the middle of requests, and one request is whole: its rows are those of several warps.
+SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 200), heads=(4, 2), dim=128, page=32)
 MLA = mla(16, q_lens=(1, 1), kv_lens=(260, 130), q_gain=8.0, page=64)
 PAIR = mla(128, q_lens=(1,), kv_lens=(260,), q_gain=8.0, page=64)
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        subject("SM100 forward", Prefill, ForwardConfig(tile_n=32), LONG),
+        subject("SM100 forward", Prefill, ForwardConfig(tile_n=32, query_stages=2), LONG),
         subject(
             "SM100 split-KV",
             SplitKV,

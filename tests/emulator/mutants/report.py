@@ -8,7 +8,6 @@ Judges all mutants, or reads verdicts that run_mutants.py printed.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,16 +17,9 @@ from pathlib import Path
 
 from judge import Verdict
 from run_mutants import SUITE
-from suite import Suite, load, reason
+from suite import Suite, judged, load, reason
 
-HERE = Path(__file__).resolve().parent
 BAR = 0.95
-
-
-def judged(module: str, name: str) -> list[Verdict]:
-    command = [sys.executable, "-W", "ignore", str(HERE / "run_mutants.py"), name, "--suite", module]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
 
 
 def outcome(suite: Suite, verdict: Verdict) -> str:

@@ -4,20 +4,13 @@
 Quick: some of each kernel of ours. Full: all of them, and those of FlashAttention-4.
 """
 
-import json
-import random
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from emulated_suite import SUITE
 from flash import FLASH, installed
-from judge import Verdict, judge, mutants_of, original
+from judge import Verdict
 from judged import KERNELS
-from mutate import selection
+from suite import judged, some
 
-HERE = Path(__file__).resolve().parent
 QUICK = 4  # of each kernel
 SHARDS = 4
 LIMIT_S = 3600
@@ -25,11 +18,7 @@ LIMIT_S = 3600
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_some_mutants(name: str) -> None:
-    kernel = KERNELS[name]
-    of = original(kernel)
-    kinds = selection(mutants_of(kernel, of), 1)
-    chosen = random.Random(name).sample(kinds, min(QUICK, len(kinds)))
-    assert SUITE.survivors([judge(kernel, of, mutant) for mutant in chosen]) == []
+    assert SUITE.survivors(some(KERNELS[name], QUICK)) == []
 
 
 @pytest.mark.full
@@ -38,10 +27,7 @@ def test_some_mutants(name: str) -> None:
 def test_all_mutants(name: str, shard: int) -> None:
     if name in FLASH and not installed():
         pytest.skip("FlashAttention-4 is not installed: `make peers` does it")
-    command = [sys.executable, "-W", "ignore", str(HERE / "run_mutants.py"), name, "--shard", str(shard), str(SHARDS)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    verdicts = [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
+    verdicts = judged("emulated_suite", name, shard, SHARDS, LIMIT_S)
     assert verdicts
     assert SUITE.survivors(verdicts) == []
 
