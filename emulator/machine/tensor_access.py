@@ -239,7 +239,7 @@ def report_fence(runner: "Runner", cta: Cta, late: Clash, doing: str, order: Ord
     missing = "before_thread_sync behind it" if handed else "after_thread_sync before this"
     other = runner.run.place_of(cta.cluster.number, late.component, late.where)
     message = f"{name_of(late)} of {cta.name} is {doing}: an earlier {late.earlier} has no tcgen05.fence::{missing}"
-    runner.report(Kind.TENSOR_ORDER, message, other=other, index=index, warning=True)
+    runner.report(Kind.TENSOR_FENCE, message, other=other, index=index, warning=True)
 
 
 def name_of(clash: Clash) -> str:

@@ -489,7 +489,7 @@ def test_a_in_tensor_memory(schedule: str, missing: str) -> None:
     work = Gemm(1, 128)
     machine = work.run(schedule, before=before, mmas=mma)
     if missing in (FENCE_BEFORE, FENCE_AFTER):
-        (found,) = (one for one in machine.findings if one.kind is Kind.TENSOR_ORDER)
+        (found,) = (one for one in machine.findings if one.kind is Kind.TENSOR_FENCE)
         assert found.warning
         assert missing.removesuffix(";") in found.message
     elif missing:
