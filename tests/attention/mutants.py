@@ -91,8 +91,51 @@ KERNELS = {
     )
 }
 
-EQUIVALENT: Rows = []
-UNSEEN: Rows = []
-HEAD = ""
+# (pattern of the kernel, pattern of `kind: what`, reason), as in Suite. No lines: kernels change.
+EQUIVALENT: Rows = [
+    (
+        "SM100",
+        "drop: .*relinquish_alloc_permit",
+        "no other block allocates: a block has all of an SM's shared memory, and gives the permit back at its end",
+    ),
+    (
+        "SM100",
+        "descriptor leading: .*4611756662049538048",
+        "the leading dimension's offset has no meaning for K-major operands with a swizzle (9.7.16.4.1)",
+    ),
+    (
+        "SM100 (forward|split-KV)",
+        "drop: .*tcgen05.wait::ld.*correct.py",
+        "registers are a dependency that the hardware keeps (9.7.16.6.4.5), and the wait for a later piece of the row "
+        "comes before the columns are handed over",
+    ),
+    (
+        "SM100 (forward|split-KV)",
+        "drop: .*fence::after_thread_sync.*behind correct.py",
+        "both halves' products are issued before either's commit: the wait and the fence for the other half cover them",
+    ),
+    (
+        "SM100 split-KV",
+        "drop wait: .*correct.py",
+        "the wait for the other half's sums, behind it, covers both: their commits come after all products",
+    ),
+]
+UNSEEN: Rows = [
+    (
+        "SM",
+        "(drop: .*bar.warp.sync|swap: .*behind `bar.warp.sync)",
+        "order between lanes of a warp: a warp has one clock",
+    ),
+]
+HEAD = """# Mutants of the attention kernels
+
+The mistakes of [emulator-mutants.md](emulator-mutants.md), one at a time, in the PTX of our own kernels, with small
+tiles and problems in which every ring goes round twice. Of each kind of mistake and each instruction at most two are
+taken, by a fixed seed. "value": the result is off by more than its budget, and no check said so before. Kernels are run
+on a strict device, where a warning is a finding. Schedules: lazy, eager, random, until one shows it.
+
+Made by `python tests/emulator/mutants/report.py --suite tests.attention.mutants > docs/attention-mutants.md`; the same
+mutants are tests (`pytest tests/attention/test_mutants.py`, a selection without `-m full`).
+"""
 
 SUITE = Suite([*KERNELS], KERNELS.__getitem__, EQUIVALENT, UNSEEN, HEAD)

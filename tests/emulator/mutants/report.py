@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from judge import Verdict
-from run_mutants import SUITE
+from run_mutants import DEFAULT
 from suite import Suite, judged, load, reason
 
 BAR = 0.95
@@ -82,7 +82,7 @@ def lines(suite: Suite, verdicts: list[Verdict]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Judge all mutants and print the table of how they were found.")
-    parser.add_argument("--suite", default=SUITE, help="a module with a SUITE")
+    parser.add_argument("--suite", default=DEFAULT, help="a module with a SUITE")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verdicts", nargs="*", type=Path, help="what run_mutants.py printed, in place of running it")
     options = parser.parse_args()

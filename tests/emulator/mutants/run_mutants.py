@@ -18,13 +18,13 @@ sys.path[:0] = [str(HERE.parents[2]), str(HERE), str(HERE.parent / "kernels")]
 from judge import judge, mutants_of, original  # noqa: E402  after the path
 from suite import load  # noqa: E402
 
-SUITE = "emulated_suite"
+DEFAULT = "emulated_suite"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Judge the mutants of a kernel.")
     parser.add_argument("kernel")
-    parser.add_argument("--suite", default=SUITE, help="a module with a SUITE")
+    parser.add_argument("--suite", default=DEFAULT, help="a module with a SUITE")
     parser.add_argument("--shard", nargs=2, type=int, default=(0, 1), metavar=("NUMBER", "OF"))
     options = parser.parse_args()
     number, of = options.shard
