@@ -10,7 +10,8 @@ later one for that component; of its own asynchronous accesses it knows once it 
 What an agent knows is kept twice, since knowing of a generic write is not enough for every engine:
 
 - `seen`: ordered before the agent's next ordinary access.
-- `fenced`: ordered before its next access by the async proxy; generic accesses join it at fence.proxy.async.
+- `fenced`: ordered before its next access by the async proxy; generic accesses join it at fence.proxy.async. Of
+  tcgen05.ld and .st it is what their warp has handed over by tcgen05.fence::before_thread_sync.
 """
 
 import enum
@@ -36,6 +37,8 @@ class Source(enum.Enum):
     TENSOR_PIPE = "tcgen05 operations that a warp commits"
 
 
+# Accesses to tensor memory that a warp hands over, once it has waited for them, by a fence before it synchronizes.
+HANDED = frozenset({Source.TENSOR_LOAD, Source.TENSOR_STORE})
 # Components whose accesses the async proxy makes: they need no proxy fence before another access of that proxy.
 ASYNC_PROXY = frozenset({Source.MBARRIER, Source.BULK_GROUP, Source.BULK_READ, Source.MATRIX_GROUP, Source.TENSOR_PIPE})
 
@@ -52,6 +55,7 @@ class Components:
         self.names: list[str] = []
         self.sources: list[Source] = []
         self.is_async = np.zeros(capacity, dtype=np.bool_)
+        self.is_handed = np.zeros(capacity, dtype=np.bool_)
 
     def new(self, source: Source, name: str) -> int:
         """A component's index.
@@ -65,6 +69,7 @@ class Components:
         self.names.append(name)
         self.sources.append(source)
         self.is_async[index] = source in ASYNC_PROXY
+        self.is_handed[index] = source in HANDED
         return index
 
     def zeros(self) -> Vector:
@@ -122,15 +127,19 @@ class Clock:
 
     Attributes:
         component: its own.
+        admitted: accesses to tensor memory that are ordered before its next one by its own waits, and by the fences
+            of both sides where others made them.
     """
 
     components: Components
     component: int
     knows: Knowledge = field(init=False)
+    admitted: Vector = field(init=False)
     now: int = 1
 
     def __post_init__(self) -> None:
         self.knows = Knowledge.none(self.components)
+        self.admitted = self.components.zeros()
         self.knows.seen[self.component] = self.now
 
     @property
@@ -154,8 +163,18 @@ class Clock:
 
     def proxy_fence(self) -> None:
         """fence.proxy.async: generic accesses known so far are ordered before later ones of the async proxy."""
-        np.maximum(self.knows.fenced, self.knows.seen, out=self.knows.fenced)
+        np.maximum(self.knows.fenced, self.knows.seen, out=self.knows.fenced, where=~self.components.is_handed)
         self.tick()
+
+    def wait_tensor(self, component: int, clock: int) -> None:
+        """tcgen05.wait: its own loads or stores are over."""
+        self.knows.learn(component, clock, generic=True)
+        self.admitted[component] = clock
+
+    def admit_tensor(self) -> None:
+        """tcgen05.fence::after_thread_sync: what was acquired so far is ordered before later accesses."""
+        handed = np.where(self.components.is_handed, self.knows.fenced, self.knows.seen)
+        np.maximum(self.admitted, handed, out=self.admitted)
 
     def async_order(self) -> Vector:
         """What is ordered before an async-proxy access issued now: fenced generic accesses, known asynchronous ones."""

@@ -147,6 +147,12 @@ class Shadow:
         self.read_bytes[words] = 0
         return clash
 
+    def unordered(self, words: Words, order: Vector, *, write: bool) -> Clash | None:
+        """The first access that is not ordered before a read or write of words, which is not recorded."""
+        return self._unordered_write(words, order, ALL_BYTES) or (
+            self._unordered_read(words, order, ALL_BYTES) if write else None
+        )
+
     def forget(self, words: Words) -> None:
         """The words were given back: what they held may not be read again."""
         self.written[words] = 0

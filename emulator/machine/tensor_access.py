@@ -3,6 +3,11 @@
 
 Sources: PTX ISA 9.2, sections Memory Consistency Model (9.7.16.6) and Issue Granularity (9.7.16.5).
 
+Between threads the canonical patterns (9.7.16.6.4) have a fence on both sides: who waited for its loads and stores has
+tcgen05.fence::before_thread_sync before it arrives, and tcgen05.commit is one; who waits for an arrival has
+tcgen05.fence::after_thread_sync before its next access. CUTLASS's pipelines have neither, so that one which is missing
+is a warning. A fence does not wait: loads and stores that nobody waited for are in no order, fenced or not.
+
 The history has one word for 16 lanes of a column. Every access touches those together, but for tcgen05.cp.4x256b and
 for lanes that an MMA's masks disable: of these the history believes that they touch all 16.
 """
@@ -15,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.errors import Unsupported
-from emulator.machine.clocks import Source, Vector
+from emulator.machine.clocks import Clock, Source, Vector
 from emulator.machine.cluster import TENSOR_BLOCK, Cta
 from emulator.machine.findings import Kind
 from emulator.machine.shadow import Clash, Shadow
@@ -70,6 +75,25 @@ class Work:
     used: set[int] = field(default_factory=set)
     moved: dict[int, int] = field(default_factory=dict)
     lanes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a warp knew when it issued an access.
+
+    Attributes:
+        seen: accesses that are ordered before it, by whatever means.
+        handed: of loads and stores, those that their warps' fences cover.
+        admitted: those that its own fence covers too, and its own.
+    """
+
+    seen: Vector
+    handed: Vector
+    admitted: Vector
+
+    @classmethod
+    def now(cls, clock: Clock) -> "Order":
+        return cls(clock.knows.seen.copy(), clock.knows.fenced.copy(), clock.admitted.copy())
 
 
 def work_of(runner: "Runner", source: Source) -> Work:
@@ -189,18 +213,37 @@ def check_written(runner: "Runner", cta: Cta, cells: Cells | Rectangle, index: i
 
 
 def touch_tensor(
-    runner: "Runner", cta: Cta, blocks: Blocks, *, write: bool, stamp: tuple[int, int], order: Vector, index: int
+    runner: "Runner", cta: Cta, blocks: Blocks, *, write: bool, stamp: tuple[int, int], order: Order, index: int
 ) -> None:
     """Record an access and report what it clashes with.
 
     Args:
-        order: what is ordered before it, as known when it was issued.
+        order: as known when it was issued.
         index: of its instruction.
     """
     _, shadow = tensor_of(cta)
-    clash = (shadow.write if write else shadow.read)(blocks, stamp, order, index)
+    late = shadow.unordered(blocks, order.admitted, write=write)
+    if late is None:
+        (shadow.write if write else shadow.read)(blocks, stamp, order.admitted, index)
+        return
+    clash = (shadow.write if write else shadow.read)(blocks, stamp, order.seen, index)
     if clash is not None:
         report_clash(runner, cta, clash, "written" if write else "read", index)
+    elif order.seen[late.component] >= late.clock:
+        report_fence(runner, cta, late, "written" if write else "read", order, index)
+
+
+def report_fence(runner: "Runner", cta: Cta, late: Clash, doing: str, order: Order, index: int) -> None:
+    """Threads have synchronized, and a fence is missing around that."""
+    handed = runner.clock.components.is_handed[late.component] and order.handed[late.component] < late.clock
+    missing = "before_thread_sync behind it" if handed else "after_thread_sync before this"
+    other = runner.run.place_of(cta.cluster.number, late.component, late.where)
+    message = f"{name_of(late)} of {cta.name} is {doing}: an earlier {late.earlier} has no tcgen05.fence::{missing}"
+    runner.report(Kind.TENSOR_FENCE, message, other=other, index=index, warning=True)
+
+
+def name_of(clash: Clash) -> str:
+    return name_address(clash.word // COLUMNS * TENSOR_BLOCK << 16 | clash.word % COLUMNS)
 
 
 def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: int) -> None:
@@ -209,10 +252,7 @@ def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: in
     issuer, clock = stamps[clash.clock - 1] if stamps else (clash.component, clash.clock)
     own = issuer == runner.clock.component
     known = own or runner.clock.knows.seen[issuer] >= clock
-    lane, column = clash.word // COLUMNS * TENSOR_BLOCK, clash.word % COLUMNS
-    message = (
-        f"{name_address(lane << 16 | column)} of {cta.name} is {doing}, and nothing orders an earlier {clash.earlier}"
-    )
+    message = f"{name_of(clash)} of {cta.name} is {doing}, and nothing orders an earlier {clash.earlier}"
     if known:
         message += ", of which only the issue is known: it has to be waited for, or committed, first"
     if known and is_used(cta, issuer, clash):

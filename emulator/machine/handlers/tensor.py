@@ -19,7 +19,7 @@ from emulator.core.program import FULL, Program
 from emulator.core.warp import Fault, lanes_of
 from emulator.errors import Unsupported
 from emulator.machine.access import by_space, store
-from emulator.machine.clocks import Source
+from emulator.machine.clocks import Knowledge, Source
 from emulator.machine.cluster import Cta
 from emulator.machine.findings import Kind
 from emulator.machine.handlers.memory import items, space_of
@@ -28,6 +28,7 @@ from emulator.machine.runner import Runner, Wait
 from emulator.machine.shadow import NOBODY
 from emulator.machine.tensor_access import (
     Blocks,
+    Order,
     Work,
     blocks_in,
     blocks_of,
@@ -219,7 +220,7 @@ def execute_load(runner: Runner, instr: Instr) -> None:
     work = loads_of(runner)
     stamp = issue(runner, work)
     check_written(runner, cta, cells, index)
-    touch_tensor(runner, cta, blocks, write=False, stamp=stamp, order=runner.clock.knows.seen, index=index)
+    touch_tensor(runner, cta, blocks, write=False, stamp=stamp, order=Order.now(runner.clock), index=index)
     if work.pending:
         runner.drain_faults()
     rows = to.rows if extra is None else np.concatenate((to.rows, extra.rows))
@@ -295,7 +296,7 @@ def execute_store(runner: Runner, instr: Instr) -> None:
     check_count(source, cells)
     values = taken(runner, source)
     work = work_of(runner, Source.TENSOR_STORE)
-    stamp, order = issue(runner, work), runner.clock.knows.seen.copy()
+    stamp, order = issue(runner, work), Order.now(runner.clock)
 
     def run() -> None:
         check_allocated(cta, columns_of(blocks))
@@ -330,7 +331,7 @@ def waited(runner: Runner, source: Source, then: Callable[[Work], None]) -> Wait
 
     def finish() -> None:
         if issued:
-            runner.clock.knows.learn(work.component, issued)
+            runner.clock.wait_tensor(work.component, issued)
         then(work)
 
     return Wait(f"waits for {source.value}", lambda: work.done >= issued, finish)
@@ -357,27 +358,19 @@ def execute_wait_store(runner: Runner, instr: Instr) -> Wait:
     return waited(runner, Source.TENSOR_STORE, lambda work: None)
 
 
+def hand_over(runner: Runner, to: Knowledge) -> None:
+    """The warp's loads and stores that it has waited for come before what others do after they have synchronized."""
+    for source in (Source.TENSOR_LOAD, Source.TENSOR_STORE):
+        work = runner.state.get(source.value)
+        if isinstance(work, Work):
+            to.fenced[work.component] = runner.clock.knows.seen[work.component]
+
+
 @executes("tcgen05.fence::before_thread_sync")
-def execute_fence_before(runner: Runner, instr: Instr) -> Wait:
-    """The warp's loads and stores so far come before what others do after they have synchronized with it.
-
-    The emulator does them now; a load's registers stay its own until they are waited for.
-    """
-    loads, stores = work_of(runner, Source.TENSOR_LOAD), work_of(runner, Source.TENSOR_STORE)
-    issued = loads.issued, stores.issued
-
-    def then() -> None:
-        for work, count in zip((loads, stores), issued, strict=True):
-            if count:
-                runner.clock.knows.learn(work.component, count)
-
-    return Wait(
-        "waits at tcgen05.fence::before_thread_sync",
-        lambda: loads.done >= issued[0] and stores.done >= issued[1],
-        then,
-    )
+def execute_fence_before(runner: Runner, instr: Instr) -> None:
+    hand_over(runner, runner.clock.knows)
 
 
 @executes("tcgen05.fence::after_thread_sync")
 def execute_fence_after(runner: Runner, instr: Instr) -> None:
-    """Nothing to do: kernels in production leave it out, and what was acquired orders tensor memory already."""
+    runner.clock.admit_tensor()

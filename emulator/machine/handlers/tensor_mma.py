@@ -22,12 +22,14 @@ from emulator.machine.findings import Kind
 from emulator.machine.handlers.barriers import locate, mbarrier
 from emulator.machine.handlers.memory import items
 from emulator.machine.handlers.registry import executes
+from emulator.machine.handlers.tensor import hand_over
 from emulator.machine.memory import MemoryFault
 from emulator.machine.runner import Runner
 from emulator.machine.tcgen05 import Mma, Multiplication, SharedOperand, TensorCopy, shift_down, shifted
 from emulator.machine.tensor_access import (
     Blocks,
     Columns,
+    Order,
     TensorIssueError,
     Work,
     blocks_of,
@@ -79,14 +81,14 @@ class Issue:
     """An operation as it was issued.
 
     Attributes:
-        order: what is ordered before it in tensor memory.
+        order: before its accesses to tensor memory.
         shared_order: what is ordered before its reads of shared memory.
     """
 
     index: int
     ctas: tuple[Cta, ...]
     stamp: tuple[int, int]
-    order: Vector
+    order: Order
     shared_order: Vector
 
 
@@ -94,8 +96,8 @@ def start(runner: Runner, lane: int, ctas: tuple[Cta, ...]) -> Issue:
     work = work_of(runner, Source.TENSOR_PIPE)
     stamp = issue(runner, work)
     work.lanes[lane] = work.issued
-    order = runner.clock.knows.seen.copy()
-    order[work.component] = ALWAYS
+    order = Order.now(runner.clock)
+    order.seen[work.component] = order.admitted[work.component] = ALWAYS
     shared_order = runner.clock.async_order()
     runner.clock.tick()
     return Issue(runner.index, ctas, stamp, order, shared_order)
@@ -121,7 +123,7 @@ def touch(runner: Runner, by: Issue, what: Footprint) -> None:
             write=False,
             stamp=by.stamp,
             order=by.shared_order,
-            read_order=by.order,
+            read_order=by.order.seen,
             index=by.index,
         )
     for at, columns in what.columns:
@@ -289,6 +291,7 @@ def execute_commit(runner: Runner, instr: Instr) -> None:
     last = work.issued
     known = runner.clock.knows.copy()
     known.seen[runner.clock.component] = known.fenced[runner.clock.component] = 0
+    hand_over(runner, known)
 
     def run() -> None:
         for target in targets:

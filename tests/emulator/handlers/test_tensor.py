@@ -47,6 +47,8 @@ mad.lo.s32 %r12, %r11, 1000, %r10;
 st.global.b32 [%rd3], %r12;
 """
 WAIT_LOAD, WAIT_STORE = "tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::st.sync.aligned;"
+FENCE_BEFORE, FENCE_AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
+FENCED_SYNC = f"{FENCE_BEFORE} bar.sync 2; {FENCE_AFTER}"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -167,10 +169,10 @@ DONE:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("wait", "clean"),
-    [(WAIT_STORE, True), ("tcgen05.fence::before_thread_sync;", True), ("", False)],
+    [(WAIT_STORE, True), (FENCE_BEFORE, False), ("", False)],
 )
 def test_tensor_memory_between_warps(schedule: str, wait: str, clean: bool) -> None:
-    """Warp 4 reaches the lanes of warp 0."""
+    """Warp 4 reaches the lanes of warp 0; a fence is no wait."""
     out = zeros(160)
     machine = run(ALLOCATED + HAND_OVER.replace("{wait}", wait) + FREED, out, block=160, schedule=schedule)
     if clean:
@@ -468,7 +470,7 @@ def test_shared_memory_is_used_again(schedule: str, waits: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("missing", ["", WAIT_STORE, "bar.sync 2;"])
+@pytest.mark.parametrize("missing", ["", WAIT_STORE, "bar.sync 2;", FENCE_BEFORE, FENCE_AFTER])
 def test_a_in_tensor_memory(schedule: str, missing: str) -> None:
     """All warps write A = 1 to 8 columns beside D; the product is then a sum over 16 elements of B's rows."""
     before = f"""
@@ -478,19 +480,21 @@ def test_a_in_tensor_memory(schedule: str, missing: str) -> None:
     mov.b32 %r50, 0x3f803f80;
     tcgen05.st.sync.aligned.32x32b.x8.b32 [%r6+64], {{%r50, %r50, %r50, %r50, %r50, %r50, %r50, %r50}};
     {WAIT_STORE}
-    tcgen05.fence::before_thread_sync;
-    bar.sync 2;
+    {FENCED_SYNC}
     """
-    if missing == WAIT_STORE:
-        before = before.replace("tcgen05.fence::before_thread_sync;", "")
     before = before.replace(missing, "") if missing else before
     mma = "tcgen05.mma.cta_group::1.kind::f16 [%r4], [%r4+64], %rd11, %r60, 0;"
     # N = 64 of the 128 columns.
     mma = f"mov.b32 %r60, {1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24};" + mma
     work = Gemm(1, 128)
     machine = work.run(schedule, before=before, mmas=mma)
-    if missing:
+    if missing in (FENCE_BEFORE, FENCE_AFTER):
+        (found,) = (one for one in machine.findings if one.kind is Kind.TENSOR_FENCE)
+        assert found.warning
+        assert missing.removesuffix(";") in found.message
+    elif missing:
         assert set(kinds(machine)) & {Kind.TENSOR_ORDER, Kind.RACE}
+        assert errors(machine)
     else:
         # The kernel's own loop reads D's 64 columns and A's cells, and columns that nobody wrote.
         assert set(kinds(machine)) == {Kind.UNINITIALISED}
@@ -554,7 +558,7 @@ def test_block_scaling(schedule: str, written: bool) -> None:
     tcgen05.st.sync.aligned.32x32b.x4.b32 [%r6+32], {{%r50, %r50, %r50, %r50}};
     {"tcgen05.st.sync.aligned.32x32b.x1.b32 [%r6+36], {%r51};" if written else ""}
     {WAIT_STORE}
-    bar.sync 2;
+    {FENCED_SYNC}
     """
     mma = f"""
     mov.b32 %r60, {4 << 17 | 1 << 23 | 8 << 24};
@@ -579,13 +583,13 @@ def test_block_scaling(schedule: str, written: bool) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_shift(schedule: str) -> None:
-    before = """
+    before = f"""
     and.b32 %r5, %r1, 96;
     shl.b32 %r5, %r5, 16;
     add.s32 %r6, %r4, %r5;
-    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r6], {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1};
-    tcgen05.wait::st.sync.aligned;
-    bar.sync 2;
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r6], {{%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1}};
+    {WAIT_STORE}
+    {FENCED_SYNC}
     """
     work = Gemm(1, 8)
     machine = work.run(schedule, before=before, mmas="tcgen05.shift.cta_group::1.down [%r4];")

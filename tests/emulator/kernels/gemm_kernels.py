@@ -299,6 +299,7 @@ class BlackwellGemm:
                 fA, fB = product.make_fragment_A(sA), product.make_fragment_B(sB)
                 for _ in cutlass.range(self.tiles, unroll=1):
                     cute.arch.mbarrier_wait(taken + slot, turn ^ 1)
+                    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
                     product.set(tcgen05.Field.ACCUMULATE, False)
                     for _ in cutlass.range(blocks, unroll=1):
                         cute.arch.mbarrier_wait(full + stage, phase)
@@ -330,9 +331,11 @@ class BlackwellGemm:
             target = take.partition_D(sC[None, None, 0])
             for tile in cutlass.range(self.tiles, unroll=1):
                 cute.arch.mbarrier_wait(summed + slot, turn)
+                cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
                 registers = cute.make_rmem_tensor(target.shape, cutlass.Float32)
                 cute.copy(atom, source[None, None, None, slot], registers)
                 cute.arch.fence_view_async_tmem_load()
+                cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(taken + slot, 0 if cutlass.const_expr(two) else None)
                 if warp == self.STORE:

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants that are no mistake, each with the reason; and mistakes that the emulator is known not to see."""
 
-import re
-from collections.abc import Iterable
-
-from judge import Verdict
+from suite import Rows
 
 # Lines are those of the PTX of nvidia-cutlass-dsl 4.6.0 and flash-attn-4 4.0.0b20; another compiler's need a new look.
-# (pattern of the kernel, pattern of `kind: what`, reason); patterns match from the beginning.
-Rows = list[tuple[str, str, str]]
 
 EQUIVALENT: Rows = [
     (
@@ -99,11 +94,3 @@ UNSEEN: Rows = [
         "order between lanes of a warp: a warp has one clock",
     ),
 ]
-
-
-def reason(verdict: Verdict, rows: Iterable[tuple[str, str, str]] = EQUIVALENT) -> str | None:
-    """Why a mutant is no mistake; None if nothing says so."""
-    for kernel, mutant, why in rows:
-        if re.match(kernel, verdict.kernel) and re.match(mutant, f"{verdict.kind}: {verdict.what}"):
-            return why
-    return None

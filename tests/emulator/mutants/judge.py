@@ -62,6 +62,7 @@ class Kernel:
         strict: it has no warnings; of another kernel only those count that it has not without a mistake.
         number: of the launch among those of the case.
         most: mutants of each kind that are judged; None: all.
+        by_instruction: so many of each kind and instruction.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Kernel:
     strict: bool = True
     number: int = 0
     most: int | None = None
+    by_instruction: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def original(kernel: Kernel) -> Original:
 def mutants_of(kernel: Kernel, of: Original) -> list[Mutant]:
     """Those of a kernel that are judged: of instructions that its case executes."""
     every = list(mutants(of.launch, of.lines))
-    return every if kernel.most is None else selection(every, kernel.most)
+    return every if kernel.most is None else selection(every, kernel.most, by_instruction=kernel.by_instruction)
 
 
 def new(machine: Machine, of: Original) -> list[Finding]:

@@ -10,8 +10,9 @@ descriptors: PTX ISA 9.2, 9.7.15.5.1.2 (wgmma), 9.7.16.4 (tcgen05).
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from emulator.host.launch import Launch, Parameter
 from emulator.ptx import parse
@@ -60,12 +61,14 @@ class Mutant:
 
     Attributes:
         kind: of mistake.
-        what: in words, with the instruction and its line in the PTX of the kernel that has no mistake.
+        what: in words, with the instruction and its place in the PTX and the source of the kernel without a mistake.
+        instruction: its name; empty for what is not in the code.
         apply: makes it in a launch.
     """
 
     kind: str
     what: str
+    instruction: str
     apply: Callable[[Launch], Launch]
 
     def __str__(self) -> str:
@@ -373,7 +376,8 @@ def mutants(launch: Launch, lines: Collection[int]) -> Iterator[Mutant]:
             def apply(given: Launch, at: int = at, size: int = size, instead: tuple[Instr, ...] = instead) -> Launch:
                 return replace(given, ptx=rewritten(module, function, at, size, instead))
 
-            yield Mutant(kind, f"line {instr.line}, `{shortened(instr)}`: {words}", apply)
+            what = f"line {instr.line}, `{shortened(instr)}`: {words}{place(module, source.code, at)}"
+            yield Mutant(kind, what, instr.op.name, apply)
     for index in launch.tensor_maps:
 
         def swizzled(given: Launch, index: int = index) -> Launch:
@@ -386,7 +390,18 @@ def mutants(launch: Launch, lines: Collection[int]) -> Iterator[Mutant]:
             parts[index] = Parameter(parts[index].name, parts[index].align, bytes(data))
             return replace(given, parameters=tuple(parts))
 
-        yield Mutant("tensor map swizzle", f"parameter {index}", swizzled)
+        yield Mutant("tensor map swizzle", f"parameter {index}", "", swizzled)
+
+
+def place(module: Module, code: Sequence[Instr], at: int) -> str:
+    """` (file.py:12)` of the kernel's source, where the PTX says; of a helper also what comes before its call."""
+    names = [
+        (Path(module.files[one.loc.file]).name, one.loc.line) if one.loc and one.loc.file in module.files else ("", 0)
+        for one in code[max(at - 1, 0) : at + 1]
+    ]
+    (file, line), (before, its_line) = names[-1], names[0]
+    behind = f", behind {before}:{its_line}" if before and before != file else ""
+    return f" ({file}:{line}{behind})" if file else ""
 
 
 def shortened(instr: Instr) -> str:
@@ -394,12 +409,16 @@ def shortened(instr: Instr) -> str:
     return re.sub(r"\{(%\w+), [^}]{24,}\}", r"{\1, ...}", show_instr(instr))[:120]
 
 
-def selection(every: Iterable[Mutant], most: int, seed: int = 0) -> list[Mutant]:
-    """At most so many of each kind, in their order; always the same ones."""
+def selection(every: Iterable[Mutant], most: int, seed: int = 0, *, by_instruction: bool = False) -> list[Mutant]:
+    """At most so many of each kind, in their order; always the same ones.
+
+    Args:
+        by_instruction: so many of each kind and instruction.
+    """
     kinds: dict[str, list[int]] = defaultdict(list)
     listed = list(every)
     for index, mutant in enumerate(listed):
-        kinds[mutant.kind].append(index)
+        kinds[f"{mutant.kind} {mutant.instruction}" if by_instruction else mutant.kind].append(index)
     chosen: set[int] = set()
     for kind, indices in kinds.items():
         chosen |= set(random.Random(f"{seed} {kind}").sample(indices, min(most, len(indices))))

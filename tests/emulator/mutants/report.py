@@ -1,51 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/emulator-mutants.md: how the mutants of each kernel and kind were found.
+"""The page of a suite: how the mutants of each kernel and kind were found.
 
-python tests/emulator/mutants/report.py [--jobs 2] [--verdicts FILE ...] > docs/emulator-mutants.md
+python tests/emulator/mutants/report.py [--suite MODULE] [--jobs 2] [--verdicts FILE ...] > docs/emulator-mutants.md
 
 Judges all mutants, or reads verdicts that run_mutants.py printed.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from equivalent import EQUIVALENT, UNSEEN, reason
 from judge import Verdict
+from run_mutants import DEFAULT
+from suite import Suite, judged, load, reason
 
-HERE = Path(__file__).resolve().parent
 BAR = 0.95
-HEAD = """# Mutants of kernels on the emulator
-
-One mistake at a time is made in the PTX of a kernel that is right, as a person might make it. "value": the result is
-wrong and no check said so before. A check stops at its first finding; kernels of ours are run on a strict device, where
-a warning is a finding. Schedules: lazy, eager, random, until one shows it. Of FlashAttention-4 at most two mutants of
-a kind are taken, by a fixed seed; of the others all.
-
-Made by `python tests/emulator/mutants/report.py > docs/emulator-mutants.md`; the same mutants are tests
-(`pytest tests/emulator/mutants`, a selection without `-m full`).
-"""
 
 
-def judged(name: str) -> list[Verdict]:
-    command = [sys.executable, "-W", "ignore", str(HERE / "run_mutants.py"), name]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
-
-
-def outcome(verdict: Verdict) -> str:
+def outcome(suite: Suite, verdict: Verdict) -> str:
     if verdict.found == "value":
         return "value"
     if verdict.found is not None:
         return "check"
-    if reason(verdict):
+    if reason(verdict, suite.equivalent):
         return "equivalent"
-    return "not seen" if reason(verdict, UNSEEN) else "survived"
+    return "not seen" if reason(verdict, suite.unseen) else "survived"
 
 
 OUTCOMES = ("value", "check", "equivalent", "not seen", "survived")
@@ -55,22 +39,22 @@ def row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(str(cell or '') for cell in cells)} |"
 
 
-def lines(verdicts: list[Verdict]) -> Iterator[str]:
-    total = Counter(outcome(one) for one in verdicts)
+def lines(suite: Suite, verdicts: list[Verdict]) -> Iterator[str]:
+    total = Counter(outcome(suite, one) for one in verdicts)
     found, real = total["value"] + total["check"], len(verdicts) - total["equivalent"]
-    yield HEAD
+    yield suite.head
     yield f"{len(verdicts)} mutants, {total['equivalent']} of them equivalent. Of the other {real}, {found} are found:"
     yield f"{100 * found / real:.1f} %; the bar is {100 * BAR:.0f} %.\n"
     kernels, kinds = ([*dict.fromkeys(getattr(one, what) for one in verdicts)] for what in ("kernel", "kind"))
     yield row(["kernel", "mutants", *OUTCOMES])
     yield row(["---"] + ["---:"] * (1 + len(OUTCOMES)))
     for name in kernels:
-        of = Counter(outcome(one) for one in verdicts if one.kernel == name)
+        of = Counter(outcome(suite, one) for one in verdicts if one.kernel == name)
         yield row([name, of.total(), *(of[one] for one in OUTCOMES)])
     yield "\nBy kind of mistake: found by value (v), by a check (c), equivalent (e), not seen (n), survived (s).\n"
     yield row(["kind", *kernels])
     yield row(["---"] * (1 + len(kernels)))
-    counts = Counter((one.kind, one.kernel, outcome(one)) for one in verdicts)
+    counts = Counter((one.kind, one.kernel, outcome(suite, one)) for one in verdicts)
     for kind in sorted(kinds):
         cells = [[(counts[kind, kernel, one], one[0]) for one in OUTCOMES] for kernel in kernels]
         yield row([kind, *(" ".join(f"{count}{letter}" for count, letter in cell if count) for cell in cells)])
@@ -84,13 +68,13 @@ def lines(verdicts: list[Verdict]) -> Iterator[str]:
     yield row(["---", "---"])
     for kind, names in sorted(by.items()):
         yield row([kind, ", ".join(f"{name} {count}" for name, count in names.most_common())])
-    for title, rows in (("Equivalent", EQUIVALENT), ("Mistakes that are not seen", UNSEEN)):
+    for title, rows in (("Equivalent", suite.equivalent), ("Mistakes that are not seen", suite.unseen)):
         yield f"\n## {title}\n"
         those = [one for one in verdicts if one.found is None and reason(one, rows)]
         for why in dict.fromkeys(reason(one, rows) for one in those):
             yield f"- {why}:"
             yield from (f"  - {one.kernel}: {one.kind}, {one.what}" for one in those if reason(one, rows) == why)
-    left = [one for one in verdicts if outcome(one) == "survived"]
+    left = [one for one in verdicts if outcome(suite, one) == "survived"]
     if left:
         yield "\n## Survivors without an explanation\n"
         yield from (f"- {one}" for one in left)
@@ -98,18 +82,19 @@ def lines(verdicts: list[Verdict]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Judge all mutants and print the table of how they were found.")
+    parser.add_argument("--suite", default=DEFAULT, help="a module with a SUITE")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verdicts", nargs="*", type=Path, help="what run_mutants.py printed, in place of running it")
     options = parser.parse_args()
+    suite = load(options.suite)
     if options.verdicts:
         texts = [line for path in options.verdicts for line in path.read_text().splitlines()]
         verdicts = [Verdict(**json.loads(line)) for line in texts]
     else:
-        from run_mutants import NAMES
-
         with ThreadPoolExecutor(options.jobs) as pool:
-            verdicts = [one for found in pool.map(judged, NAMES) for one in found]
-    sys.stdout.write("\n".join(lines(verdicts)) + "\n")
+            found = pool.map(partial(judged, options.suite), suite.names)
+            verdicts = [one for those in found for one in those]
+    sys.stdout.write("\n".join(lines(suite, verdicts)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges the mutants of one kernel, or a part of them, and prints the verdicts as lines of JSON.
 
-python tests/emulator/mutants/run_mutants.py KERNEL [--shard NUMBER OF]
+python tests/emulator/mutants/run_mutants.py KERNEL [--suite MODULE] [--shard NUMBER OF]
 """
 
 import argparse
@@ -15,20 +15,23 @@ HERE = Path(__file__).resolve().parent
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.path[:0] = [str(HERE.parents[2]), str(HERE), str(HERE.parent / "kernels")]
 
-from flash import FLASH, flash  # noqa: E402  after the path
-from judge import judge, mutants_of, original  # noqa: E402
-from judged import KERNELS  # noqa: E402
+from judge import judge, mutants_of, original  # noqa: E402  after the path
+from suite import load  # noqa: E402
 
-NAMES = [*KERNELS, *FLASH]
+DEFAULT = "emulated_suite"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Judge the mutants of a kernel.")
-    parser.add_argument("kernel", choices=NAMES)
+    parser.add_argument("kernel")
+    parser.add_argument("--suite", default=DEFAULT, help="a module with a SUITE")
     parser.add_argument("--shard", nargs=2, type=int, default=(0, 1), metavar=("NUMBER", "OF"))
     options = parser.parse_args()
     number, of = options.shard
-    kernel = KERNELS.get(options.kernel) or flash(options.kernel)
+    suite = load(options.suite)
+    if options.kernel not in suite.names:
+        parser.error(f"no kernel {options.kernel!r}: there are {', '.join(suite.names)}")
+    kernel = suite.kernel(options.kernel)
     launch = original(kernel)
     for mutant in mutants_of(kernel, launch)[number::of]:
         sys.stdout.write(json.dumps(asdict(judge(kernel, launch, mutant))) + "\n")

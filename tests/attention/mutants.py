@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main attention kernels as kernels whose mutants are judged, on problems in which every ring goes round twice."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from judge import Kernel
+from suite import Rows, Suite
+
+from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.sm90.configs import ForwardConfig as HopperConfig
+from dsl_backend.attention.sm90.launch import Prefill as HopperPrefill
+from dsl_backend.attention.sm100.configs import ForwardConfig
+from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
+from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
+from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import Case, mla
+
+SM90, SM100 = "sm_90a", "sm_100a"
+
+
+class Spoiled(Workspace):
+    """Scratch that never holds the partial results of an earlier run."""
+
+    def partials(self, count: int) -> torch.Tensor:
+        return super().partials(count).fill_(torch.nan)
+
+    def integers(self, count: int) -> torch.Tensor:
+        return super().integers(count).fill_(-1)
+
+
+def case(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> Callable[[], bool]:
+    """A call of a kernel, built at the first one, that says whether its results are right."""
+    made: list[Any] = []
+
+    def run() -> bool:
+        if not made:
+            problem = of.problem()
+            target = replace(from_arch(arch), sm_count=sms)
+            kernel = kernel_type(problem.spec, target, Spoiled(torch.device("cpu")), config)
+            assert not config.objections(problem.spec, target.smem_bytes)
+            made.extend((problem, kernel, problem.expected(), problem.score_magnitude()))
+        problem, kernel, expected, magnitude = made
+        result = check.empty_result(problem)
+        operands = Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, *[None] * 4)
+        kernel.launch(problem.batch, operands, 0, problem.batch.max_query_len)
+        try:
+            check.judge(result, expected, magnitude)
+        except AssertionError:
+            return False
+        return True
+
+    return run
+
+
+def subject(name: str, kernel_type: type[Any], config: Any, of: Case, arch: str = SM100, sms: int = 1) -> Kernel:
+    return Kernel(name, arch, case(kernel_type, config, arch, sms, of), sms=sms, most=2, by_instruction=True)
+
+
+# One block makes three tiles of 64 queries; the last has five tiles of keys.
+LONG = Case(q_lens=(150,), kv_lens=(160,), heads=(4, 1), dim=128, page=32)
+# Shares begin and end in the middle of requests, and one request is whole: its rows are those of several warps.
+SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 200), heads=(4, 2), dim=128, page=32)
+MLA = mla(16, q_lens=(1, 1), kv_lens=(260, 130), q_gain=8.0, page=64)
+PAIR = mla(128, q_lens=(1,), kv_lens=(260,), q_gain=8.0, page=64)
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        subject("SM100 forward", Prefill, ForwardConfig(tile_n=32, query_stages=2), LONG),
+        subject(
+            "SM100 split-KV",
+            SplitKV,
+            ForwardConfig(alternate=True, tile_n=32, query_stages=2, least_share=1),
+            SHORT,
+            sms=2,
+        ),
+        subject("SM100 MLA", LatentSplitKV, LatentConfig(tile_n=32, stages=3, least_share=1), MLA, sms=2),
+        subject("SM100 MLA pairs", LatentSplitKV, PairConfig(least_share=1), PAIR, sms=4),
+        subject(
+            "SM90 forward",
+            HopperPrefill,
+            HopperConfig(groups=2, tile_n=32, stages=2, take_turns=True),
+            LONG,
+            SM90,
+        ),
+    )
+}
+
+# (pattern of the kernel, pattern of `kind: what`, reason), as in Suite. No lines: kernels change.
+EQUIVALENT: Rows = [
+    (
+        "SM100",
+        "drop: .*relinquish_alloc_permit",
+        "no other block allocates: a block has all of an SM's shared memory, and gives the permit back at its end",
+    ),
+    (
+        "SM100",
+        "descriptor leading: .*4611756662049538048",
+        "the leading dimension's offset has no meaning for K-major operands with a swizzle (9.7.16.4.1)",
+    ),
+    (
+        "SM100 (forward|split-KV)",
+        "drop: .*tcgen05.wait::ld.*correct.py",
+        "registers are a dependency that the hardware keeps (9.7.16.6.4.5), and the wait for a later piece of the row "
+        "comes before the columns are handed over",
+    ),
+    (
+        "SM100 (forward|split-KV)",
+        "drop: .*fence::after_thread_sync.*behind correct.py",
+        "both halves' products are issued before either's commit: the wait and the fence for the other half cover them",
+    ),
+    (
+        "SM100 split-KV",
+        "drop wait: .*correct.py",
+        "the wait for the other half's sums, behind it, covers both: their commits come after all products",
+    ),
+]
+UNSEEN: Rows = [
+    (
+        "SM",
+        "(drop: .*bar.warp.sync|swap: .*behind `bar.warp.sync)",
+        "order between lanes of a warp: a warp has one clock",
+    ),
+]
+HEAD = """# Mutants of the attention kernels
+
+The mistakes of [emulator-mutants.md](emulator-mutants.md), one at a time, in the PTX of our own kernels, with small
+tiles and problems in which every ring goes round twice. Of each kind of mistake and each instruction at most two are
+taken, by a fixed seed. "value": the result is off by more than its budget, and no check said so before. Kernels are run
+on a strict device, where a warning is a finding. Schedules: lazy, eager, random, until one shows it.
+
+Made by `python tests/emulator/mutants/report.py --suite tests.attention.mutants > docs/attention-mutants.md`; the same
+mutants are tests (`pytest tests/attention/test_mutants.py`, a selection without `-m full`).
+"""
+
+SUITE = Suite([*KERNELS], KERNELS.__getitem__, EQUIVALENT, UNSEEN, HEAD)
