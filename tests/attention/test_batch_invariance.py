@@ -170,7 +170,7 @@ def test_scratch_grows_with_requests_and_not_with_keys() -> None:
     """32 shares at most, of rows that a batch has: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
     kernel: Any = sm90_launch.SplitKV(spec, from_arch("sm_90a"), scratch())
-    assert kernel.shares == min(32, from_arch("sm_90a").sm_count // 8)
+    assert kernel.shares == min(32, kernel.blocks // 8)
     problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
     partials, merges = kernel.scratch(problem.batch, 4)
     assert merges is None
