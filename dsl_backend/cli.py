@@ -253,6 +253,8 @@ def show(report: "Report", console: "Console") -> None:
     facts.add_row("has", ", ".join(features) or "[dim]no GPU feature that a kernel asks for[/]")
     if target.interpreted:
         facts.add_row("", "TRITON_INTERPRET=1: Triton kernels run in its interpreter")
+    measured = [f"{one.family} {one.here} of {one.entries}" for one in report.winners]
+    facts.add_row("measured", f"configurations for this target: {', '.join(measured)}")
     facts.add_row("plugin", report.plugin.entry_point or "[red]not found[/]")
     console.print(facts)
 
@@ -277,9 +279,10 @@ def show(report: "Report", console: "Console") -> None:
     for reason, number in notes.items():
         console.print(f"{escape(f'[{number}]')} {escape(reason)}", highlight=False)
     console.print()
-    for problem in report.plugin.problems:
+    problems = [*report.plugin.problems, *(problem for one in report.winners for problem in one.problems)]
+    for problem in dict.fromkeys(problems):
         console.print(f"[red]problem[/]: {escape(problem)}")
-    if not report.plugin.problems:
+    if not problems:
         console.print("No problem found: vllm serve MODEL --attention-backend dsl")
 
 

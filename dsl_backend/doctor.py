@@ -19,10 +19,13 @@ from pydantic import BaseModel, ConfigDict
 from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
+from dsl_backend.attention.winners import WINNERS as ATTENTION_WINNERS
 from dsl_backend.linear import dispatch as linear
 from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.winners import WINNERS as LINEAR_WINNERS
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.winners import Winners
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax
@@ -32,6 +35,7 @@ SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 VOCAB = 128256
+WINNERS: tuple[Winners[Any], ...] = (ATTENTION_WINNERS, LINEAR_WINNERS)
 
 # What a line of the report is called -> the distributions that may provide it, in order.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -106,6 +110,23 @@ class LayerReport(Record):
     operations: list[OperationReport]
 
 
+class WinnersReport(Record):
+    """A family's measured configurations (docs/tuning.md).
+
+    Attributes:
+        files: that are read, the first in front.
+        entries: that they hold and that are understood.
+        here: of these, for this GPU; for an architecture that was asked for by name, for any GPU of it.
+        problems: what is wrong in the files; such entries are left out.
+    """
+
+    family: str
+    files: list[str]
+    entries: int
+    here: int
+    problems: list[str]
+
+
 class Report(Record):
     """All of it. A version is None where the distribution is not installed."""
 
@@ -115,6 +136,7 @@ class Report(Record):
     versions: dict[str, str | None]
     target: TargetReport
     plugin: PluginReport
+    winners: list[WinnersReport]
     layers: list[LayerReport]
 
 
@@ -212,6 +234,17 @@ def target_report(target: Target, detected: bool) -> TargetReport:
     )
 
 
+def winners_report(winners: Winners[Any], target: Target) -> WinnersReport:
+    entries, problems = winners.found
+    return WinnersReport(
+        family=winners.family,
+        files=[str(path) for path in winners.files],
+        entries=len(entries),
+        here=len(list(winners.on(target, any_gpu=True))),
+        problems=problems,
+    )
+
+
 def operation_report(operation: str, judged: Iterable[tuple[Any, list[str]]]) -> OperationReport:
     """Of a dispatch table's entries with their objections, best entry first."""
     kernels = [KernelReport(kernel=entry.name, objections=reasons) for entry, reasons in judged]
@@ -287,6 +320,7 @@ def examine(arch: str | None = None) -> Report:
         versions={name: version(distributions) for name, distributions in DISTRIBUTIONS.items()},
         target=target_report(target, arch is None),
         plugin=plugin_report(),
+        winners=[winners_report(one, target) for one in WINNERS],
         layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
         + linear_reports(target)
         + logits_reports(target),

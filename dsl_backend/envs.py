@@ -55,9 +55,9 @@ def switch(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def folder(text: str) -> pathlib.Path:
+def absolute(text: str) -> pathlib.Path:
     path = pathlib.Path(text).expanduser()
-    # A relative one would be another folder for each process.
+    # A relative one would be another place for each process.
     if not path.is_absolute():
         raise ValueError
     return path
@@ -67,7 +67,7 @@ CACHE = Variable("DSL_BACKEND_CACHE", True, switch, "0 or 1", "Keep compiled ker
 CACHE_DIR = Variable[pathlib.Path | None](
     "DSL_BACKEND_CACHE_DIR",
     None,
-    folder,
+    absolute,
     "an absolute path",
     "Keep them below this folder, not in the user's cache folder.",
 )
@@ -77,6 +77,13 @@ ARCH = Variable[str | None](
     str,
     "the GPU's own architecture or one below sm_90, such as sm_80",
     "Choose kernels as if the GPU were of this architecture.",
+)
+WINNERS = Variable[pathlib.Path | None](
+    "DSL_BACKEND_WINNERS",
+    None,
+    absolute,
+    "an absolute path",
+    "Prefer the measured configurations in this file, as `dsl-backend tune` writes it.",
 )
 SAMPLER = Variable(
     "DSL_BACKEND_SAMPLER",
@@ -105,7 +112,7 @@ VLLM_PLUGINS = Variable[str | None](
     "VLLM_PLUGINS", None, str, "names, separated by commas", "The only plugins that vLLM loads."
 )
 
-OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, SAMPLER, LINEAR)
+OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, WINNERS, SAMPLER, LINEAR)
 
 
 def starting_with(prefix: str) -> dict[str, str]:

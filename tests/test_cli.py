@@ -70,6 +70,7 @@ SCHEMA = {
         "vllm_plugins": (str, type(None)),
         "problems": [str],
     },
+    "winners": [{"family": str, "files": [str], "entries": int, "here": int, "problems": [str]}],
     "layers": [
         {
             "name": str,

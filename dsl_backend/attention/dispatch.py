@@ -4,7 +4,6 @@
 import enum
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from dsl_backend.attention.sm90 import latent_configs as latent_sm90
 from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.sm100 import latent_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.attention.winners import Heuristic, config_of
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
@@ -125,24 +125,24 @@ def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
 cute_dense_fp8 = partial(cute_dense, fp8=True)
 
 
-def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Callable[[AttentionSpec], Any]) -> Objections:
-    """Objections of an SM90 kernel: its own needs, then those of its default configuration."""
+def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
+    """Objections of an SM90 kernel: its own needs, then those of the configuration that it would get."""
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
         if not target.wgmma:
             return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
-        return needs(spec) or default(spec).objections(spec, target.smem_bytes)
+        return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
     return objections
 
 
-def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Callable[[AttentionSpec], Any]) -> Objections:
+def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
     """The same of an SM100 kernel."""
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
         if not target.tcgen05:
             return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
-        return needs(spec) or default(spec).objections(spec, target.smem_bytes)
+        return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
     return objections
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles, stages and clusters of the CuTe DSL kernels."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -259,3 +261,37 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
 def choose(spec: LinearSpec, rows: int, target: Target) -> Config:
     """The kernel for so many rows: the candidate that arithmetic finds fastest."""
     return min(candidates(spec, target), key=lambda config: estimate_us(config, spec, rows, target))
+
+
+# Beside STREAMS and GEMMS worth a try: (tile_m, box_n, pingpong), and a stream's tokens.
+TRIED_GEMMS = (
+    (128, 128, False),
+    (256, 64, False),
+    (256, 96, False),
+    (128, 64, True),
+    (128, 96, True),
+    (192, 64, True),
+)
+TRIED_TOKENS = (8, 16, 32, 64, 128)
+
+
+def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
+    """Configurations worth a try, with as many stages each as shared memory has room for, and with half of them."""
+    tiles: list[Config] = [*STREAMS, *GEMMS]
+    for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
+        tiles.append(GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band))
+    for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
+        tiles.append(StreamConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k))
+    seen = set()
+    for tile in tiles:
+        # Rows of other sizes have no use for it.
+        if isinstance(tile, StreamConfig) and not rows <= tile.tile_tokens < max(16, 4 * rows):
+            continue
+        if isinstance(tile, GemmConfig) and rows <= 64:
+            continue
+        most = deepest(tile, spec, target.smem_bytes)
+        for stages in () if most is None else (most.stages, max(2, most.stages // 2)):
+            config = replace(tile, stages=stages)
+            if config not in seen:
+                seen.add(config)
+                yield config

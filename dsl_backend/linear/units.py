@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.configs import candidates
 from dsl_backend.linear.spec import DTYPES, LinearSpec, Swiglu
+from dsl_backend.linear.winners import configs_of
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
@@ -30,7 +30,7 @@ def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
     # Imports CuTe DSL.
     from dsl_backend.linear.sm90 import launch
 
-    for config in candidates(spec, target):
+    for config in configs_of(spec, target):
         yield Unit("linear", launch.build, launch.key_of(spec, config), target)
 
 

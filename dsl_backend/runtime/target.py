@@ -52,12 +52,14 @@ class Target:
         sm_count: streaming multiprocessors; 0 on a CPU.
         smem_bytes: dynamic shared memory a block may use; 0 on a CPU.
         interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
+        gpu: the product's name, for what was measured on it alone (runtime/winners.py); None where none is at hand.
     """
 
     capability: tuple[int, int] | None
     sm_count: int
     smem_bytes: int
     interpreted: bool = False
+    gpu: str | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -133,6 +135,7 @@ def _of_cuda_device(index: int) -> Target:
         capability=capability,
         sm_count=properties.multi_processor_count,
         smem_bytes=getattr(properties, "shared_memory_per_block_optin", CHIPS.get(capability, UNKNOWN_CHIP).smem_bytes),
+        gpu=properties.name,
     )
 
 
@@ -150,7 +153,8 @@ def overridden(found: Target) -> Target:
     fits = not wanted.is_cpu and (wanted.capability == found.capability or not wanted.tma)
     if not fits or (wanted.capability or ()) > (found.capability or ()):
         raise InvalidInput(f"{envs.ARCH.name}={arch!r} is not accepted on a {found.arch}: use {envs.ARCH.accepts}")
-    return replace(wanted, sm_count=found.sm_count, smem_bytes=min(wanted.smem_bytes, found.smem_bytes))
+    gpu = found.gpu if wanted.capability == found.capability else None
+    return replace(wanted, sm_count=found.sm_count, smem_bytes=min(wanted.smem_bytes, found.smem_bytes), gpu=gpu)
 
 
 def detect(device: torch.device | None = None) -> Target:

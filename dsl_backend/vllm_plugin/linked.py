@@ -8,8 +8,11 @@ from torch import nn
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul, SiluAndMulWithClamp, SwigluOAIAndMul
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from dsl_backend.linear import ops
+from dsl_backend.linear import api, ops
 from dsl_backend.linear.spec import Activation, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.winners import fused_is_faster
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.op import register_op
 
 
 def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
@@ -32,6 +35,61 @@ def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
     return None
 
 
+# vLLM's activation of each kind that is linked in this process, by what an operator is told of it.
+_activations: dict[tuple[str, tuple[float, ...], bool], Any] = {}
+
+
+def activated(activation: Any, both: torch.Tensor) -> torch.Tensor:
+    """What vLLM's own kernel makes of [rows, 2 n], whatever is decided about its custom operators."""
+    # In the shape that torch.compile takes apart, which is what vLLM may have chosen, it would be several kernels here.
+    made: torch.Tensor = activation.forward_cuda(both) if both.is_cuda else activation.forward_native(both)
+    return made
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    """One kernel, or vLLM's two where they were measured to be faster for so many rows; [rows, n].
+
+    An operator, since the number of rows is known here and not to torch.compile. A CUDA graph keeps what was chosen for
+    its rows.
+    """
+    (rows, k), n = x.shape, weight.shape[0] // 2
+    if not batch_invariant and not fused_is_faster(rows, n, k, x.dtype, targets.detect(x.device)):
+        return activated(
+            _activations[activation, tuple(parameters), interleaved], nn.functional.linear(x, weight, bias)
+        )
+    return api.linear(
+        x,
+        weight,
+        bias,
+        activation=ops.decoded(activation, parameters),
+        interleaved=interleaved,
+        batch_invariant=batch_invariant,
+    )
+
+
+def gated_linear_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+GATED_LINEAR = register_op("gated_linear", gated_linear, fake=gated_linear_fake)
+
+
 class GatedLinearMethod(UnquantizedLinearMethod):
     """A projection's method that returns what its activation would make of the product.
 
@@ -39,12 +97,14 @@ class GatedLinearMethod(UnquantizedLinearMethod):
 
     Args:
         spec: of the layer, as far as this rank has it.
+        activation: vLLM's.
     """
 
-    def __init__(self, spec: LinearSpec) -> None:
+    def __init__(self, spec: LinearSpec, activation: nn.Module) -> None:
         super().__init__()
         self.activation, self.parameters = ops.encoded(spec.activation)
         self.interleaved, self.batch_invariant = spec.interleaved, spec.batch_invariant
+        _activations[self.activation, tuple(self.parameters), self.interleaved] = activation
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing; on a CPU vLLM would pack the weight and remove it."""
@@ -54,16 +114,8 @@ class GatedLinearMethod(UnquantizedLinearMethod):
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        out: torch.Tensor = ops.LINEAR(
-            rows,
-            layer.weight,
-            bias,
-            None,
-            self.activation,
-            self.parameters,
-            self.interleaved,
-            self.batch_invariant,
-            None,
+        out: torch.Tensor = GATED_LINEAR(
+            rows, layer.weight, bias, self.activation, self.parameters, self.interleaved, self.batch_invariant
         )
         return out.view(*x.shape[:-1], out.shape[-1])
 

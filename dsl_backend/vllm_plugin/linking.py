@@ -17,7 +17,7 @@ from torch import nn
 
 from dsl_backend import __version__, envs
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import dispatch
+from dsl_backend.linear import dispatch, winners
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets
@@ -193,8 +193,9 @@ def replace(parent: nn.Module, projection: str, activation: str, spec: LinearSpe
     from dsl_backend.vllm_plugin.linked import GatedLinearMethod, PassedOn
 
     layer: Any = getattr(parent, projection)
-    layer.quant_method = GatedLinearMethod(spec)
-    setattr(parent, activation, PassedOn(getattr(parent, activation), spec.n))
+    theirs = getattr(parent, activation)
+    layer.quant_method = GatedLinearMethod(spec, theirs)
+    setattr(parent, activation, PassedOn(theirs, spec.n))
 
 
 def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> None:
@@ -203,6 +204,9 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
         name = dispatch.choose(spec, target).name
         by = explained(dispatch.judge(spec, target), name)
         logger.info("dsl serves %d gated linear layers, %s, on %s: by %s", count, spec, target.arch, by)
+        slower = [] if spec.batch_invariant else winners.unfused(spec.n, spec.k, spec.dtype, target)
+        for rows in slower:
+            logger.info("vLLM's own product serves these for %d to %d rows: measured", rows.least_rows, rows.most_rows)
     for reason, count in left.items():
         logger.info("%s %d gated linear layers: %s", THEIRS, count, reason)
     if not served and not left:

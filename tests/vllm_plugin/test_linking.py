@@ -286,7 +286,7 @@ def test_torch_compile_sees_one_node(link: Any) -> None:
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(mlp, backend=backend, fullgraph=True)(x), mlp(x))
     (calls,) = graphs
-    assert calls.count("dsl_backend.linear.default") == 1
+    assert calls.count("dsl_backend.gated_linear.default") == 1
     assert not [call for call in calls if "silu" in call or call == "linear"]
 
 

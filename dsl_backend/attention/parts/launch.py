@@ -19,6 +19,7 @@ from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
+from dsl_backend.attention.winners import config_of
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
@@ -201,7 +202,7 @@ class LayerKernel:
     Attributes:
         build: compiles the kernel of a key.
         key_type: the key's.
-        default: the configuration for a spec.
+        default: the configuration for a spec, where none was measured to be faster.
         split: key ranges are cut into equal shares.
     """
 
@@ -212,7 +213,7 @@ class LayerKernel:
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
-        self.config = config or self.default(spec)
+        self.config = config or config_of(spec, target, self.default)
         self.blocks, self.pack, self.tile_m = self.sizes()
         self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 

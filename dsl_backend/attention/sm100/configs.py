@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the SM100 kernels: frozen, and able to say why they do not fit."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, chunk, padded
 from dsl_backend.attention.spec import AttentionSpec
@@ -103,3 +105,28 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
         return ForwardConfig(halves=1, tile_n=64, stages=2)
     tile_n = 128 if widest <= 128 else 64
     return ForwardConfig(alternate=True, tile_n=tile_n, stages=4 if widest <= 64 else 2)
+
+
+TRIED_TILES = (32, 64, 96, 128)
+TRIED_POLYNOMIAL = (0, 4, 8)
+MOST_STAGES = 8
+
+
+def deepest(tiles: ForwardConfig, spec: AttentionSpec, smem_bytes: int) -> list[ForwardConfig]:
+    """With the most stages that fit; empty where nothing fits."""
+    made = (replace(tiles, stages=stages) for stages in range(2, MOST_STAGES + 1))
+    return [config for config in made if not config.objections(spec, smem_bytes)][-1:]
+
+
+def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
+    """Configurations for long queries that are worth a try and fit."""
+    for halves, tile_n, query_stages, polynomial in itertools.product((1, 2), TRIED_TILES, (1, 2), TRIED_POLYNOMIAL):
+        made = ForwardConfig(halves=halves, tile_n=tile_n, query_stages=query_stages, polynomial=polynomial)
+        yield from deepest(made, spec, smem_bytes)
+
+
+def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
+    """The same for short queries over long key ranges."""
+    for halves, tile_n, least_share in itertools.product((1, 2), TRIED_TILES, (1, 2, 4)):
+        made = ForwardConfig(halves=halves, alternate=halves == 2, tile_n=tile_n, least_share=least_share)
+        yield from deepest(made, spec, smem_bytes)

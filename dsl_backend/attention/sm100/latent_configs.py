@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the SM100 kernel of absorbed MLA."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
@@ -78,3 +80,15 @@ def default_latent_config(spec: AttentionSpec) -> LatentConfig:
     if row_tiles(spec) % 2 == 0 and spec.page_size is not None:
         return PairConfig(tile_n=64, stages=stages)
     return LatentConfig(tile_n=64, stages=stages)
+
+
+TRIED_TILES = (32, 64, 128)
+TRIED_STAGES = (2, 3, 4, 6, 8)
+
+
+def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
+    """Configurations worth a try that fit."""
+    for tile_n, stages, ahead in itertools.product(TRIED_TILES, TRIED_STAGES, (0, 1, 2)):
+        made = [LatentConfig(tile_n=tile_n, stages=stages, ahead=ahead, cluster=cluster) for cluster in (1, 2)]
+        made.append(PairConfig(tile_n=tile_n, stages=stages, ahead=ahead))
+        yield from (config for config in made if not config.objections(spec, smem_bytes))

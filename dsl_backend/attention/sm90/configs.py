@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the SM90 kernels: frozen, and able to say why they do not fit."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded
 from dsl_backend.attention.spec import AttentionSpec
@@ -138,3 +140,42 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     if widest <= 128:
         return ForwardConfig(groups=1, tile_n=64, stages=2, resident=2)
     return ForwardConfig(groups=1, tile_n=64, stages=2)
+
+
+# Warpgroups and keys of a tile worth a try for long queries, by the widest head; for short ones one warpgroup.
+TRIED_TILES = {
+    64: ((3, 128), (3, 96), (2, 128), (2, 160), (2, 192)),
+    128: ((2, 128), (2, 96), (2, 112), (2, 144), (2, 160), (2, 176)),
+    192: ((2, 128), (2, 112), (2, 96), (2, 80), (2, 144)),
+    256: ((2, 64), (2, 80), (2, 48), (1, 64), (1, 96)),
+}
+TRIED_SPLIT_TILES = (32, 64, 96, 128)
+# fp8 tiles in flight; none of 16 bits.
+TRIED_STAGING = (2, 3, 4, 6)
+MOST_STAGES = 12
+
+
+def deepest(tiles: ForwardConfig, spec: AttentionSpec, smem_bytes: int, count: int = 1) -> list[ForwardConfig]:
+    """With the most stages that fit, and up to count - 1 fewer; empty where nothing fits."""
+    made = (replace(tiles, stages=stages) for stages in range(2, MOST_STAGES + 1))
+    return [config for config in made if not config.objections(spec, smem_bytes)][-count:]
+
+
+def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
+    """Configurations for long queries that are worth a try and fit."""
+    tiles = TRIED_TILES[next(width for width in TRIED_TILES if width >= max(spec.head_dim, spec.head_dim_v))]
+    staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
+    for (groups, tile_n), query_stages, turns, staged in itertools.product(tiles, (1, 2), (False, True), staging):
+        if groups == 2 or not turns:
+            made = ForwardConfig(
+                groups=groups, tile_n=tile_n, stages=2, query_stages=query_stages, take_turns=turns, staging=staged
+            )
+            yield from deepest(made, spec, smem_bytes)
+
+
+def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
+    """The same for short queries over long key ranges."""
+    staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
+    for tile_n, resident, staged in itertools.product(TRIED_SPLIT_TILES, (1, 2), staging):
+        made = ForwardConfig(groups=1, tile_n=tile_n, stages=2, resident=resident, staging=staged)
+        yield from deepest(made, spec, smem_bytes, 2)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the SM90 kernel of absorbed MLA."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
@@ -49,3 +51,15 @@ def default_latent_config(spec: AttentionSpec) -> LatentConfig:
     stages = 2 if spec.head_dim > 320 else 4
     cluster = 2 if units % 2 == 0 and spec.page_size is not None else 1
     return LatentConfig(stages=stages, scores_first=units > 1, cluster=cluster)
+
+
+TRIED_TILES = ((64, 2), (64, 4), (32, 4), (32, 8))  # keys, and stages
+
+
+def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
+    """Configurations worth a try that fit."""
+    shapes = itertools.product(TRIED_TILES, (False, True), (1, 2), (0, 1, 2))
+    for (tile_n, stages), first, cluster, ahead in shapes:
+        config = LatentConfig(tile_n=tile_n, stages=stages, scores_first=first, cluster=cluster, ahead=ahead)
+        if not config.objections(spec, smem_bytes):
+            yield config

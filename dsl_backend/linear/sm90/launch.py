@@ -7,12 +7,13 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, blocks_of, choose
+from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, blocks_of
 from dsl_backend.linear.kernel import Operands, Workspace
 from dsl_backend.linear.sm90.gemm import Gemm, GemmKey
 from dsl_backend.linear.sm90.stream import Stream, StreamKey
 from dsl_backend.linear.sm90.views import NUMERIC
 from dsl_backend.linear.spec import LinearSpec, short
+from dsl_backend.linear.winners import config_of
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
@@ -70,7 +71,7 @@ def build(key: Key, target: Target) -> Function:
 @lru_cache(maxsize=1 << 16)
 def chosen(spec: LinearSpec, rows: int, target: Target, libraries: str) -> tuple[Config, Function]:
     """The kernel for so many rows, and its function, kept by what host code is linked with."""
-    config = choose(spec, rows, target)
+    config = config_of(spec, rows, target)
     return config, build(key_of(spec, config), target)
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configuration a CuTe DSL kernel of attention gets: a measured winner's, or its heuristic's."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from dsl_backend.attention.sm90 import configs as sm90
+from dsl_backend.attention.sm90 import latent_configs as latent_sm90
+from dsl_backend.attention.sm100 import configs as sm100
+from dsl_backend.attention.sm100 import latent_configs as latent_sm100
+from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.runtime import winners
+from dsl_backend.runtime.target import Target
+
+Feature = Literal["alibi", "sinks", "softcap"]
+
+
+class Problem(winners.Problem):
+    """The facts of a layer that decide about its kernel's tiles.
+
+    A kernel is bound to a layer before any batch is known: how many requests, queries and keys there are is not
+    among them.
+
+    Attributes:
+        operation: `prefill` of long queries; `decode` and `mla_decode` of short ones.
+        group: query heads that share a key head: the rows of a token in a tile.
+        paged: whether keys are in pages.
+        features: that change scores, and cost registers; sorted.
+    """
+
+    operation: Literal["prefill", "decode", "mla_decode"]
+    head_dim: PositiveInt
+    head_dim_v: PositiveInt
+    dtype: Literal["float16", "bfloat16"]
+    kv_dtype: Literal["float16", "bfloat16", "float8_e4m3fn"]
+    group: PositiveInt
+    paged: bool = True
+    features: tuple[Feature, ...] = Field(default=())
+
+    @property
+    def name(self) -> str:
+        """As `--classes` of `dsl-backend tune` finds it: `decode-hd128-g4-bfloat16`."""
+        dims = f"hd{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        keys = [self.kv_dtype] if self.kv_dtype != self.dtype else []
+        parts = [self.operation, dims, f"g{self.group}", self.dtype, *keys, *self.features]
+        return "-".join(parts if self.paged else [*parts, "packed"])
+
+
+def problem_of(spec: AttentionSpec, operation: str) -> Problem:
+    features = {"alibi": spec.alibi, "sinks": spec.sinks, "softcap": spec.softcap > 0}
+    fields = {
+        "operation": operation,
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "dtype": short(spec.dtype),
+        "kv_dtype": short(spec.kv_dtype),
+        "group": spec.group,
+        "paged": spec.page_size is not None,
+        "features": tuple(name for name, has in features.items() if has),
+    }
+    return Problem.model_validate(fields)
+
+
+Heuristic = Callable[[AttentionSpec], Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a heuristic chooses among.
+
+    Attributes:
+        operation: as in Problem.
+        kind: of configurations that its kernel takes.
+        variants: from a spec and a block's shared memory to those worth a try.
+    """
+
+    operation: str
+    kind: type
+    variants: Callable[[AttentionSpec, int], Iterator[Any]]
+
+
+CHOICES: Mapping[Heuristic, Choice] = MappingProxyType(
+    {
+        sm90.default_config: Choice("prefill", sm90.ForwardConfig, sm90.variants),
+        sm90.default_split_config: Choice("decode", sm90.ForwardConfig, sm90.split_variants),
+        sm100.default_config: Choice("prefill", sm100.ForwardConfig, sm100.variants),
+        sm100.default_split_config: Choice("decode", sm100.ForwardConfig, sm100.split_variants),
+        latent_sm90.default_latent_config: Choice("mla_decode", latent_sm90.LatentConfig, latent_sm90.latent_variants),
+        latent_sm100.default_latent_config: Choice(
+            "mla_decode", latent_sm100.LatentConfig, latent_sm100.latent_variants
+        ),
+    }
+)
+
+WINNERS = winners.Winners(
+    "attention",
+    Path(__file__).with_name("winners.json"),
+    Problem,
+    {
+        "sm90.ForwardConfig": sm90.ForwardConfig,
+        "sm90.LatentConfig": latent_sm90.LatentConfig,
+        "sm100.ForwardConfig": sm100.ForwardConfig,
+        "sm100.LatentConfig": latent_sm100.LatentConfig,
+        "sm100.PairConfig": latent_sm100.PairConfig,
+    },
+)
+
+
+def config_of(spec: AttentionSpec, target: Target, default: Heuristic) -> Any:
+    """The configuration of a kernel whose heuristic is `default`: of a winner that fits, or the heuristic's.
+
+    A batch-invariant layer has the heuristic's: how it cuts key ranges is another kernel than the one measured.
+    """
+    choice = CHOICES.get(default)
+    if choice is None or spec.batch_invariant or target.gpu is None:
+        return default(spec)
+    problem = problem_of(spec, choice.operation)
+    for winner in WINNERS.on(target):
+        fits = winner.problem == problem and isinstance(winner.config, choice.kind)
+        if fits and not winner.config.objections(spec, target.smem_bytes):
+            return winner.config
+    return default(spec)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configuration a linear layer's CuTe DSL kernel gets for so many rows, and where another product is faster."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt, model_validator
+
+from dsl_backend.linear import configs
+from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
+from dsl_backend.linear.spec import LinearSpec, short
+from dsl_backend.runtime import winners
+from dsl_backend.runtime.target import Target
+
+
+class Problem(winners.Problem):
+    """A layer's sizes, for a range of rows.
+
+    Attributes:
+        least_rows, most_rows: of x, both within.
+        n, k: columns of the output and of x.
+        gated: with an activation, whose weight is [2 n, k].
+        sm_count: of the GPU, which may lend fewer than its name promises.
+    """
+
+    least_rows: PositiveInt
+    most_rows: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    gated: bool
+    dtype: Literal["float16", "bfloat16"]
+    sm_count: PositiveInt
+
+    @model_validator(mode="after")
+    def is_a_range(self) -> "Problem":
+        if self.least_rows > self.most_rows:
+            raise ValueError(f"least_rows {self.least_rows} is more than most_rows {self.most_rows}")
+        return self
+
+    @property
+    def name(self) -> str:
+        """As `--classes` of `dsl-backend tune` finds it: `linear-14336x4096-gated-bfloat16-m65-256`."""
+        kind = "gated" if self.gated else "plain"
+        return f"linear-{self.n}x{self.k}-{kind}-{self.dtype}-m{self.least_rows}-{self.most_rows}"
+
+    def holds(self, rows: int) -> bool:
+        return self.least_rows <= rows <= self.most_rows
+
+    def of_rows(self, least: int, most: int) -> "Problem":
+        return self.model_copy(update={"least_rows": least, "most_rows": most})
+
+    def without(self, other: "Problem") -> "tuple[Problem, ...]":
+        if self.of_rows(1, 1) != other.of_rows(1, 1):
+            return (self,)
+        ranges = (
+            (self.least_rows, min(self.most_rows, other.least_rows - 1)),
+            (max(self.least_rows, other.most_rows + 1), self.most_rows),
+        )
+        return tuple(self.of_rows(least, most) for least, most in ranges if least <= most)
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """No kernel of ours: the product by cuBLAS, then the activation by a kernel of its own."""
+
+
+WINNERS = winners.Winners(
+    "linear",
+    Path(__file__).with_name("winners.json"),
+    Problem,
+    {"sm90.GemmConfig": GemmConfig, "sm90.StreamConfig": StreamConfig, "unfused": Unfused},
+)
+
+
+def problem_of(n: int, k: int, gated: bool, dtype: torch.dtype, sm_count: int) -> Problem:
+    """A layer's, for one row."""
+    return Problem(
+        least_rows=1,
+        most_rows=1,
+        n=n,
+        k=k,
+        gated=gated,
+        dtype=short(dtype),  # type: ignore[arg-type]
+        sm_count=sm_count,
+    )
+
+
+def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iterator[tuple[Problem, Config]]:
+    """Winners that fit a layer, whatever its rows; a batch-invariant layer has one kernel, and no winners.
+
+    Args:
+        any_gpu: as in `Winners.on`; then of any number of SMs too.
+    """
+    for winner in WINNERS.on(target, any_gpu=any_gpu) if not spec.batch_invariant else ():
+        sm_count = target.sm_count if target.gpu is not None else winner.problem.sm_count
+        wanted = problem_of(spec.n, spec.k, spec.parts == 2, spec.dtype, sm_count)
+        if winner.problem.of_rows(1, 1) != wanted or isinstance(winner.config, Unfused):
+            continue
+        if not winner.config.objections(spec, target.smem_bytes):
+            yield winner.problem, winner.config
+
+
+def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
+    """The configuration for so many rows: of a winner that fits, or the heuristic's."""
+    found = (config for problem, config in measured(spec, target) if problem.holds(rows))
+    return next(found, None) or configs.choose(spec, rows, target)
+
+
+def configs_of(spec: LinearSpec, target: Target) -> list[Config]:
+    """All that may be chosen for some number of rows: what is compiled before serving."""
+    found = (config for _, config in measured(spec, target, any_gpu=True))
+    return list(dict.fromkeys((*candidates(spec, target), *found)))
+
+
+def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[Problem]:
+    """Ranges of rows for which a gated layer is measured to be faster as a product and an activation after it."""
+    if target.gpu is None:
+        return []
+    asked = problem_of(n, k, True, dtype, target.sm_count)
+    found = (winner.problem for winner in WINNERS.on(target) if isinstance(winner.config, Unfused))
+    return [problem for problem in found if problem.of_rows(1, 1) == asked]
+
+
+@lru_cache(maxsize=1 << 16)
+def fused_is_faster(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> bool:
+    """Whether a gated layer is worth a kernel of its own, by what was measured; where nothing was, it is."""
+    return not any(problem.holds(rows) for problem in unfused(n, k, dtype, target))
