@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 import torch
+from dsl_backend.testing.numerics import assert_within_budget
 
 from .case import Limits, Reference
 
@@ -58,3 +59,19 @@ def require_right(output: torch.Tensor, reference: Reference, limits: Limits) ->
             f"error {error.total:.2e}, worst row {error.row:.2e}; {limits.total:.0e} and {limits.row:.0e} pass"
         )
     return error
+
+
+def require_as_good(output: torch.Tensor, reference: Reference, naive: torch.Tensor) -> None:
+    """The error of an output is within the budget that another result of the same rows gives.
+
+    Args:
+        naive: the other one's compared rows.
+
+    Raises:
+        WrongResultError: it is larger, or an element was never written.
+    """
+    measure(output, reference)
+    try:
+        assert_within_budget(output[reference.rows], reference.values, naive)
+    except AssertionError as error:
+        raise WrongResultError(str(error)) from None

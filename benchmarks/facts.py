@@ -25,6 +25,10 @@ PACKAGES = (
 )
 
 
+# Of these, those whose versions decide about what is compiled.
+COMPILERS = ("nvidia-cutlass-dsl", "torch")
+
+
 def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -1,25 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of a kernel against each other, on one problem: what the operators' sweeps have in common."""
+"""Configurations of a kernel against each other, on one problem: what sweeps and `dsl-backend tune` have in common."""
 
 import argparse
 import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.winners import Winners
 
 from . import check, timing
 from .case import Launch, Reference
 from .check import BF16_LIMITS
+from .runner import DeviceLostError, require_alive
 
 SECONDS = 0.1
 # Of all configurations in turn: a GPU's clock falls as it grows warm, and whoever came first would seem the fastest.
 ROUNDS = 4
+
+# What a configuration may raise: wrong, or not to be compiled or launched.
+FAILURES = (check.WrongResultError, RuntimeError)
+
+MakeTimer = Callable[[Launch, int, torch.device], timing.Timer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A problem's tensors on a device.
+
+    Attributes:
+        runner: from a configuration to what launches a layer with it, and gives back its output.
+        outputs: of all layers.
+        expected: of the last one.
+    """
+
+    runner: Callable[[Any], Callable[[int], torch.Tensor]]
+    outputs: Sequence[torch.Tensor]
+    expected: Reference
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Configurations that are to be compared on one problem.
+
+    Attributes:
+        parameters: of the problem, for files.
+        configs: the heuristic's first, which is what all results are measured by.
+        chosen: what would be taken now.
+        unit: what to compile for a configuration; None where there is nothing.
+        prepare: makes the problem's tensors.
+        note: what to print of a configuration and its microseconds.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    configs: Sequence[Any]
+    chosen: Any
+    unit: Callable[[Any], Unit | None]
+    prepare: Callable[[], Ready]
+    note: Callable[[Any, float], str] = lambda config, time_us: ""
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        return (unit for config in self.configs if (unit := self.unit(config)) is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Class:
+    """A class of problems, and the rows that stand for it: all with the same configurations."""
+
+    winners: Winners[Any]
+    problem: Any
+    contests: tuple[Contest, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.problem.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A configuration and its time, or why there is none."""
+
+    config: Any
+    summary: timing.Summary | None = None
+    error: str = ""
+
+
+def unique(configs: Iterable[Any]) -> list[Any]:
+    """Each once, in order."""
+    return list(dict.fromkeys(configs))
+
+
+def compile_all(contests: Iterable[Contest]) -> None:
+    """On all cores; says which could not be compiled."""
+    units = {str(unit): unit for contest in contests for unit in contest.units}
+    for outcome in precompile.run(list(units.values())):
+        if outcome.error:
+            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+
+
+def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = timing.make_timer) -> list[Timed]:
+    """Times every configuration whose result is right, in turn.
+
+    The heuristic's result must be close to the exact one, and the others' errors fit into the budget that it gives.
+
+    Raises:
+        WrongResultError, RuntimeError: of the heuristic's own configuration.
+        DeviceLostError: a configuration left the device unusable.
+    """
+    ready = contest.prepare()
+    device, layers = ready.outputs[-1].device, len(ready.outputs)
+    timers: list[tuple[Any, timing.Timer, list[float]]] = []
+    failed: list[Timed] = []
+    naive: torch.Tensor | None = None
+    for config in contest.configs:
+        try:
+            run = ready.runner(config)
+            output = result_of(run, ready.outputs)
+            if naive is None:
+                check.require_right(output, ready.expected, BF16_LIMITS)
+                naive = output[ready.expected.rows].clone()
+            else:
+                check.require_as_good(output, ready.expected, naive)
+            timers.append((config, make_timer(Launch(run), layers, device), []))
+        except FAILURES as error:  # noqa: PERF203 - each may fail alone
+            require_alive(device, error)
+            if naive is None:
+                raise
+            failed.append(Timed(config, error=str(error)))
+    for _, one, samples in timers * ROUNDS:
+        until = time.perf_counter() + seconds / ROUNDS
+        samples.append(one.sample())
+        while time.perf_counter() < until:
+            samples.append(one.sample())
+    return [*(Timed(config, timing.summarize(samples)) for config, _, samples in timers), *failed]
+
+
+def result_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Runs all layers once; the last one's output, where NaN is what was not written."""
+    for index, output in enumerate(outputs):
+        output.fill_(torch.nan)
+        run(index)
+    timing.synchronize(outputs[-1].device)
+    return outputs[-1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,71 +156,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
 
 
-def compile_all(units: Iterable[Unit]) -> None:
-    """On all cores; says which could not be compiled."""
-    for outcome in precompile.run(list(units)):
-        if outcome.error:
-            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
-
-
-def timer_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor], expected: Reference) -> timing.Timer:
-    """What times a launch, once its result in the last layer is as expected.
+def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
+    """A sweep: compiles and times all; prints the fastest configurations of each problem, and the chosen one.
 
     Args:
-        run: launches a layer, and gives back its output.
-        outputs: of all layers.
+        given: of `add_arguments`.
     """
-    device = outputs[-1].device
-    for index, output in enumerate(outputs):
-        output.fill_(torch.nan)
-        run(index)
-    timing.synchronize(device)
-    check.require_right(outputs[-1], expected, BF16_LIMITS)
-    return timing.make_timer(Launch(run), len(outputs), device)
-
-
-class Lines:
-    """What a sweep prints, and keeps as JSON: the fastest configurations of each problem, and the chosen one."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.best = given.best
-        self.file = given.json.open("w") if given.json else None
-
-    def time(
-        self,
-        name: str,
-        parameters: dict[str, Any],
-        configs: Iterable[Any],
-        chosen: Any,
-        timer: Callable[[Any], timing.Timer],
-        note: Callable[[Any, float], str],
-    ) -> None:
-        """Times all configurations of a problem.
-
-        Args:
-            parameters: of the problem, for the file.
-            chosen: what would be taken without a sweep.
-            timer: of a configuration.
-            note: what to print of a configuration and its microseconds.
-        """
-        timers: list[tuple[Any, timing.Timer, list[float]]] = []
-        for config in configs:
+    compile_all(contests)
+    lines = given.json.open("w") if given.json else None
+    with timing.alone():
+        for contest in contests:
             try:
-                timers.append((config, timer(config), []))
-            except (check.WrongResultError, RuntimeError) as error:  # noqa: PERF203 - each may fail alone
-                print(f"{name} {config}: {error}", flush=True)
-        for _, one, samples in timers * ROUNDS:
-            until = time.perf_counter() + SECONDS / ROUNDS
-            samples.append(one.sample())
-            while time.perf_counter() < until:
-                samples.append(one.sample())
-        found = [(timing.summarize(samples).median_us, config) for config, _, samples in timers]
-        for place, (time_us, config) in enumerate(sorted(found, key=lambda one: one[0])):
-            if place < self.best or config == chosen:
-                mark = "*" if config == chosen else " "
-                print(f"{name:28} {time_us:9.2f} us {note(config, time_us)} {mark} {config}", flush=True)
-            if self.file:
-                facts = {"us": time_us, "chosen": config == chosen, "name": type(config).__name__}
-                line = {"row": name, **parameters, **facts, **dataclasses.asdict(config)}
-                self.file.write(json.dumps(line) + "\n")
-                self.file.flush()
+                found = timed(contest)
+            except DeviceLostError:
+                raise
+            except FAILURES as error:
+                found = [Timed(contest.configs[0], error=str(error))]
+            torch.cuda.empty_cache()
+            for one in found:
+                if one.summary is None:
+                    print(f"{contest.name} {one.config}: {one.error}", flush=True)
+            times = [(one.summary.median_us, one.config) for one in found if one.summary is not None]
+            for place, (time_us, config) in enumerate(sorted(times, key=lambda one: one[0])):
+                is_chosen = config == contest.chosen
+                if place < given.best or is_chosen:
+                    note, mark = contest.note(config, time_us), "*" if is_chosen else " "
+                    print(f"{contest.name:28} {time_us:9.2f} us {note} {mark} {config}", flush=True)
+                if lines:
+                    facts = {"us": time_us, "chosen": is_chosen, "name": type(config).__name__}
+                    line = {"row": contest.name, **contest.parameters, **facts, **dataclasses.asdict(config)}
+                    lines.write(json.dumps(line) + "\n")
+                    lines.flush()
+    return 0

@@ -150,6 +150,37 @@ def verify(
     attempt(lambda: verify.run(options, json, benchmarks(), Console()))
 
 
+@app.command()
+def tune(
+    family: Annotated[
+        str | None, typer.Argument(metavar="[FAMILY]", help="attention or linear; by default both.")
+    ] = None,
+    classes: Annotated[str | None, typer.Option(metavar="REGEX", help="Only classes whose names it finds.")] = None,
+    json: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Merge the winners into this file.")
+    ] = None,
+    model: Annotated[
+        pathlib.Path | None, typer.Option(metavar="CONFIG", help="Tune the layers of a model's config.json.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share the model.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Timing of each configuration in each row, in seconds.")] = 0.1,
+    only_list: Annotated[bool, typer.Option("--list", help="Print the classes and their rows, time nothing.")] = False,
+) -> None:
+    """Find configurations that are faster than the usual ones on this GPU, and keep them in a file."""
+    found = importlib.import_module(f"{benchmarks().__name__}.tune")
+    attempt(
+        lambda: found.main(
+            family,
+            classes,
+            json,
+            model=model,
+            tensor_parallel=tensor_parallel,
+            seconds=seconds,
+            only_list=only_list,
+        )
+    )
+
+
 @app.command("compile")
 def compile_kernels(
     model: Annotated[

@@ -1,94 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every configuration of the CuTe DSL kernels: `python -m benchmarks.linear.sweep --shapes llama-8b --rows 1,64`.
 
-What it finds is what `dsl_backend.linear.configs` should prefer. Each line: rows, n, k, microseconds, the estimate that
-`configs.choose` goes by, the configuration; the fastest first, and the one that is chosen marked.
+Each line: rows, n, k, microseconds, the estimate that `configs.choose` goes by, the configuration; the fastest first,
+and the one that is chosen marked. Gated layers stand beside cuBLAS and an activation kernel.
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from dsl_backend.linear.configs import (
-    GEMMS,
-    STREAMS,
-    Config,
-    GemmConfig,
-    StreamConfig,
-    blocks_of,
-    choose,
-    deepest,
-    estimate_us,
-)
+from dsl_backend.linear.configs import blocks_of, choose, estimate_us, variants
 from dsl_backend.linear.kernel import Operands, Workspace
-from dsl_backend.linear.sm90 import launch
-from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.winners import Unfused, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
 
 from .. import sweep, timing
-from .problems import Problem, build, reference
+from ..sweep import Contest, Ready
+from .problems import Inputs, Problem, build, reference
+from .providers import Cublas
 from .rows import MAIN, TOKENS
 
 
-def wide(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
-    """Configurations worth a try, as many stages each as shared memory has room for, down to half of them."""
-    tiles: list[Config] = [*STREAMS, *GEMMS]
-    for tile_m, box_n, pingpong in (
-        (128, 128, 0),
-        (256, 64, 0),
-        (256, 96, 0),
-        (128, 64, 1),
-        (128, 96, 1),
-        (192, 64, 1),
-    ):
-        for cluster, band in itertools.product((1, 2), (4, 8, 16)):
-            tiles.append(GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=bool(pingpong), cluster=cluster, band=band))
-    for tokens, groups, split, tile_k in itertools.product((8, 16, 32, 64, 128), (1, 2), (False, True), (64, 128, 256)):
-        tiles.append(StreamConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k))
-    seen = set()
-    for tile in tiles:
-        # Rows of other sizes have no use for it.
-        if isinstance(tile, StreamConfig) and not rows <= tile.tile_tokens < max(16, 4 * rows):
-            continue
-        if isinstance(tile, GemmConfig) and rows <= 64:
-            continue
-        most = deepest(tile, spec, target.smem_bytes)
-        for stages in () if most is None else (most.stages, max(2, most.stages // 2)):
-            config = dataclasses.replace(tile, stages=stages)
-            if config not in seen:
-                seen.add(config)
-                yield config
+def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, workspace: Workspace) -> Callable[[int], Any]:
+    """Launches a layer."""
+    # Imports CuTe DSL.
+    from dsl_backend.linear.sm90 import launch
+
+    function = launch.build(launch.key_of(problem.spec, config), target)
+    blocks = blocks_of(config, target)
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        launch.run(function, config, Operands(layer.x, layer.weight, None, None, layer.out), blocks, workspace)
+        return layer.out
+
+    return run
 
 
-def time_problem(problem: Problem, configs: list[Config], target: Target, lines: sweep.Lines) -> None:
-    device = torch.device("cuda")
-    inputs = build(problem, timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device)), device, 0)
-    outputs = [layer.out for layer in inputs.layers]
-    expected = reference(problem, inputs, len(outputs) - 1)
+def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
+    """All configurations; of a gated layer also what vLLM runs."""
     workspace = Workspace(device)
+    default = choose(problem.spec, problem.m, target)
+    others = [Unfused()] if problem.gated else []
 
-    def timer(config: Config) -> timing.Timer:
-        function = launch.build(launch.key_of(problem.spec, config), target)
-        blocks = blocks_of(config, target)
+    def prepare() -> Ready:
+        layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
+        inputs = build(problem, layers, device, 0)
 
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            operands = Operands(layer.x, layer.weight, None, None, layer.out)
-            launch.run(function, config, operands, blocks, workspace)
-            return layer.out
+        def run_of(config: Any) -> Callable[[int], torch.Tensor]:
+            if isinstance(config, Unfused):
+                return Cublas().prepare(problem, inputs).run
+            return runner(problem, inputs, config, target, workspace)
 
-        return sweep.timer_of(run, outputs, expected)
+        outputs = [layer.out for layer in inputs.layers]
+        return Ready(run_of, outputs, reference(problem, inputs, layers - 1))
 
-    def note(config: Config, time_us: float) -> str:
+    def unit(config: Any) -> Unit | None:
+        from dsl_backend.linear.sm90 import launch
+
+        if isinstance(config, Unfused):
+            return None
+        return Unit("linear", launch.build, launch.key_of(problem.spec, config), target)
+
+    def note(config: Any, time_us: float) -> str:
+        if isinstance(config, Unfused):
+            return " " * 19
         return f"{estimate_us(config, problem.spec, problem.m, target):9.2f} estimated"
 
-    chosen = choose(problem.spec, problem.m, target)
-    lines.time(f"{problem.m} {problem.n}x{problem.k}", problem.parameters, configs, chosen, timer, note)
+    return Contest(
+        name=f"{problem.m} {problem.n}x{problem.k}",
+        parameters=problem.parameters,
+        configs=sweep.unique((default, *variants(problem.spec, problem.m, target), *others)),
+        chosen=config_of(problem.spec, problem.m, target),
+        unit=unit,
+        prepare=prepare,
+        note=note,
+    )
 
 
 def main() -> int:
@@ -98,20 +90,12 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="no activation")
     sweep.add_arguments(parser)
     given = parser.parse_args()
-    target = targets.detect()
+    target, device = targets.detect(), torch.device("cuda")
     problems = []
     for name, rows in itertools.product(given.shapes.split(","), map(int, given.rows.split(","))):
         n, k = MAIN[name] if name in MAIN else tuple(map(int, name.split("x")))
         problems.append(Problem(m=rows, n=n, k=k, gated=not given.plain))
-    tried = {problem: list(wide(problem.spec, problem.m, target)) for problem in problems}
-    keys = {launch.key_of(problem.spec, config) for problem, configs in tried.items() for config in configs}
-    sweep.compile_all(Unit("linear", launch.build, key, target) for key in keys)
-    lines = sweep.Lines(given)
-    with timing.alone():
-        for problem, configs in tried.items():
-            time_problem(problem, configs, target, lines)
-            torch.cuda.empty_cache()
-    return 0
+    return sweep.run([contest(problem, target, device) for problem in problems], given)
 
 
 if __name__ == "__main__":

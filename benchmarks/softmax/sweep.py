@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from dsl_backend.runtime import target as targets
@@ -21,6 +21,7 @@ from dsl_backend.softmax.spec import SoftmaxSpec
 
 from .. import sweep, timing
 from ..case import Case, select
+from ..sweep import Contest, Ready
 from .problems import Problem, build, reference
 from .rows import cases
 
@@ -54,27 +55,35 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
                 yield config
 
 
-def time_case(case: Case[Problem], configs: list[RowConfig], target: targets.Target, lines: sweep.Lines) -> None:
-    device = torch.device("cuda")
-    layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
-    inputs = build(case.problem, layers, device, 0)
-    outputs = [layer.out for layer in inputs.layers]
-    expected = reference(case.problem, inputs, layers - 1)
+def contest(case: Case[Problem], target: targets.Target, device: torch.device) -> Contest:
     spec = spec_of(case.problem)
+    configs = list(candidates(spec, target.smem_bytes))
 
-    def timer(config: RowConfig) -> timing.Timer:
-        function = launch.build(launch.key_of(spec, config), target)
+    def prepare() -> Ready:
+        layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))
+        inputs = build(case.problem, layers, device, 0)
+        outputs = [layer.out for layer in inputs.layers]
 
-        def run(index: int) -> torch.Tensor:
-            function(inputs.layers[index].x, outputs[index])
-            return outputs[index]
+        def runner(config: RowConfig) -> Callable[[int], torch.Tensor]:
+            function = launch.build(launch.key_of(spec, config), target)
 
-        return sweep.timer_of(run, outputs, expected)
+            def run(index: int) -> torch.Tensor:
+                function(inputs.layers[index].x, outputs[index])
+                return outputs[index]
 
-    def note(config: RowConfig, time_us: float) -> str:
-        return f"{case.traffic_bytes / time_us / 1e6:7.3f}"
+            return run
 
-    lines.time(case.id, case.problem.parameters, configs, configs[0], timer, note)
+        return Ready(runner, outputs, reference(case.problem, inputs, layers - 1))
+
+    return Contest(
+        name=case.id,
+        parameters=case.parameters,
+        configs=configs,
+        chosen=configs[0],
+        unit=lambda config: Unit("softmax", launch.build, launch.key_of(spec, config), target),
+        prepare=prepare,
+        note=lambda config, time_us: f"{case.traffic_bytes / time_us / 1e6:7.3f}",
+    )
 
 
 def spec_of(problem: Problem) -> SoftmaxSpec:
@@ -91,17 +100,8 @@ def main() -> int:
     parser.add_argument("--rows", default=None, help="regular expression of row names; by default the table's")
     sweep.add_arguments(parser)
     given = parser.parse_args()
-    target = targets.detect()
-    chosen = select(cases(), given.rows)
-    tried = {case.id: list(candidates(spec_of(case.problem), target.smem_bytes)) for case in chosen}
-    keys = {launch.key_of(spec_of(case.problem), config) for case in chosen for config in tried[case.id]}
-    sweep.compile_all(Unit("softmax", launch.build, key, target) for key in keys)
-    lines = sweep.Lines(given)
-    with timing.alone():
-        for case in chosen:
-            time_case(case, tried[case.id], target, lines)
-            torch.cuda.empty_cache()
-    return 0
+    target, device = targets.detect(), torch.device("cuda")
+    return sweep.run([contest(case, target, device) for case in select(cases(), given.rows)], given)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of attention that `dsl-backend tune` goes through: those of the benchmarks' rows, or a model's."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.winners import CHOICES, WINNERS, problem_of
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.model import ModelShape
+from dsl_backend.runtime.target import Target
+
+from ..case import TABLE, Case
+from ..sweep import Class, Contest
+from . import rows, sweep
+from .problems import Problem, dense, latent, packed
+
+GROUPS = (TABLE, "fp8")
+DEEPSEEK = (512, 64)  # latent and rope elements, which `problems.latent` and `packed` have
+
+
+def usual() -> Iterator[tuple[Operation, Case[Problem]]]:
+    """The rows of the benchmarks' tables."""
+    for operation, cases in sweep.KINDS.values():
+        yield from ((operation, case) for case in cases(16) if case.group in GROUPS)
+
+
+def of_model(model: ModelShape) -> Iterator[tuple[Operation, Case[Problem]]]:
+    """A model's heads in the tables' batches; none where its latent is of other sizes than the benchmarks'."""
+
+    def case(name: str, problem: Problem) -> Case[Problem]:
+        dtype = getattr(torch, model.dtype)
+        return rows.case(name, dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype))
+
+    if model.is_mla:
+        if (model.latent_rank, model.rope_dim) != DEEPSEEK:
+            return
+        name = f"h{model.heads_q}"
+        for batch, keys in rows.LATENT_SHAPES:
+            problem = latent(model.heads_q, [1] * batch, [keys] * batch)
+            yield Operation.MLA_DECODE, case(f"{name}-b{batch}-k{rows.length(keys)}", problem)
+        for batch, new in rows.PREFILL_SHAPES:
+            yield Operation.PREFILL, case(f"{name}-{batch}x{rows.length(new)}", packed(model.heads_q, [new] * batch))
+        return
+    heads = (model.head_dim, model.heads_q, model.heads_kv)
+    for batch, keys in rows.DECODE_SHAPES:
+        problem = dense(*heads, [1] * batch, [keys] * batch)
+        yield Operation.DECODE, case(f"{rows.heads(*heads)}-b{batch}-k{rows.length(keys)}", problem)
+    for batch, new in rows.PREFILL_SHAPES:
+        problem = dense(*heads, [new] * batch, [new] * batch)
+        yield Operation.PREFILL, case(f"{rows.heads(*heads)}-{batch}x{rows.length(new)}", problem)
+
+
+def classes(target: Target, device: torch.device, model: ModelShape | None) -> list[Class]:
+    """Those that a CuTe DSL kernel serves."""
+    found: dict[Any, list[Contest]] = {}
+    for operation, case in usual() if model is None else of_model(model):
+        try:
+            kind = dispatch.choose(operation, case.problem.spec, target, "cute").load()
+        except Unsupported:
+            continue
+        problem = problem_of(case.problem.spec, CHOICES[kind.default].operation)
+        found.setdefault(problem, []).append(sweep.contest(operation, case, target, device))
+    return [Class(WINNERS, problem, tuple(contests)) for problem, contests in found.items()]

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsl-backend tune`: finds configurations that beat the heuristics' on this GPU, and keeps them as data.
+
+A class of problems has one configuration, and one or several rows that stand for it. A candidate wins where its
+geometric mean over them beats the heuristic's by more than the times scatter, and where no row is slower.
+"""
+
+import dataclasses
+import datetime
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import dsl_backend
+import torch
+from dsl_backend.errors import InvalidInput
+from dsl_backend.linear.winners import Unfused
+from dsl_backend.runtime import model as models
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.model import ModelShape
+from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.winners import Winner
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import facts, sweep, timing
+from .attention import tune as attention
+from .linear import tune as linear
+from .runner import DeviceLostError
+from .sweep import Class
+
+# Below it nobody should bother, however little the times scatter.
+LEAST_GAIN = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A configuration beside the one to beat, in the geometric means of their microseconds.
+
+    Attributes:
+        gain: the share of time by which it is faster; negative where it is slower.
+        wins: by more than the scatter, and nowhere slower.
+    """
+
+    config: Any
+    us: float
+    beaten_us: float
+    wins: bool
+
+    @property
+    def gain(self) -> float:
+        return self.beaten_us / self.us - 1
+
+
+Rows = Sequence[Mapping[Any, timing.Summary]]
+
+FAMILIES: Mapping[str, Callable[[Target, torch.device, ModelShape | None], Sequence[Class]]] = {
+    "attention": attention.classes,
+    "linear": linear.classes,
+}
+
+
+def mean_us(rows: Rows, config: Any) -> float:
+    """The geometric mean of a configuration's medians."""
+    return math.exp(sum(math.log(row[config].median_us) for row in rows) / len(rows))
+
+
+def scatter(*summaries: timing.Summary) -> float:
+    """The share of its median by which a time is off: half of what 80 % of the samples lie in, of the worst."""
+    return max(LEAST_GAIN, *((one.p90_us - one.p10_us) / (2 * one.median_us) for one in summaries))
+
+
+def verdict(rows: Rows, config: Any, beaten: Any) -> Verdict:
+    """Of a configuration that all rows have, against another one."""
+    gains = [row[beaten].median_us / row[config].median_us - 1 for row in rows]
+    noise = [scatter(row[beaten], row[config]) for row in rows]
+    us, beaten_us = mean_us(rows, config), mean_us(rows, beaten)
+    wins = beaten_us / us - 1 > sum(noise) / len(noise) and all(
+        gain > -off for gain, off in zip(gains, noise, strict=True)
+    )
+    return Verdict(config, us, beaten_us, wins)
+
+
+def best(rows: Rows, configs: Sequence[Any], beaten: Any) -> Verdict | None:
+    """The fastest of the configurations that win, or where none does of all; None where none ran in every row."""
+    ran = [verdict(rows, config, beaten) for config in configs if all(config in row for row in rows)]
+    return min(ran, key=lambda one: (not one.wins, one.us), default=None)
+
+
+def verdicts(rows: Rows, configs: Sequence[Any]) -> list[Verdict]:
+    """The best of ours against the heuristic's, the first; then what is not ours against the better of both."""
+    default = configs[0]
+    ours = best(rows, [config for config in configs[1:] if not isinstance(config, Unfused)], default)
+    leading = ours.config if ours is not None and ours.wins else default
+    theirs = best(rows, [config for config in configs if isinstance(config, Unfused)], leading)
+    return [one for one in (ours, theirs) if one is not None]
+
+
+def changes(config: Any, default: Any) -> str:
+    """What a configuration has otherwise than the heuristic's; all of it where it is of another kind."""
+    fields = dataclasses.asdict(config)
+    if type(config) is type(default):
+        fields = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return text if type(config) is type(default) else f"{type(config).__name__}({text})"
+
+
+def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Console) -> list[Verdict]:
+    """Times a class's configurations in all of its rows.
+
+    Raises:
+        InvalidInput: the heuristic's own configuration does not run, or is wrong.
+    """
+    rows: list[dict[Any, timing.Summary]] = []
+    for contest in one.contests:
+        try:
+            found = sweep.timed(contest, seconds, make_timer)
+        except DeviceLostError:
+            raise
+        except sweep.FAILURES as error:
+            raise InvalidInput(f"{contest.name}: the heuristic's {contest.configs[0]}: {error}") from None
+        for failed in found:
+            if failed.summary is None:
+                console.print(f"{contest.name}: {failed.config}: {failed.error}", markup=False, soft_wrap=True)
+        rows.append({timed.config: timed.summary for timed in found if timed.summary is not None})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return verdicts(rows, one.contests[0].configs)
+
+
+def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> list[Winner[Any]]:
+    """The winners of a class.
+
+    Args:
+        shared: fields of `runtime.winners.Entry` that all have.
+    """
+    rows = tuple(contest.name for contest in one.contests)
+    return [
+        one.winners.entry(
+            one.problem,
+            verdict.config,
+            us=round(verdict.us, 3),
+            default_us=round(verdict.beaten_us, 3),
+            rows=rows,
+            **shared,
+        )
+        for verdict in found
+        if verdict.wins
+    ]
+
+
+def table_of(results: Sequence[tuple[Class, Sequence[Verdict]]]) -> Table:
+    table = Table(title="Beside the heuristics' configurations", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("class", "us", "best us", "gain", "", "configuration, where it differs"):
+        table.add_column(name, justify="right" if name in ("us", "best us", "gain") else "left", overflow="fold")
+    for one, found in results:
+        for place, verdict in enumerate(found):
+            table.add_row(
+                one.name if place == 0 else "",
+                f"{verdict.beaten_us:.2f}",
+                f"{verdict.us:.2f}",
+                f"{100 * verdict.gain:+.1f} %",
+                "kept" if verdict.wins else "",
+                changes(verdict.config, one.contests[0].configs[0]),
+            )
+    return table
+
+
+def tune(
+    classes: Sequence[Class],
+    target: Target,
+    shared: Mapping[str, Any],
+    path: pathlib.Path | None,
+    console: Console,
+    seconds: float = sweep.SECONDS,
+    make_timer: sweep.MakeTimer = timing.make_timer,
+) -> int:
+    """Goes through the classes; each one's winners are in the file before the next is begun. Returns the exit status.
+
+    Args:
+        shared: as in `entries`.
+        path: the file; None writes none.
+
+    Raises:
+        InvalidInput: the file cannot be merged with, or written.
+    """
+    assert target.gpu is not None
+    results: list[tuple[Class, list[Verdict]]] = []
+    problems = []
+    for place, one in enumerate(classes):
+        count, rows = len(one.contests[0].configs), len(one.contests)
+        console.print(f"{place + 1} of {len(classes)}: {one.name}, {count} configurations, {rows} rows", markup=False)
+        try:
+            found = measure(one, seconds, make_timer, console)
+        except InvalidInput as error:
+            problems.append(f"{one.name}: {error}")
+            continue
+        except DeviceLostError as error:
+            problems.append(f"{one.name}: the device no longer answers: {error}")
+            break
+        results.append((one, found))
+        if path is not None:
+            one.winners.save(path, target.gpu, [one.problem], entries(one, found, shared))
+    console.print(table_of(results))
+    for problem in problems:
+        console.print(f"FAILED {problem}", markup=False, soft_wrap=True)
+    kept = sum(verdict.wins for _, found in results for verdict in found)
+    where = f"in {path}" if path is not None else "nowhere: --json FILE keeps them"
+    console.print(f"{kept} winners, {where}", markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def shared_facts(target: Target, device: torch.device) -> dict[str, Any]:
+    """The fields that the entries of a run share."""
+    found = facts.gather(device)
+    versions = {"driver": found.get("driver"), **{name: found["versions"][name] for name in facts.COMPILERS}}
+    commit = found["commit"] or f"dsl-backend {dsl_backend.__version__}"
+    return {
+        "gpu": target.gpu,
+        "arch": target.arch,
+        "date": datetime.datetime.now(datetime.timezone.utc).date(),
+        "commit": commit + ("+" if found["modified"] else ""),
+        "versions": {name: version for name, version in versions.items() if version},
+    }
+
+
+def chosen(classes: Sequence[Class], pattern: str | None) -> list[Class]:
+    """Those whose names a regular expression finds.
+
+    Raises:
+        InvalidInput: it finds none, or is no expression.
+    """
+    try:
+        found = [one for one in classes if re.search(pattern or "", one.name)]
+    except re.error as error:
+        raise InvalidInput(f"--classes {pattern!r} is no regular expression: {error}") from None
+    if not found:
+        known = "\n  ".join(one.name for one in classes) or "none on this GPU"
+        raise InvalidInput(f"--classes {pattern!r} finds none of\n  {known}")
+    return found
+
+
+def main(
+    family: str | None = None,
+    pattern: str | None = None,
+    path: pathlib.Path | None = None,
+    *,
+    model: pathlib.Path | None = None,
+    tensor_parallel: int = 1,
+    seconds: float = sweep.SECONDS,
+    only_list: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Tune this GPU.
+
+    Args:
+        family: one of FAMILIES; by default all.
+        pattern: a regular expression that finds names of classes.
+        path: the file to merge winners into; None writes none.
+        model: a config.json whose layers are tuned, instead of the benchmarks' rows.
+        seconds: of timing for each configuration in each row.
+        only_list: print the classes, time nothing.
+
+    Raises:
+        InvalidInput: an argument names nothing, there is no GPU, or none with CuTe DSL kernels.
+    """
+    if family is not None and family not in FAMILIES:
+        raise InvalidInput(f"family {family!r} has nothing to tune: choose from {', '.join(FAMILIES)}")
+    if not torch.cuda.is_available():
+        raise InvalidInput("tune needs an NVIDIA GPU and finds none")
+    if seconds <= 0:
+        raise InvalidInput(f"--seconds {seconds}: more than 0 is needed")
+    target, device = targets.detect(), torch.device("cuda")
+    if target.gpu is None:
+        raise InvalidInput("tune finds winners for the GPU as it is: unset DSL_BACKEND_ARCH")
+    shape = None if model is None else models.read(model, tensor_parallel=tensor_parallel)
+    names = [family] if family is not None else list(FAMILIES)
+    classes = [one for name in names for one in FAMILIES[name](target, device, shape)]
+    classes = chosen(classes, pattern)
+    console = console or Console()
+    if only_list:
+        for one in classes:
+            rows = ", ".join(contest.name for contest in one.contests)
+            console.print(f"{one.name}: {len(one.contests[0].configs)} configurations; {rows}", markup=False)
+        return 0
+    if path is not None:
+        # What is wrong with the file is said before the timing and not after.
+        for winners in {one.winners.family: one.winners for one in classes}.values():
+            winners.save(path, target.gpu, [], [])
+    sweep.compile_all(contest for one in classes for contest in one.contests)
+    with timing.alone():
+        return tune(classes, target, shared_facts(target, device), path, console, seconds)
