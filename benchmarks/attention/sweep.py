@@ -51,20 +51,21 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
     Raises:
         Unsupported: there is none.
     """
-    problem, workspace = case.problem, Workspace(device)
-    spec = problem.spec
+    problem, spec = case.problem, case.problem.spec
     kind = dispatch.choose(operation, spec, target, "cute").load()
     variants = CHOICES[kind.default].variants(spec, target.smem_bytes)
 
-    def bound(config: Any) -> Any:
-        return kind(spec, target, workspace, config)
+    def unit(config: Any) -> Unit:
+        key = kind(spec, target, Workspace(torch.device("cpu")), config).key(False, None)
+        return Unit("attention", kind.build, key, target)
 
     def prepare() -> Ready:
         layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
         made = inputs.build(problem, layers, device, 0)
         expected = oracle.reference(problem, made, layers - 1)
+        workspace = Workspace(device)
         return Ready(
-            lambda config: runner(bound(config), made, problem.is_fp8_kv),
+            lambda config: runner(kind(spec, target, workspace, config), made, problem.is_fp8_kv),
             [layer.out for layer in made.layers],
             expected,
         )
@@ -77,7 +78,7 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
         parameters=problem.parameters,
         configs=sweep.unique((kind.default(spec), *variants)),
         chosen=config_of(spec, target, kind.default),
-        unit=lambda config: Unit("attention", kind.build, bound(config).key(False, None), target),
+        unit=unit,
         prepare=prepare,
         note=note,
     )

@@ -44,13 +44,13 @@ def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, worksp
 
 def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
     """All configurations; of a gated layer also what vLLM runs."""
-    workspace = Workspace(device)
     default = choose(problem.spec, problem.m, target)
     others = [Unfused()] if problem.gated else []
 
     def prepare() -> Ready:
         layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
         inputs = build(problem, layers, device, 0)
+        workspace = Workspace(device)
 
         def run_of(config: Any) -> Callable[[int], torch.Tensor]:
             if isinstance(config, Unfused):

@@ -90,8 +90,14 @@ def explained(error: ValidationError) -> str:
     for one in error.errors():
         place = ".".join(str(part) for part in one["loc"])
         given = "" if one["type"] in ("missing", "value_error") else f" (it is {one['input']!r})"
-        found.append(f"{place}: {one['msg']}{given}" if place else one["msg"])
+        message = one["msg"].removeprefix("Value error, ") + given
+        found.append(f"{place}: {message}" if place else message)
     return "; ".join(found)
+
+
+def not_json(name: str) -> None:
+    """Python reads NaN and Infinity, which no measurement is."""
+    raise ValueError(f"{name} is no number there")
 
 
 def entries_of(path: Path) -> list[Any]:
@@ -101,7 +107,7 @@ def entries_of(path: Path) -> list[Any]:
         InvalidInput: it cannot be read, or is not a file of winners.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), parse_constant=not_json)
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

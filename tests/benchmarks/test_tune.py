@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsl-backend tune` without a GPU: its loop with a clock that is told the times, its classes, what it refuses."""
+
+import dataclasses
+import datetime
+import io
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from benchmarks import sweep, timing, tune
+from benchmarks.attention import tune as attention
+from benchmarks.case import Launch, Reference
+from benchmarks.linear import tune as linear
+from benchmarks.runner import DeviceLostError
+from benchmarks.sweep import Class, Contest, Ready
+from dsl_backend import cli
+from dsl_backend.linear.configs import GemmConfig
+from dsl_backend.linear.winners import WINNERS, Unfused, problem_of
+from dsl_backend.runtime import model as models
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.winners import Winner
+
+GPU = "NVIDIA Test"
+TARGET = dataclasses.replace(from_arch("sm_90a"), gpu=GPU)
+SHARED = {
+    "gpu": GPU,
+    "arch": "sm_90a",
+    "date": datetime.date(2026, 11, 23),
+    "commit": "0123abc",
+    "versions": {"driver": "580.1"},
+}
+DEFAULT, SLOWER, FASTER, FASTEST = (GemmConfig(band=band) for band in (8, 4, 2, 1))
+EXACT = torch.linspace(-1, 1, 64, dtype=torch.float64).view(4, 16)
+
+
+class Clock(timing.WallTimer):
+    """Tells the times of a list in turn."""
+
+    def __init__(self, launch: Launch, layers: int, times: list[float]) -> None:
+        super().__init__(launch, layers)
+        self.times, self.place = times, 0
+
+    def sample(self) -> float:
+        self.place += 1
+        return self.times[self.place % len(self.times)]
+
+
+class Chip:
+    """Where configurations run: what they take, and what some of them do instead.
+
+    Attributes:
+        times: microseconds of a configuration in a contest, or several that are measured in turn.
+        broken: what a configuration writes, or raises.
+    """
+
+    def __init__(self) -> None:
+        self.times: dict[tuple[str, Any], float | list[float]] = {}
+        self.broken: dict[Any, Any] = {}
+        self.running: list[tuple[str, Any]] = []
+
+    def contest(self, name: str, configs: list[Any]) -> Contest:
+        outputs = [torch.empty(4, 16, dtype=torch.bfloat16) for _ in range(2)]
+
+        def runner(config: Any) -> Callable[[int], torch.Tensor]:
+            def run(index: int) -> torch.Tensor:
+                wrong = self.broken.get(config)
+                if isinstance(wrong, Exception):
+                    raise wrong
+                outputs[index].copy_(EXACT if wrong is None else wrong)
+                self.running = [(name, config)]
+                return outputs[index]
+
+            return run
+
+        return Contest(
+            name=name,
+            parameters={},
+            configs=configs,
+            chosen=configs[0],
+            unit=lambda config: None,
+            prepare=lambda: Ready(runner, outputs, Reference(torch.arange(4), EXACT)),
+        )
+
+    def make_timer(self, launch: Launch, layers: int, device: torch.device) -> timing.Timer:
+        times = self.times[self.running[0]]
+        return Clock(launch, layers, times if isinstance(times, list) else [times])
+
+
+@pytest.fixture
+def chip() -> Chip:
+    return Chip()
+
+
+def problem(least: int, most: int) -> Any:
+    return problem_of(14336, 4096, True, torch.bfloat16, TARGET.sm_count).of_rows(least, most)
+
+
+def class_of(chip: Chip, times: dict[Any, list[float | list[float]]], rows: tuple[int, int] = (65, 256)) -> Class:
+    """A class whose configurations take so long in each of its rows; the first is the heuristic's."""
+    count = len(next(iter(times.values())))
+    names = [f"{rows[1]}-{place}" for place in range(count)]
+    for config, each in times.items():
+        chip.times |= {(name, config): us for name, us in zip(names, each, strict=True)}
+    return Class(WINNERS, problem(*rows), tuple(chip.contest(name, list(times)) for name in names))
+
+
+def run(chip: Chip, *classes: Class, path: Path | None = None) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    status = tune.tune(classes, TARGET, SHARED, path, console, 0.0, chip.make_timer)
+    return status, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def saved(path: Path) -> list[Winner[Any]]:
+    found, problems = WINNERS.read(path)
+    assert problems == []
+    return found
+
+
+def configs(path: Path) -> list[Any]:
+    return [winner.config for winner in saved(path)]
+
+
+def test_the_fastest_is_kept(chip: Chip, tmp_path: Path) -> None:
+    path = tmp_path / "winners.json"
+    one = class_of(chip, {DEFAULT: [10.0], SLOWER: [11.0], FASTEST: [8.0], FASTER: [9.0]})
+    status, text = run(chip, one, path=path)
+    assert status == 0
+    (winner,) = saved(path)
+    assert (winner.problem, winner.config) == (problem(65, 256), FASTEST)
+    assert (winner.entry.us, winner.entry.default_us, winner.entry.rows) == (8.0, 10.0, ("256-0",))
+    assert winner.entry.model_dump(include=set(SHARED)) == SHARED
+    assert "+25.0 %" in text
+    assert "band=1" in text
+    assert f"1 winners, in {path}" in text
+
+
+def test_without_a_file_nothing_is_kept(chip: Chip) -> None:
+    status, text = run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}))
+    assert status == 0
+    assert "1 winners, nowhere: --json FILE keeps them" in text
+
+
+@pytest.mark.parametrize(
+    ("default", "other", "wins"),
+    [
+        (10.0, 9.85, False),
+        (10.0, 9.75, True),
+        # Its times scatter by more than it gains: half of what 80 % lie in is 5 % of the median.
+        ([9.4, 10.0, 10.6], 9.75, False),
+        (10.0, [9.15, 9.75, 10.35], False),
+        ([9.4, 10.0, 10.6], 9.0, True),
+    ],
+)
+def test_a_winner_gains_more_than_the_scatter(chip: Chip, tmp_path: Path, default: Any, other: Any, wins: bool) -> None:
+    path = tmp_path / "winners.json"
+    run(chip, class_of(chip, {DEFAULT: [default], FASTER: [other]}), path=path)
+    assert configs(path) == ([FASTER] if wins else [])
+
+
+@pytest.mark.parametrize(
+    ("other", "wins"),
+    [
+        ([8.0, 90.0], True),
+        ([9.9, 90.0], True),
+        ([9.9, 99.0], False),  # too little on the whole
+        ([5.0, 105.0], False),  # slower in one row
+        ([5.0, 101.0], True),  # by less than times scatter
+    ],
+)
+def test_a_winner_is_slower_in_no_row(chip: Chip, tmp_path: Path, other: list[Any], wins: bool) -> None:
+    path = tmp_path / "winners.json"
+    run(chip, class_of(chip, {DEFAULT: [10.0, 100.0], FASTER: other}), path=path)
+    assert configs(path) == ([FASTER] if wins else [])
+    for winner in saved(path):
+        assert winner.entry.us == pytest.approx(math.sqrt(other[0] * other[1]), abs=1e-3)
+        assert winner.entry.default_us == pytest.approx(math.sqrt(1000), abs=1e-3)
+
+
+def test_what_loses_in_a_row_leaves_the_place_to_the_next(chip: Chip, tmp_path: Path) -> None:
+    path = tmp_path / "winners.json"
+    run(chip, class_of(chip, {DEFAULT: [10.0, 100.0], FASTEST: [2.0, 120.0], FASTER: [9.0, 90.0]}), path=path)
+    assert configs(path) == [FASTER]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (EXACT * 1.5, "elements are further from the oracle than the budget"),
+        (torch.full((4, 16), torch.nan), "are not finite or were never written"),
+        (RuntimeError("no such instruction"), "no such instruction"),
+    ],
+)
+def test_what_is_wrong_cannot_win(chip: Chip, tmp_path: Path, wrong: Any, message: str) -> None:
+    path = tmp_path / "winners.json"
+    chip.broken[FASTEST] = wrong
+    status, text = run(chip, class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0], FASTER: [9.0]}), path=path)
+    assert status == 0
+    assert configs(path) == [FASTER]
+    assert message in text
+
+
+def test_the_budget_is_the_heuristics(chip: Chip, tmp_path: Path) -> None:
+    """Not the limits that a benchmark's peers have: an error of four ulp of a row's largest element is within those."""
+    path = tmp_path / "winners.json"
+    chip.broken[FASTEST] = EXACT + 4 * 2**-7 * EXACT.abs().amax(1, keepdim=True) * torch.eye(4, 16)
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0]}), path=path)
+    assert configs(path) == []
+    chip.broken[FASTEST] = EXACT + 2**-7 * EXACT.abs().amax(1, keepdim=True) * torch.eye(4, 16)
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0]}), path=path)
+    assert configs(path) == [FASTEST]
+
+
+def test_a_wrong_heuristic_decides_nothing(chip: Chip, tmp_path: Path) -> None:
+    path = tmp_path / "winners.json"
+    chip.broken[DEFAULT] = EXACT * 2
+    first, second = (
+        class_of(chip, {DEFAULT: [10.0], FASTER: [5.0]}),
+        class_of(chip, {SLOWER: [9.0], FASTER: [5.0]}, (1, 8)),
+    )
+    status, text = run(chip, first, second, path=path)
+    assert status == 1
+    assert "FAILED linear-14336x4096-gated-bfloat16-m65-256: 256-0: the heuristic's" in text
+    assert [winner.problem for winner in saved(path)] == [problem(1, 8)]
+
+
+def test_a_lost_device_ends_the_run_and_leaves_what_was_found(
+    chip: Chip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(device: torch.device, cause: BaseException) -> None:
+        raise DeviceLostError(str(cause))
+
+    monkeypatch.setattr(sweep, "require_alive", lost)
+    path = tmp_path / "winners.json"
+    chip.broken[FASTEST] = RuntimeError("an illegal memory access")
+    classes = [
+        class_of(chip, {DEFAULT: [10.0], FASTER: [5.0]}, (1, 8)),
+        class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0]}, (9, 16)),
+        class_of(chip, {DEFAULT: [10.0], FASTER: [5.0]}, (17, 32)),
+    ]
+    status, text = run(chip, *classes, path=path)
+    assert status == 1
+    assert "m9-16: the device no longer answers: an illegal memory access" in text
+    assert [winner.problem for winner in saved(path)] == [problem(1, 8)]
+
+
+def test_what_is_measured_again_is_replaced(chip: Chip, tmp_path: Path) -> None:
+    path = tmp_path / "winners.json"
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}), path=path)
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}, (1, 8)), path=path)
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [9.9]}, (129, 192)), path=path)
+    assert {(winner.problem.least_rows, winner.problem.most_rows) for winner in saved(path)} == {
+        (1, 8),
+        (65, 128),
+        (193, 256),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kept"),
+    [
+        (9.0, 8.0, [FASTER, Unfused()]),
+        (8.0, 9.0, [FASTER]),
+        (9.0, 8.95, [FASTER]),
+        (9.9, 9.0, [Unfused()]),
+        (11.0, 10.5, []),
+    ],
+)
+def test_what_is_not_ours_must_beat_the_best_of_ours(
+    chip: Chip, tmp_path: Path, ours: float, theirs: float, kept: list[Any]
+) -> None:
+    path = tmp_path / "winners.json"
+    run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [ours], Unfused(): [theirs]}), path=path)
+    assert configs(path) == kept
+    for winner in saved(path):
+        if isinstance(winner.config, Unfused):
+            assert winner.entry.default_us == min(ours if ours < 9.8 else 10.0, 10.0)
+
+
+# The command.
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["tune", *words])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of one as listing classes needs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(targets, "detect", lambda device=None: TARGET)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    result = invoke()
+    assert result.exit_code == cli.WRONG_USE
+    assert "dsl-backend: tune needs an NVIDIA GPU and finds none" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["softmax"], "family 'softmax' has nothing to tune: choose from attention, linear"),
+        (["--classes", "("], "--classes '(' is no regular expression"),
+        (["linear", "--classes", "hd128"], "--classes 'hd128' finds none of"),
+        (["--seconds", "0"], "--seconds 0.0: more than 0 is needed"),
+        (["--model", "nowhere"], "model 'nowhere': No such file or directory"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_what_is_refused(words: list[str], message: str) -> None:
+    result = invoke(*words)
+    assert result.exit_code == cli.WRONG_USE
+    assert message in result.stderr
+
+
+def test_a_gpu_that_is_taken_for_another_is_refused(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "detect", lambda device=None: from_arch("sm_80"))
+    assert "unset DSL_BACKEND_ARCH" in invoke().stderr
+
+
+def test_a_gpu_without_kernels_in_cute_dsl(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = dataclasses.replace(from_arch("sm_80"), gpu="NVIDIA A100")
+    monkeypatch.setattr(targets, "detect", lambda device=None: older)
+    assert "none on this GPU" in invoke().stderr
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_broken_file_is_refused_before_the_timing(tmp_path: Path) -> None:
+    path = tmp_path / "winners.json"
+    path.write_text("{}")
+    result = invoke("linear", "--json", str(path))
+    assert result.exit_code == cli.WRONG_USE
+    assert "is no file of winners" in result.stderr
+
+
+@pytest.mark.usefixtures("gpu")
+def test_list() -> None:
+    result = invoke("--list", "--classes", "decode-hd128-g4-bfloat16$|m65-96$")
+    assert result.exit_code == 0, result.output
+    lines = " ".join(result.stdout.split())
+    assert "decode-hd128-g4-bfloat16: " in lines
+    assert "hd128-h32x8-b256-k2k" in lines
+    assert lines.count("-m65-96: ") == 3
+    assert "prefill" not in lines
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_classes(arch: str) -> None:
+    """Of every kind; a class's rows have the same configurations, the heuristic's first; each can be kept."""
+    target = dataclasses.replace(from_arch(arch), gpu=GPU)
+    found = [one for family in (attention, linear) for one in family.classes(target, torch.device("cpu"), None)]
+    assert len({one.problem for one in found}) == len(found)
+    assert {one.name.partition("-")[0] for one in found} >= {"decode", "prefill", "mla_decode"}
+    for one in found:
+        assert len({tuple(contest.configs) for contest in one.contests}) == 1
+        assert all(contest.chosen == contest.configs[0] for contest in one.contests), "no winners for such a GPU"
+        for config in one.contests[0].configs[:1]:
+            made = one.winners.entry(one.problem, config, **SHARED, us=1.0, default_us=2.0)
+            assert one.winners.understood(json.loads(made.entry.model_dump_json())) == made
+
+
+def test_ranges_of_rows_leave_no_gap() -> None:
+    found = [one.problem for one in linear.classes(TARGET, torch.device("cpu"), None)]
+    first = [one for one in found if one.n == found[0].n]
+    assert first[0].least_rows == 1
+    assert all(one.most_rows + 1 == other.least_rows for one, other in itertools.pairwise(first))
+
+
+def test_classes_of_a_model() -> None:
+    config = {
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "hidden_size": 3584,
+        "head_dim": 128,
+        "vocab_size": 1000,
+        "intermediate_size": 18944,
+        "dtype": "float16",
+    }
+    model = models.shape_of(config, tensor_parallel=2)
+    device = torch.device("cpu")
+    assert [one.name for one in attention.classes(TARGET, device, model)] == [
+        "decode-hd128-g7-float16",
+        "prefill-hd128-g7-float16",
+    ]
+    assert {(one.problem.n, one.problem.k, one.problem.dtype) for one in linear.classes(TARGET, device, model)} == {
+        (9472, 3584, "float16")
+    }
+    deepseek = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "intermediate_size": None}
+    model = models.shape_of(config | deepseek | {"dtype": "bfloat16", "num_attention_heads": 128}, tensor_parallel=8)
+    assert [one.name for one in attention.classes(TARGET, device, model)] == [
+        "mla_decode-hd576x512-g16-bfloat16",
+        "prefill-hd192x128-g1-bfloat16-packed",
+    ]
+    assert linear.classes(TARGET, device, model) == []
+
+
+def test_facts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without a checkout has no commit: the package's version stands for it."""
+    versions = dict.fromkeys((*tune.facts.COMPILERS, "vllm"), "1.2")
+    gathered = {"driver": "580.1", "commit": None, "modified": False, "versions": versions}
+    monkeypatch.setattr(tune, "facts", SimpleNamespace(gather=lambda device: gathered, COMPILERS=tune.facts.COMPILERS))
+    found = tune.shared_facts(TARGET, torch.device("cpu"))
+    assert found["commit"].startswith("dsl-backend ")
+    assert found["versions"] == {"driver": "580.1", "nvidia-cutlass-dsl": "1.2", "torch": "1.2"}
+    assert (found["gpu"], found["arch"]) == (GPU, "sm_90a")
