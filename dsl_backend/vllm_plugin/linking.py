@@ -206,7 +206,8 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
         logger.info("dsl serves %d gated linear layers, %s, on %s: by %s", count, spec, target.arch, by)
         slower = [] if spec.batch_invariant else winners.unfused(spec.n, spec.k, spec.dtype, target)
         for rows in slower:
-            logger.info("vLLM's own product serves these for %d to %d rows: measured", rows.least_rows, rows.most_rows)
+            limits = (rows.least_rows, rows.most_rows)
+            logger.info("vLLM's own product serves these linear layers for %d to %d rows: measured", *limits)
     for reason, count in left.items():
         logger.info("%s %d gated linear layers: %s", THEIRS, count, reason)
     if not served and not left:

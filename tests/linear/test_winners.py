@@ -116,6 +116,18 @@ def test_what_objects_is_passed_over(measured: Callable[..., None]) -> None:
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+def test_a_launch_takes_the_winner(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsl_backend.linear.sm90 import launch
+
+    measured(winner(rows(129, 256), BETTER))
+    monkeypatch.setattr(launch, "build", lambda key, target: key)
+    launch.chosen.cache_clear()
+    config, key = launch.chosen(SPEC, 200, TARGET, "of a test")
+    launch.chosen.cache_clear()
+    assert config == BETTER == key.config  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_winners_are_compiled_before_serving(measured: Callable[..., None]) -> None:
     """Also for an architecture by its name alone: for any GPU of it."""
     measured(

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.activation import (
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import reload
 
+from dsl_backend.linear import api
 from dsl_backend.linear.spec import LinearSpec, Swiglu
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
@@ -288,6 +289,83 @@ def test_torch_compile_sees_one_node(link: Any) -> None:
     (calls,) = graphs
     assert calls.count("dsl_backend.gated_linear.default") == 1
     assert not [call for call in calls if "silu" in call or call == "linear"]
+
+
+# Where two kernels were measured to be faster than one.
+
+
+@pytest.fixture
+def fused_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """More than 4 rows are left to vLLM; the rows that were not."""
+    found: list[int] = []
+
+    def ours(x: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        found.append(x.shape[0])
+        return api.linear(x, *operands, **options)
+
+    def fused_is_faster(rows: int, n: int, k: int, dtype: torch.dtype, target: Any) -> bool:
+        assert (n, k, dtype, target.arch) == (N, K, BF16, "cpu")
+        return rows <= 4
+
+    monkeypatch.setattr(linked, "api", SimpleNamespace(linear=ours))
+    monkeypatch.setattr(linked, "fused_is_faster", fused_is_faster)
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_rows_are_left_to_vllm(name: str, bias: bool, link: Any, fused_rows: list[int]) -> None:
+    """Whatever else is linked in the process: a clamp and gpt-oss' activation differ in how gate and up lie."""
+    # The last has the numbers of gpt-oss' and not its order.
+    others = {**ACTIVATIONS, "like-oai": lambda: SiluAndMulWithClamp(7.0, 1.702, 1.0)}
+    mlps = {other: Inner(activation(), bias=bias) for other, activation in others.items()}
+    theirs = Inner(ACTIVATIONS[name](), bias=bias)
+    link(model_of(*mlps.values()))
+    x = x_of(7)
+    judged(mlps[name], x)
+    assert fused_rows == []
+    product = nn.functional.linear(x, theirs.gate_up_proj.weight, theirs.gate_up_proj.bias)
+    assert torch.equal(mlps[name](x), theirs.act_fn.forward_native(product)), "not the bits that vLLM makes"
+    judged(mlps[name], x_of(4))
+    assert set(fused_rows) == {4}
+
+
+def test_compiled_code_decides_by_the_rows_that_it_gets(link: Any, fused_rows: list[int]) -> None:
+    """One graph for all numbers of rows."""
+    mlp = Inner()
+    link(model_of(mlp))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (3, 9, 4, 5):
+        fused_rows.clear()
+        x = x_of(rows)
+        assert torch.equal(compiled(x), mlp(x))
+        assert fused_rows == ([rows, rows] if rows <= 4 else [])
+    assert len(graphs) == 1
+
+
+def test_batch_invariance_is_for_all_rows(link: Any, fused_rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another kernel for other rows it would be none."""
+    monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    mlp = Inner()
+    link(model_of(mlp))
+    assert mlp.gate_up_proj.quant_method.batch_invariant
+    mlp(x_of(7))
+    assert fused_rows == [7]
+
+
+def test_the_log_says_for_which_rows(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SimpleNamespace(least_rows=65, most_rows=700)
+    monkeypatch.setattr(linking.winners, "unfused", lambda n, k, dtype, target: [rows])
+    lines = link(model_of(Inner()))
+    assert lines[1] == "vLLM's own product serves these linear layers for 65 to 700 rows: measured"
 
 
 # Which are linked.
