@@ -120,7 +120,7 @@ def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Co
             found = sweep.timed(contest, seconds, make_timer)
         except DeviceLostError:
             raise
-        except sweep.FAILURES as error:
+        except Exception as error:  # a compiler's, too
             raise InvalidInput(f"{contest.name}: the heuristic's {contest.configs[0]}: {error}") from None
         for failed in found:
             if failed.summary is None:

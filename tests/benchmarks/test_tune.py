@@ -17,17 +17,21 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import emulator
 from benchmarks import sweep, timing, tune
 from benchmarks.attention import tune as attention
 from benchmarks.case import Launch, Reference
 from benchmarks.linear import tune as linear
+from benchmarks.linear.problems import Problem
+from benchmarks.linear.sweep import contest
 from benchmarks.runner import DeviceLostError
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
-from dsl_backend.linear.configs import GemmConfig
+from dsl_backend.linear.configs import GemmConfig, StreamConfig
 from dsl_backend.linear.winners import WINNERS, Unfused, problem_of
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.winners import Winner
 
@@ -199,6 +203,7 @@ def test_what_loses_in_a_row_leaves_the_place_to_the_next(chip: Chip, tmp_path: 
         (EXACT * 1.5, "elements are further from the oracle than the budget"),
         (torch.full((4, 16), torch.nan), "are not finite or were never written"),
         (RuntimeError("no such instruction"), "no such instruction"),
+        (Exception("a compiler's own kind"), "a compiler's own kind"),
     ],
 )
 def test_what_is_wrong_cannot_win(chip: Chip, tmp_path: Path, wrong: Any, message: str) -> None:
@@ -285,6 +290,25 @@ def test_what_is_not_ours_must_beat_the_best_of_ours(
     for winner in saved(path):
         if isinstance(winner.config, Unfused):
             assert winner.entry.default_us == min(ours if ours < 9.8 else 10.0, 10.0)
+
+
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+def test_kernels_run_as_they_do_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulator, whose times decide nothing: inputs, kernels, checks, what is not ours beside them."""
+    path = tmp_path / "winners.json"
+    small = dataclasses.replace(TARGET, sm_count=2)
+    whole = contest(Problem(m=3, n=40, k=64), small, torch.device("cpu"))
+    few = dataclasses.replace(whole, configs=(whole.configs[0], whole.configs[3], whole.configs[-1]))
+    assert [type(config) for config in few.configs] == [StreamConfig, StreamConfig, Unfused]
+    assert len(list(few.units)) == 2
+    one = Class(WINNERS, problem_of(40, 64, True, torch.bfloat16, 2), (few,))
+    with emulator.device(arch="sm_90a", sms=2):
+        console = Console(file=io.StringIO(), width=200)
+        assert tune.tune([one], small, SHARED, path, console, 0.0) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "FAILED" not in text
+    assert "StreamConfig" not in text.partition("Beside")[0], "a configuration is wrong"
+    assert len(saved(path)) == text.count(" kept ")
 
 
 # The command.
