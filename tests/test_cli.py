@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `dsl-backend`: what it prints, its exit codes, and the JSON that scripts read."""
 
+import copy
 import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,3 +258,20 @@ class TestBench:
         result = invoke("bench", "decode")
         assert result.exit_code == 2
         assert "install the wheel" in result.stderr
+
+
+def test_a_broken_file_of_winners_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named once, although every family reads the file; the exit status is that of a report all the same."""
+    path = tmp_path / "winners.json"
+    path.write_text('{"format": 1, "winners": [{"family": "linaer"}]}')
+    monkeypatch.setenv("DSL_BACKEND_WINNERS", str(path))
+    monkeypatch.setattr(doctor, "WINNERS", [copy.copy(one) for one in doctor.WINNERS])
+    for one in doctor.WINNERS:
+        one.forget()
+    message = f"{path}: entry 0: family 'linaer' is not one of attention, linear, sampling, softmax"
+    for one in report()["winners"]:
+        assert one["files"][0] == str(path)
+        assert one["problems"] == [message]
+    shown = " ".join(invoke("doctor").stdout.split())
+    assert shown.count("family 'linaer' is not one of") == 1
+    assert "No problem found" not in shown
