@@ -30,7 +30,7 @@ class Load:
     pages: int
     alone: int
     soak: int
-    end_s: int = 30
+    end_s: int = 90
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ def add_pair(a: Pair, b: Pair) -> Pair:
     return cute.arch.add_packed_f32x2(a, b)
 
 
+def mul_pair(a: Pair, b: Pair) -> Pair:
+    return cute.arch.mul_packed_f32x2(a, b)
+
+
 @dsl_user_op
 def max_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
     """The larger of two; NaN where one of them is NaN."""

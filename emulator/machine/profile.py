@@ -55,13 +55,16 @@ class KernelProfile:
 
 
 class Profile:
-    """The kernels that a machine has run, by name."""
+    """The kernels that a machine has run, by name; a second program of a name is "NAME (2)"."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, KernelProfile] = {}
 
     def of(self, kernel: str, program: Program) -> KernelProfile:
-        found = self.kernels.get(kernel)
-        if found is None or found.program is not program:
-            found = self.kernels[kernel] = KernelProfile(kernel, program)
-        return found
+        name, number = kernel, 1
+        while name in self.kernels and self.kernels[name].program is not program:
+            number += 1
+            name = f"{kernel} ({number})"
+        if name not in self.kernels:
+            self.kernels[name] = KernelProfile(name, program)
+        return self.kernels[name]

@@ -20,7 +20,14 @@ def query_box(kernel) -> cute.Layout:
 
 
 class Loader:
-    """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind."""
+    """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind.
+
+    Attributes:
+        rolled: boxes of a tile are asked for by a loop that stays one. Unrolled, ptxas keeps an address for each in
+            registers (CUDA 13.0), which SM100's loader does not have.
+    """
+
+    rolled = False
 
     def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
         self.config, self.key = kernel.config, kernel.key
@@ -146,14 +153,24 @@ class Loader:
             # [box, place in a page, chunk, page]
             cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
             to, given = cpasync.tma_partition(atom, 0, one, target, cut)
-            for i in range(self.own_boxes):
-                b = self.first_box + i
-                page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
-                place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-                for c in chunks:
-                    source = given[None, place, c, page]
-                    cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)
+            self.load_boxes(atom, given, to, chunks, tile, pages, stage, full)
         else:
             rows = cute.domain_offset((work.source + tile * self.tile_n, 0), source[None, None, head])
             cut = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
             self.copy(atom, cut, target, stage, full, chunks)
+
+    @cute.jit
+    def load_boxes(self, atom, given, to, chunks: cutlass.Constexpr, tile, pages, stage, full):
+        if cutlass.const_expr(self.rolled):
+            for i in cutlass.range(self.own_boxes, unroll=1):
+                self.load_box(atom, given, to, chunks, tile, pages, stage, full, self.first_box + i)
+        else:
+            for i in cutlass.range_constexpr(self.own_boxes):
+                self.load_box(atom, given, to, chunks, tile, pages, stage, full, self.first_box + i)
+
+    def load_box(self, atom, given, to, chunks, tile, pages, stage, full, b):
+        page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+        place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
+        for c in chunks:
+            source = given[None, place, c, page]
+            cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)

@@ -185,13 +185,34 @@ def store_rows(
         thread: of `threads` that take part.
     """
     vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
-    held = cute.make_rmem_tensor(VECTOR, rows.element_type)
-    for i in cutlass.range_constexpr(count * vectors // threads):
-        index = i * threads + thread
-        m, column = first + index // vectors, index % vectors
-        if m < work.rows and column * VECTOR < key.head_dim_v:
-            cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
-            token = work.query + m // key.pack
-            head = work.unit * key.pack + m % key.pack
-            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column * VECTOR
-            store_vector(held, out.iterator, offset)
+    step = cutlass.const_expr(threads // vectors)
+    if cutlass.const_expr(threads % vectors == 0 and step % key.pack == 0 and count % step == 0):
+        # A thread keeps its column and its head.
+        own, place = first + thread // vectors, thread % vectors
+        offset = row_offset(out, work, key, own)
+        stride = out.stride[0] * (step // key.pack)
+        for i in cutlass.range(count // step, unroll=4):
+            store_piece(rows, out, work, key, own + i * step, place, offset)
+            offset += stride
+    else:
+        for i in cutlass.range(count * vectors // threads, unroll=1):
+            index = i * threads + thread
+            m = first + index // vectors
+            store_piece(rows, out, work, key, m, index % vectors, row_offset(out, work, key, m))
+
+
+@cute.jit
+def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexpr, m, column, offset):
+    """16 bytes of row m, which begins at the offset."""
+    if m < work.rows and column * VECTOR < key.head_dim_v:
+        held = cute.make_rmem_tensor(VECTOR, rows.element_type)
+        cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
+        store_vector(held, out.iterator, offset + column * VECTOR)
+
+
+@cute.jit
+def row_offset(out: cute.Tensor, work, key: cutlass.Constexpr, m):
+    """Elements from the output's beginning to row m of a tile."""
+    token = work.query + m // key.pack
+    head = work.unit * key.pack + m % key.pack
+    return cutlass.Int64(token) * out.stride[0] + head * out.stride[1]

@@ -15,7 +15,7 @@ TENSOR_COLUMNS = 512
 SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE = (0, 4), 8, 12, 13, 14
 THREADS = 16 * WARP
 # Registers of a thread by role; times the role's threads, the 64 K of an SM.
-SOFTMAX_REGISTERS, CORRECT_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+SOFTMAX_REGISTERS, CORRECT_REGISTERS, OTHER_REGISTERS = 200, 64, 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ForwardConfig:
         dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
-        barriers = MBARRIER_BYTES * (2 * (self.query_stages + 2 * self.stages) + 6 * self.halves)
+        barriers = MBARRIER_BYTES * (2 * (self.query_stages + 2 * self.stages) + 5 * self.halves)
         statistics = 2 * 4 * self.halves * ROWS
         return spec.dtype.itemsize * (queries + keys) + barriers + statistics + MAILBOX_BYTES
 

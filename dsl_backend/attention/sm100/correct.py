@@ -14,10 +14,10 @@ from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero
+from dsl_backend.primitives.math import exp2, finite_or_zero, mul_pair
 
 OWN = 1  # named barrier of the warpgroup
-PIECE = 32  # columns of sums in registers at a time
+PIECE = 16  # columns of sums in registers at a time
 
 
 class Corrector:
@@ -71,16 +71,20 @@ class Corrector:
             store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
         # The next queries arrive by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.arrive(self.barriers.q_empty + stage)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
 
     @cute.jit
     def correct(self, g: cutlass.Constexpr[int], step, count):
         """The half's sums are made ready for the weights of its tile `step` of the item."""
-        shrink, _ = self.told(g, count)
+        self.wait_told(g, count)
+        factor = self.statistics[self.thread, SHRINK, g]
         if step > 0:
-            self.shrink(g, shrink)
+            self.shrink(g, factor)
+        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
         tensor_memory.before_sync()
-        self.arrive(self.barriers.o_ready + g)
+        cute.arch.mbarrier_arrive(self.barriers.p_full + g)
 
     @cute.jit
     def wait_sums(self, g: cutlass.Constexpr[int], items):
@@ -103,18 +107,15 @@ class Corrector:
 
     @cute.jit
     def told(self, g: cutlass.Constexpr[int], count):
-        """What the half's softmax says of this thread's row."""
-        cute.arch.mbarrier_wait(self.barriers.l_full + g, count & 1)
+        """What the half's softmax says of this thread's row: its total and largest score."""
+        self.wait_told(g, count)
         value, top = self.statistics[self.thread, SHRINK, g], self.statistics[self.thread, TOP, g]
-        self.arrive(self.barriers.l_empty + g)
+        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
         return value, top
 
     @cute.jit
-    def arrive(self, barrier):
-        """By a lane, for the warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+    def wait_told(self, g: cutlass.Constexpr[int], count):
+        cute.arch.mbarrier_wait(self.barriers.l_full + g, count & 1)
 
     @cute.jit
     def shrink(self, g: cutlass.Constexpr[int], factor):
@@ -126,8 +127,8 @@ class Corrector:
                 held = cute.make_rmem_tensor(width, cutlass.Float32)
                 tensor_memory.load(base, first, held, self.thread)
                 cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(width):
-                    held[j] *= factor
+                for j in cutlass.range_constexpr(0, width, 2):
+                    held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
                 tensor_memory.store(held, base, first, self.thread)
             cute.arch.fence_view_async_tmem_store()
 
@@ -148,25 +149,26 @@ class Corrector:
             self.store_whole(work, m, stage, top, total, halves)
 
     @cute.jit
-    def columns(self, g: cutlass.Constexpr[int], first: cutlass.Constexpr[int], registers: cute.Tensor):
+    def columns(self, g: cutlass.Constexpr[int], first: cutlass.Int32, registers: cute.Tensor):
         """The half's sums of this thread's row."""
+        first = cute.assume(first, divby=PIECE)
         tensor_memory.load(self.base + sums_at(self.kernel, g), first, registers, self.thread)
         cute.arch.fence_view_async_tmem_load()
 
     @cute.jit
-    def sums(self, work, first: cutlass.Constexpr[int], width: cutlass.Constexpr[int], halves: cutlass.Constexpr):
+    def sums(self, work, first: cutlass.Int32, halves: cutlass.Constexpr):
         """A piece of a row: the halves' columns, weighed and added."""
-        found = cute.make_rmem_tensor(width, cutlass.Float32)
+        found = cute.make_rmem_tensor(PIECE, cutlass.Float32)
         self.columns(halves[0][0], first, found)
         if cutlass.const_expr(len(halves) > 1):
             (_, weight), (other, other_weight) = halves
-            for j in cutlass.range_constexpr(width):
+            for j in cutlass.range_constexpr(PIECE):
                 found[j] *= weight
             # One without a tile has sums that nobody wrote.
             if work.end - work.begin > 1:
-                held = cute.make_rmem_tensor(width, cutlass.Float32)
+                held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
                 self.columns(other, first, held)
-                for j in cutlass.range_constexpr(width):
+                for j in cutlass.range_constexpr(PIECE):
                     found[j] += held[j] * other_weight
         return found
 
@@ -182,13 +184,15 @@ class Corrector:
             if m < work.rows:
                 to[work.query + m // self.key.pack, head] = row_lse
         rows = self.sOut[None, None, stage]
-        for first, width in tensor_memory.pieces(self.kernel.dims_v, PIECE):
-            found = self.sums(work, first, width, halves)
-            narrow = cute.make_rmem_tensor((VECTOR, width // VECTOR), self.kernel.dtype)
-            for j in cutlass.range_constexpr(width):
-                narrow[j] = (found[j] * factor).to(self.kernel.dtype)
-            for i in cutlass.range_constexpr(width // VECTOR):
-                place = cute.local_tile(rows, (1, VECTOR), (m, first // VECTOR + i))
+        # Unrolled, the addresses of all pieces would be in registers.
+        for piece in cutlass.range(self.kernel.dims_v // PIECE, unroll=1):
+            found = self.sums(work, piece * PIECE, halves)
+            narrow = cute.make_rmem_tensor((VECTOR, PIECE // VECTOR), self.kernel.dtype)
+            for j in cutlass.range_constexpr(0, PIECE, 2):
+                pair = mul_pair((found[j], found[j + 1]), (factor, factor))
+                narrow[j], narrow[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
+            for i in cutlass.range_constexpr(PIECE // VECTOR):
+                place = cute.local_tile(rows, (1, VECTOR), (m, piece * (PIECE // VECTOR) + i))
                 cute.autovec_copy(narrow[None, i], cute.group_modes(place, 0, 2))
 
     @cute.jit
@@ -196,12 +200,12 @@ class Corrector:
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.held, cutlass.const_expr(self.kernel.dims_v)
         partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
-        for first, width in tensor_memory.pieces(columns, PIECE):
-            found = self.sums(work, first, width, halves)
+        for piece in cutlass.range(columns // PIECE, unroll=1):
+            found = self.sums(work, piece * PIECE, halves)
             if m < work.rows:
-                for i in cutlass.range_constexpr(0, width, 4):
+                for i in cutlass.range_constexpr(0, PIECE, 4):
                     part = cute.make_tensor(found.iterator + i, cute.make_layout(4))
-                    store_vector(part, partial, m * columns + first + i)
+                    store_vector(part, partial, m * columns + piece * PIECE + i)
         if m < work.rows:
             place = partial + held * columns + m
             cute.make_tensor(place, cute.make_layout(1))[0] = top

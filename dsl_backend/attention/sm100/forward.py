@@ -50,8 +50,7 @@ class Barriers(NamedTuple):
 
     Attributes:
         s_full: scores of a half, by its product.
-        p_full: weights of a half, by its softmax.
-        o_ready: sums of a half are at the scale of the next weights, or free for new ones.
+        p_full: weights of a half are there, and its sums are at their scale, or free for new ones.
         o_full: sums of a half are complete.
         l_full, l_empty: what a half's softmax tells the correction of its rows.
     """
@@ -66,10 +65,13 @@ class Barriers(NamedTuple):
     work_empty: cute.Pointer
     s_full: cute.Pointer
     p_full: cute.Pointer
-    o_ready: cute.Pointer
     o_full: cute.Pointer
     l_full: cute.Pointer
     l_empty: cute.Pointer
+
+
+class RolledLoader(Loader):
+    rolled = True
 
 
 class Forward(TiledKernel):
@@ -194,16 +196,16 @@ class Forward(TiledKernel):
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 6
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 5
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = WARPGROUP // 32
         if warp == LOAD:
             with cute.arch.elect_one():
-                # Copies and products arrive once; groups by a lane of each warp; the mailbox's readers are all roles.
+                # Copies and products arrive once, threads that end a tile each for itself; the mailbox is read by all.
                 readers = (halves + 1) * group + 2
-                counts = [1, group, 1, 1, 1, 1, 1, readers, 1, group, group, 1, group, group]
+                counts = [1, group, 1, 1, 1, 1, 1, readers, 1, 2 * WARPGROUP, 1, WARPGROUP, WARPGROUP]
                 for pointer, size, count in zip(barriers, sizes, counts, strict=True):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
@@ -237,7 +239,7 @@ class Forward(TiledKernel):
                 role = AlternatingMultiplier if self.alternate else Multiplier
                 role(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
             if warp == LOAD:
-                Loader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
+                RolledLoader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
             if warp == SCHEDULE:
                 self.schedule(mailbox, requests, merges).run()
         cute.arch.sync_threads()

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS
+from dsl_backend.primitives.tensor_product import TensorProduct
 
 
 class Multiplier:
@@ -19,7 +20,10 @@ class Multiplier:
 
     def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV):
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
-        self.product, self.weighing = product, weighing
+        self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
+        self.weighing = TensorProduct(
+            dtype=kernel.dtype, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
+        )
         mine, weighs = product.get_slice(0), weighing.get_slice(0)
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
         own = range(1 if kernel.alternate else kernel.halves)
@@ -27,11 +31,9 @@ class Multiplier:
         self.fK = product.make_fragment_B(mine.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
-        scores = product.make_fragment_C(mine.partition_shape_C((ROWS, kernel.tile_n)))
-        sums = weighing.make_fragment_C(weighs.partition_shape_C((ROWS, kernel.dims_v)))
         weights = weighing.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
-        self.S = [cute.make_tensor(base + scores_at(kernel, g), scores.layout) for g in range(kernel.halves)]
-        self.O = [cute.make_tensor(base + sums_at(kernel, g), sums.layout) for g in range(kernel.halves)]
+        self.S = [base + scores_at(kernel, g) for g in range(kernel.halves)]
+        self.O = [base + sums_at(kernel, g) for g in range(kernel.halves)]
         self.P = [
             cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype), weights.layout)
             for g in range(kernel.halves)
@@ -104,30 +106,17 @@ class Multiplier:
 
     @cute.jit
     def score(self, g: cutlass.Constexpr[int], stage, tile):
-        buffer = tile % self.config.stages
-        product = self.product.with_()
-        for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
-            product.set(tcgen05.Field.ACCUMULATE, k > 0)
-            cute.gemm(
-                product,
-                self.S[g],
-                self.fQ[min(g, len(self.fQ) - 1)][None, None, k, stage],
-                self.fK[None, None, k, buffer],
-                self.S[g],
-            )
-        self.commit(self.barriers.s_full + g)
+        queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
+        keys = self.fK[None, None, None, tile % self.config.stages]
+        self.product.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g])
 
     @cute.jit
     def sum(self, g: cutlass.Constexpr[int], tile, turn, adds: cutlass.Constexpr[bool]):
-        """Once the half's weights are there and its sums are at their scale; turn: of the half's own."""
-        buffer = tile % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.o_ready + g, turn & 1)
+        """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
-        weighing = self.weighing.with_()
-        for k in cutlass.range_constexpr(cute.size(self.fV, mode=[2])):
-            weighing.set(tcgen05.Field.ACCUMULATE, adds or k > 0)
-            cute.gemm(weighing, self.O[g], self.P[g][None, None, k], self.fV[None, None, k, buffer], self.O[g])
+        values = self.fV[None, None, None, tile % self.config.stages]
+        self.weighing.issue(self.O[g], self.P[g], values, adds)
 
 
 class AlternatingMultiplier(Multiplier):

@@ -129,7 +129,7 @@ class Softmax:
         sums = self.narrow(scores, reference, 0 if masked else self.polynomial)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
-        self.arrive(self.barriers.p_full + self.half)
+        cute.arch.mbarrier_arrive(self.barriers.p_full + self.half)
         self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
 
     def narrow(self, scores, reference, polynomial: int):
@@ -180,14 +180,7 @@ class Softmax:
         place = self.statistics
         place[self.thread, SHRINK, self.half] = value
         place[self.thread, TOP, self.half] = top
-        self.arrive(self.barriers.l_full + self.half)
-
-    @cute.jit
-    def arrive(self, barrier):
-        """By a lane, for the warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        cute.arch.mbarrier_arrive(self.barriers.l_full + self.half)
 
 
 @cute.jit

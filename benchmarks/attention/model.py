@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work of the SM100 kernels beside FlashAttention-4's, counted on the emulator: `python -m benchmarks.attention.model`.
+
+Each kernel runs twice, over few and over many keys; the difference is what a tile of 128 keys costs, by role, and what
+is left is the cost of an item. Nothing here is a measurement: the cycles are the emulator's model from public rates.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+THIRDPARTY = ROOT / "tests/emulator/thirdparty"
+TILE = 128
+ARCH = "sm_100a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One request.
+
+    Attributes:
+        queries: tokens.
+        heads, kv_heads, dims: of queries, of keys, of keys and of values.
+        keys: few and many; all full tiles.
+        rows: query rows of a work item's products, which a tile's cost is for.
+        absorbed: MLA, whose values are a part of its keys.
+    """
+
+    queries: int
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    keys: tuple[int, int] = (512, 1536)
+    absorbed: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Of 128 keys, by which the two runs differ."""
+        return (self.keys[1] - self.keys[0]) // TILE
+
+
+SHAPES = {
+    "prefill hd64": Shape(queries=256, heads=(1, 1), dims=(64, 64)),
+    "prefill hd96": Shape(queries=256, heads=(1, 1), dims=(96, 96)),
+    "prefill hd128": Shape(queries=256, heads=(1, 1), dims=(128, 128)),
+    "prefill (192,128)": Shape(queries=256, heads=(1, 1), dims=(192, 128)),
+    "decode hd128, 8 heads a key": Shape(queries=1, heads=(8, 1), dims=(128, 128)),
+    "MLA decode, 128 heads": Shape(queries=1, heads=(128, 1), dims=(576, 512), absorbed=True),
+}
+PROVIDERS = ("dsl", "FA4")
+
+
+ROLES = {"softmax": "softmax warp", "epilogue + store": "correction warp", "mma": "MMA warp", "load": "load warp"}
+SMS = 4
+
+
+def profiled(provider: str, shape: Shape, keys: int) -> list[dict[str, Any]]:
+    """Kernels of one run, as the emulator's profile tells of them."""
+    import emulator
+    from emulator.profile import summary
+
+    with emulator.device(ARCH, sms=SMS, schedule="eager") as device:
+        (ours if provider == "dsl" else theirs)(shape, keys)
+    profile: Any = device.profile
+    kernels: list[dict[str, Any]] = json.loads(summary(profile).to_json())["kernels"]
+    return kernels
+
+
+def ours(shape: Shape, keys: int) -> None:
+    """Without LSE, as a server asks for it."""
+    import torch
+    from dsl_backend.attention import api
+    from dsl_backend.attention.kernel import Workspace
+    from dsl_backend.attention.plan import Planner
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.testing.cases import FULL, Case, mla
+
+    short = shape.queries == 1
+    if shape.absorbed:
+        case = mla(shape.heads[0], q_lens=(shape.queries,), kv_lens=(keys,))
+    else:
+        case = Case(
+            id="",
+            q_lens=(shape.queries,),
+            kv_lens=(keys,),
+            heads=shape.heads,
+            dim=shape.dims[0],
+            dim_v=shape.dims[1],
+            page=TILE if short else None,
+            causality=FULL,
+        )
+    problem = case.problem()
+    target = replace(from_arch(ARCH), sm_count=SMS)
+    plan = Planner(problem.spec, target, Workspace(torch.device("cpu")), "cute").plan(problem.batch)
+    out = torch.empty(problem.q.shape[0], problem.spec.heads_q, problem.spec.head_dim_v, dtype=problem.spec.dtype)
+    api.run(plan, problem.q, problem.keys, problem.values, out=out, lse=None, **problem.extras)
+
+
+def theirs(shape: Shape, keys: int) -> None:
+    """In a process that believes in a GPU."""
+    sys.path.insert(0, str(THIRDPARTY))
+    import_module("stand_in").pretend(ARCH, ROOT / ".peers")
+    cases = import_module("cases_flash")
+    problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, absorbed=shape.absorbed)
+    cases.attention(ARCH, problem).call()
+
+
+def run(provider: str, name: str, keys: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.attention.model", "--child", provider, name, str(keys)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{provider}, {name}, {keys} keys: {done.stderr[-2000:]}")
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def amounts(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """Warp instructions of a warp of each role; and of all warps of all blocks, work and model cycles."""
+    from emulator.profile.summary import charged
+
+    main = max(kernels, key=lambda kernel: int(kernel["issued"]))
+    found = {}
+    for role in main["roles"]:
+        found[ROLES.get(role["name"], role["name"])] = charged(role["instructions"]) / len(role["warps"])
+    found["all warps"] = main["issued"]
+    found["MUFU"] = sum(role["instructions"].get("MUFU", 0) for role in main["roles"])
+    found["KB of shared memory"] = main["shared_bytes"] / 1024
+    for unit, cycles in main["cycles"].items():
+        found[f"cycles: {unit}"] = cycles * main["ctas"]
+    return found
+
+
+def costs(provider: str, name: str) -> dict[str, tuple[float, float]]:
+    """(of a tile of 128 keys, of an item) of each amount."""
+    shape = SHAPES[name]
+    few, many = (amounts(run(provider, name, keys)) for keys in shape.keys)
+    found = {}
+    for what, amount in many.items():
+        before = few.get(what, 0.0)
+        tile = (amount - before) / shape.tiles
+        found[what] = tile, before - tile * shape.keys[0] / TILE
+    return found
+
+
+def table(name: str) -> Iterator[str]:
+    """Lines of a table in Markdown."""
+    ours, theirs = (costs(provider, name) for provider in PROVIDERS)
+    yield f"| {name} | dsl | FA4 | ratio | an item: dsl | FA4 |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for what, (tile, item) in ours.items():
+        other, other_item = theirs.get(what, (0.0, 0.0))
+        if tile >= 0.5 or other >= 0.5:
+            ratio = f"{tile / other:.2f}" if other else ""
+            yield f"| {what} | {tile:.0f} | {other:.0f} | {ratio} | {item:.0f} | {other_item:.0f} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--child", nargs=3, metavar=("PROVIDER", "SHAPE", "KEYS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        provider, name, keys = options.child
+        sys.stdout.write(json.dumps(profiled(provider, SHAPES[name], int(keys))) + "\n")
+        return 0
+    for name in options.shapes:
+        for line in table(name):
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of SM100's tensor cores, issued for all of a tile's columns at a time.
+
+`cute.gemm` elects a thread for each instruction, and the compiler computes each operand's descriptor ahead of the loop
+around it, for which a warp of few registers has no room: 10 warp instructions for one product. Here the descriptors of
+a block are sums of two 32-bit words and constants, out of the compiler's sight: 2 to 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import tcgen05
+
+# PTX ISA 9.2, instruction descriptor of .kind::f16.
+FLOAT32_SUMS, A_TYPE, B_TYPE, A_TRANSPOSED, B_TRANSPOSED, COLUMNS, ROWS = 1 << 4, 7, 10, 15, 16, 17, 24
+TYPES = {cutlass.Float16: 0, cutlass.BFloat16: 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorProduct:
+    """Sums [rows, columns] in tensor memory (+)= A [rows, k] B [columns, k]^T, of 16-bit operands, 16 of k at a time.
+
+    Attributes:
+        dtype: of both operands.
+        rows, columns: of one instruction.
+        rows_inside, columns_inside: A's rows, B's columns lie side by side in shared memory, rather than their k.
+        from_tensor_memory: A lies there.
+        group: blocks that multiply together.
+    """
+
+    dtype: type[cutlass.Numeric]
+    rows: int
+    columns: int
+    rows_inside: bool = False
+    columns_inside: bool = False
+    from_tensor_memory: bool = False
+    group: int = 1
+
+    @property
+    def descriptor(self) -> int:
+        kind = TYPES[self.dtype]
+        return (
+            FLOAT32_SUMS
+            | kind << A_TYPE
+            | kind << B_TYPE
+            | self.rows_inside << A_TRANSPOSED
+            | self.columns_inside << B_TRANSPOSED
+            | self.columns >> 3 << COLUMNS
+            | self.rows >> 4 << ROWS
+        )
+
+    def issue(
+        self, sums: cute.Pointer, a: cute.Tensor, b: cute.Tensor, adds: bool, then: Sequence[cute.Pointer] = ()
+    ) -> None:
+        """By all lanes of a warp, of which one issues.
+
+        Args:
+            sums: in tensor memory.
+            a, b: fragments [instruction, 1, k].
+            adds: to what is there; else the first of k overwrites it.
+            then: mbarriers that hear of the end of all products so far.
+        """
+        start = a.iterator.toint() if self.from_tensor_memory else tcgen05.smem_descriptor_to_int(a.iterator)
+        arguments = [sums.toint(), start, tcgen05.smem_descriptor_to_int(b.iterator)]
+        group = f"cta_group::{self.group}"
+        code = [
+            ".reg .pred leader, adds, overwrites; .reg .b64 from, to;",
+            ".reg .b32 a, a_rest, b, b_rest, x, y, zero, kind;",
+            # A lane's number is below 32, which ptxas does not know: what is added to it is not moved ahead of a loop.
+            "elect.sync zero|leader, 0xffffffff; and.b32 zero, zero, 32;",
+            f"mov.b32 kind, {self.descriptor};",
+            "setp.eq.b32 adds, kind, kind; setp.ne.b32 overwrites, kind, kind;",
+            "mov.b64 {b, b_rest}, {$r2}; add.s32 b, b, zero;",
+            "mov.b32 a, {$r1};" if self.from_tensor_memory else "mov.b64 {a, a_rest}, {$r1};",
+            "add.s32 a, a, zero;",
+        ]
+        for k in range(cute.size(a, mode=[2])):
+            at_a, at_b = (cute.crd2idx((0, 0, k), one.layout) for one in (a, b))
+            if self.from_tensor_memory:
+                # Addresses count columns of 32 bits.
+                operand = f"[a + {at_a * self.dtype.width // 32}]"
+            else:
+                code.append(f"add.s32 x, a, {at_a}; mov.b64 from, {{x, a_rest}};")
+                operand = "from"
+            code.append(f"add.s32 y, b, {at_b}; mov.b64 to, {{y, b_rest}};")
+            fate = "adds" if adds or k else "overwrites"
+            code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
+        for barrier in then:
+            place = f"[{{$r{len(arguments)}}}]"
+            code.append(f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster.b64 {place};")
+            arguments.append(barrier.toint())
+        cute.arch.inline_ptx("{ " + " ".join(code) + " }", read_only_args=arguments)
