@@ -156,6 +156,7 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
         Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense_fp8, sm90.default_config)),
+        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense_fp8, sm100.default_config)),
         REFERENCE,
     ),
     Operation.DECODE: (
@@ -163,6 +164,9 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
         Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense_fp8, sm90.default_split_config)),
+        Entry(
+            "cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense_fp8, sm100.default_split_config)
+        ),
         REFERENCE,
     ),
     Operation.MLA_DECODE: (

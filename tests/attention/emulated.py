@@ -12,8 +12,10 @@ from dsl_backend.attention.kernel import Kernel, Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
-from dsl_backend.testing.cases import CASES, Case
+from dsl_backend.testing.cases import CASES, FP16, Case
+from dsl_backend.testing.inputs import Layout, Surroundings
 from emulator.machine.profile import Profile
+from emulator.profile import summary
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -38,6 +40,13 @@ def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> Pr
     return machine.profile
 
 
+def widening_conflicts(profile: Profile) -> list[str]:
+    """Where the widening role's accesses to shared memory meet in a bank."""
+    (kernel,) = (one for one in summary(profile).kernels if "Forward" in one.name)
+    assert any("conversions" in role.instructions for role in kernel.roles)
+    return [site.source for site in kernel.conflicts if "widen" in site.source]
+
+
 def scratch() -> Workspace:
     return Workspace(torch.device("cpu"))
 
@@ -50,3 +59,32 @@ def served(case: Case) -> bool:
 
 SERVED = [case for case in CASES if served(case) and not case.fp8]
 SERVED_FP8 = [case for case in CASES if served(case) and case.fp8]
+# Of fp8 keys, what the cases of all kernels have not: each width of a tensor copy, and rings that go around.
+FP8_CASES = (
+    Case(
+        id="fp8-128",
+        q_lens=(1, 70),
+        kv_lens=(300, 200),
+        heads=(8, 2),
+        dim=128,
+        page=64,
+        fp8=True,
+        why="copies of 128 bytes, whose rows are widened in pairs",
+    ),
+    Case(id="fp8-256", q_lens=(2, 40), kv_lens=(150, 100), dim=256, dtype=FP16, fp8=True, why="two copies a row"),
+    Case(id="fp8-96", q_lens=(1, 20), kv_lens=(200, 90), dim=96, page=32, fp8=True, why="copies of 32 bytes"),
+    Case(id="fp8-48", q_lens=(1, 20), kv_lens=(200, 90), dim=48, fp8=True, why="copies of 16 bytes; threads idle"),
+    Case(
+        id="fp8-packed",
+        q_lens=(18, 1, 70),
+        kv_lens=(40, 7, 150),
+        heads=(2, 2),
+        dim=192,
+        dim_v=128,
+        page=None,
+        fp8=True,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="tiles begin anywhere; keys and values of unequal widths",
+    ),
+    Case(id="fp8-nan", q_lens=(1, 20), kv_lens=(70, 60), fp8=True, nan_request=0, why="a NaN stays its request's"),
+)

@@ -45,7 +45,8 @@ class Run:
             groups=1, tile_n=64, stages=2, least_share=1, staging=2 if spec.is_fp8_kv else 0
         )
         if self.arch != "sm_90a":
-            config = sm100.ForwardConfig(halves=2, alternate=self.split, tile_n=64, least_share=1)
+            staging = 2 if spec.is_fp8_kv else 0
+            config = sm100.ForwardConfig(halves=2, alternate=self.split, tile_n=64, least_share=1, staging=staging)
         made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
         return made
 
@@ -58,6 +59,7 @@ RUNS = (
     Run("prefill-fp8", replace(PREFILL, fp8=True, page=48), split=False),
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
+    Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
 )
 QUICK = ("decode", "prefill")
 EACH = [

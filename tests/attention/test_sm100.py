@@ -1,36 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernels on the emulator: right, and without a finding, whatever lies around their data."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm100.configs import ForwardConfig
+from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
-from dsl_backend.testing.cases import Case
-from tests.attention.emulated import SERVED, emulate, scratch
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.cases import Case, by_id
+from tests.attention.emulated import FP8_CASES, SERVED, SERVED_FP8, emulate, scratch, widening_conflicts
 
+ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 # What a change is checked with: each role, ring, mask, score and layout once.
-QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128")
+QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128", "fp8-128")
+REGISTERS = 1 << 16  # of an SM
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
-    stages = 2 + index % 2
+    stages, query_stages, tile_n, staging = 2 + index % 2, 1 + index % 2, 64, 0
+    if spec.is_fp8_kv:
+        stages, query_stages, staging = 2, 1, 2 + index % 2
+        tile_n = 32 if spec.head_dim > 192 else 64
     if short:
-        config = ForwardConfig(halves=halves, alternate=halves == 2, tile_n=64, stages=stages, least_share=1)
+        config = ForwardConfig(
+            halves=halves, alternate=halves == 2, tile_n=tile_n, stages=stages, least_share=1, staging=staging
+        )
         return SplitKV(spec, target, scratch(), config)
-    return Prefill(
-        spec, target, scratch(), ForwardConfig(halves=halves, tile_n=64, stages=stages, query_stages=stages - 1)
-    )
+    config = ForwardConfig(halves=halves, tile_n=tile_n, stages=stages, query_stages=query_stages, staging=staging)
+    return Prefill(spec, target, scratch(), config)
 
 
 @pytest.mark.parametrize(
     ("index", "case"),
     [
         pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.full,))
-        for index, case in enumerate(SERVED)
+        for index, case in enumerate(ALL)
     ],
 )
 def test_case(index: int, case: Case) -> None:
@@ -38,4 +50,52 @@ def test_case(index: int, case: Case) -> None:
 
 
 def test_quick_cases_exist() -> None:
-    assert set(QUICK) <= {case.id for case in SERVED}
+    assert set(QUICK) <= {case.id for case in ALL}
+
+
+def defaults(planner: Planner, short: bool) -> Kernel:
+    return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("case", [by_id("fp8-bf16"), FP8_CASES[0]], ids=lambda case: case.id)
+def test_fp8_by_default_on_every_schedule(case: Case, index: int) -> None:
+    emulate(case, "sm_100a", defaults, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [128, 64, 96, 48], ids="dim-{}".format)
+def test_widening_meets_no_bank_twice(dim: int) -> None:
+    case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
+    assert widening_conflicts(emulate(case, "sm_100a", defaults, 0)) == []
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 16))
+@pytest.mark.parametrize("default", [default_config, default_split_config])
+def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
+    spec = replace(FP8_CASES[0], dim=dim).spec
+    assert default(spec).objections(spec, from_arch("sm_100a").smem_bytes) == []
+
+
+@pytest.mark.parametrize("staging", [0, 2])
+def test_roles_share_what_a_block_starts_with(staging: int) -> None:
+    """A role would wait for ever for registers that no other gives away."""
+    config = ForwardConfig(staging=staging)
+    softmax, correct, other, widen = config.registers
+    first = REGISTERS // config.threads // 8 * 8
+    assert (2 * softmax + correct + other + widen) * 128 <= first * config.threads
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "reason"),
+    [
+        (ForwardConfig(), {}, "0 fp8 tiles in flight"),
+        (ForwardConfig(staging=1), {}, "1 fp8 tiles in flight"),
+        (ForwardConfig(staging=2), {"fp8": False}, "2 fp8 tiles in flight"),
+        (ForwardConfig(staging=2), {}, "shared memory"),
+    ],
+)
+def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
+    spec = replace(FP8_CASES[0], **facts).spec
+    assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))

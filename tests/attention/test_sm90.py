@@ -19,40 +19,9 @@ from dsl_backend.attention.sm90.configs import (
 from dsl_backend.attention.sm90.launch import Prefill, SplitKV
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.cases import FP16, Case, by_id
-from dsl_backend.testing.inputs import Layout, Surroundings
-from emulator.profile import summary
-from tests.attention.emulated import SERVED, SERVED_FP8, emulate, scratch
+from dsl_backend.testing.cases import Case, by_id
+from tests.attention.emulated import FP8_CASES, SERVED, SERVED_FP8, emulate, scratch, widening_conflicts
 
-# Of fp8 keys, what the cases of all kernels have not: each width of a tensor copy, and rings that go around.
-FP8_CASES = (
-    Case(
-        id="fp8-128",
-        q_lens=(1, 70),
-        kv_lens=(300, 200),
-        heads=(8, 2),
-        dim=128,
-        page=64,
-        fp8=True,
-        why="copies of 128 bytes, whose rows are widened in pairs",
-    ),
-    Case(id="fp8-256", q_lens=(2, 40), kv_lens=(150, 100), dim=256, dtype=FP16, fp8=True, why="two copies a row"),
-    Case(id="fp8-96", q_lens=(1, 20), kv_lens=(200, 90), dim=96, page=32, fp8=True, why="copies of 32 bytes"),
-    Case(id="fp8-48", q_lens=(1, 20), kv_lens=(200, 90), dim=48, fp8=True, why="copies of 16 bytes; threads idle"),
-    Case(
-        id="fp8-packed",
-        q_lens=(18, 1, 70),
-        kv_lens=(40, 7, 150),
-        heads=(2, 2),
-        dim=192,
-        dim_v=128,
-        page=None,
-        fp8=True,
-        around=Surroundings(layout=Layout.SEPARATE),
-        why="tiles begin anywhere; keys and values of unequal widths",
-    ),
-    Case(id="fp8-nan", q_lens=(1, 20), kv_lens=(70, 60), fp8=True, nan_request=0, why="a NaN stays its request's"),
-)
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 
 # What a change is checked with: each role, ring, mask, score and layout once.
@@ -102,10 +71,7 @@ def test_fp8_on_every_schedule(index: int) -> None:
 def test_widening_meets_no_bank_twice(dim: int) -> None:
     case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
     profile = emulate(case, "sm_90a", lambda planner, short: make(planner, short, 0), 0)
-    (kernel,) = (one for one in summary(profile).kernels if "Forward" in one.name)
-    widening = [role for role in kernel.roles if "conversions" in role.instructions]
-    assert widening
-    assert [site for site in kernel.conflicts if "widen" in site.source] == []
+    assert widening_conflicts(profile) == []
 
 
 @pytest.mark.parametrize("dim", range(16, 257, 16))

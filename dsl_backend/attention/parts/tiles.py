@@ -108,6 +108,13 @@ class TiledKernel:
         shape = (self.tile_n, (chunk, width // chunk), stages)
         return cute.make_layout(shape, stride=(chunk, (1, self.tile_n * chunk), self.tile_n * width))
 
+    def loaded(self, allocator, sK: cute.Tensor, sV: cute.Tensor):
+        """Where tensor copies lay keys and values: where products read them, or where fp8 is widened from."""
+        if not self.key.fp8:
+            return sK, sV
+        layouts = [self.bytes_staged(width, self.config.staging) for width in (self.dims, self.dims_v)]
+        return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
+
     def key_box(self, width: int):
         """The box of one tensor copy of keys or values, and how it lies in shared memory."""
         if self.key.fp8:

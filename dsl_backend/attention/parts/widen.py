@@ -2,7 +2,7 @@
 """The widening role: a warpgroup turns tiles of fp8 into tiles of 16 bits, where the products read them.
 
 Keys and values arrive in rings of their own, and leave through the rings that tensor copies fill where a cache has 16
-bits: who multiplies sees no difference.
+bits: who multiplies sees no difference. A kernel's barriers of the first have `_loaded` and `_taken` in their names.
 """
 
 import cutlass
@@ -14,6 +14,14 @@ from dsl_backend.primitives.math import widen_e4m3
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes
 AT_A_TIME = 8  # vectors of a thread, in registers at once
+
+
+def rings_of_loader(barriers):
+    """A kernel's barriers with those of the rings that tensor copies fill under the usual names."""
+    if barriers.k_loaded is None:
+        return barriers
+    b = barriers
+    return b._replace(k_full=b.k_loaded, k_empty=b.k_taken, v_full=b.v_loaded, v_empty=b.v_taken)
 
 
 class Tiles:
@@ -82,10 +90,17 @@ class Tiles:
 
 
 class Widener:
-    """In the order in which they are loaded: keys, and values one tile behind."""
+    """In the order in which they are loaded: keys, and values one tile behind.
 
-    def __init__(self, mailbox, keys: Tiles, values: Tiles):
-        self.mailbox, self.keys, self.values = mailbox, keys, values
+    Args:
+        loaded_k, loaded_v: where tensor copies lay bytes; sK, sV: where products read.
+    """
+
+    def __init__(self, kernel, mailbox, barriers, loaded_k, sK, loaded_v, sV):
+        self.mailbox, b = mailbox, barriers
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.keys = Tiles(kernel, kernel.dims, loaded_k, sK, b.k_loaded, b.k_taken, b.k_full, b.k_empty, thread)
+        self.values = Tiles(kernel, kernel.dims_v, loaded_v, sV, b.v_loaded, b.v_taken, b.v_full, b.v_empty, thread)
 
     @cute.jit
     def run(self):

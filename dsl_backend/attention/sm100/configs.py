@@ -4,18 +4,31 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, chunk, padded
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded
 from dsl_backend.attention.spec import AttentionSpec
 
 WARP = 32
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
-# Warps by role: two softmax warpgroups, a correction warpgroup, then single warps.
-SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE = (0, 4), 8, 12, 13, 14
-THREADS = 16 * WARP
-# Registers of a thread by role; times the role's threads, the 64 K of an SM.
-SOFTMAX_REGISTERS, CORRECT_REGISTERS, OTHER_REGISTERS = 200, 64, 48
+# Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
+SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 12, 13, 14, 16
+
+
+class Registers(NamedTuple):
+    """Of a thread, by its role."""
+
+    softmax: int
+    correct: int
+    other: int
+    widen: int = 0
+
+
+# Times the roles' threads, the 64 K of an SM.
+REGISTERS = Registers(softmax=200, correct=64, other=48)
+# 640 threads start with 96 each, since registers come in eights. Fewest bytes spilled (ptxas 13.0, heads of 128).
+WIDENING_REGISTERS = Registers(softmax=144, correct=80, other=48, widen=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +45,8 @@ class ForwardConfig:
         least_share: key tiles that a block takes at least where ranges are split.
         polynomial: of each 16 exponentials, those that the FMA pipe computes rather than the special unit.
         patience: base-2 growth of a row's largest score up to which sums are left at the old scale.
+        staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
+            keys and values have 16 bits.
     """
 
     halves: int = 2
@@ -43,6 +58,7 @@ class ForwardConfig:
     polynomial: int = 4
     patience: float = 8.0
     resident: int = 1
+    staging: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -50,7 +66,11 @@ class ForwardConfig:
 
     @property
     def threads(self) -> int:
-        return THREADS
+        return (WIDEN * WARP) + (WARPGROUP if self.staging else 0)
+
+    @property
+    def registers(self) -> Registers:
+        return WIDENING_REGISTERS if self.staging else REGISTERS
 
     def columns(self, head_dim_v: int) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
@@ -61,9 +81,11 @@ class ForwardConfig:
         dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
-        barriers = MBARRIER_BYTES * (2 * (self.query_stages + 2 * self.stages) + 5 * self.halves)
+        staged = self.staging * self.tile_n * (dims + dims_v)
+        rings = self.query_stages + 2 * self.stages + 2 * self.staging
+        barriers = MBARRIER_BYTES * (2 * rings + 5 * self.halves)
         statistics = 2 * 4 * self.halves * ROWS
-        return spec.dtype.itemsize * (queries + keys) + barriers + statistics + MAILBOX_BYTES
+        return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can."""
@@ -74,6 +96,8 @@ class ForwardConfig:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 32 up to 128 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
+        if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
+            reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         if self.columns(spec.head_dim_v) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec.head_dim_v)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
@@ -91,6 +115,13 @@ class ForwardConfig:
 
 def default_config(spec: AttentionSpec) -> ForwardConfig:
     """For long queries."""
+    if spec.is_fp8_kv:
+        widest, halves = max(spec.head_dim, spec.head_dim_v), 1 if spec.head_dim_v > 128 else 2
+        if widest <= 64:
+            return ForwardConfig(tile_n=128, staging=4)
+        # Both rings and 256 rows of queries are in shared memory.
+        tile_n = 96 if widest <= 128 else 64 if widest <= 192 else 32
+        return ForwardConfig(halves=halves, tile_n=tile_n, staging=2)
     if max(spec.head_dim, spec.head_dim_v) <= 128:
         return ForwardConfig(stages=2)
     if spec.head_dim_v <= 128:
@@ -101,6 +132,13 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges."""
     widest = max(spec.head_dim, spec.head_dim_v)
+    if spec.is_fp8_kv:
+        if spec.head_dim_v > 128:
+            return ForwardConfig(halves=1, tile_n=64 if widest <= 192 else 32, staging=2)
+        # What is on its way from memory is what is staged: small tiles, and many.
+        if widest <= 64:
+            return ForwardConfig(alternate=True, tile_n=128, staging=6)
+        return ForwardConfig(alternate=True, tile_n=64, staging=6 if widest <= 128 else 4 if widest <= 192 else 2)
     if spec.head_dim_v > 128:
         return ForwardConfig(halves=1, tile_n=64, stages=2)
     tile_n = 128 if widest <= 128 else 64

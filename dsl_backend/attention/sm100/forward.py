@@ -3,7 +3,7 @@
 
 One warp issues products, whose scores and sums live in tensor memory. Two softmax warpgroups, each with 128 query rows,
 turn scores into weights in place, in turn; a correction warpgroup rescales sums when a row's largest score has grown,
-and stores outputs. One warp loads, one finds work.
+and stores outputs. One warp loads, one finds work; of fp8 keys and values, a warpgroup makes 16 bits.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,16 @@ from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel, clear_rows
+from dsl_backend.attention.parts.widen import Widener, rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm100.configs import (
     CORRECT,
-    CORRECT_REGISTERS,
     LOAD,
     MULTIPLY,
-    OTHER_REGISTERS,
     ROWS,
     SCHEDULE,
-    SOFTMAX_REGISTERS,
     TENSOR_COLUMNS,
+    WIDEN,
     ForwardConfig,
 )
 from dsl_backend.attention.sm100.correct import Corrector
@@ -53,6 +52,7 @@ class Barriers(NamedTuple):
         p_full: weights of a half are there, and its sums are at their scale, or free for new ones.
         o_full: sums of a half are complete.
         l_full, l_empty: what a half's softmax tells the correction of its rows.
+        k_loaded ... v_taken: of fp8 tiles, on their way to the others.
     """
 
     q_full: cute.Pointer
@@ -68,6 +68,10 @@ class Barriers(NamedTuple):
     o_full: cute.Pointer
     l_full: cute.Pointer
     l_empty: cute.Pointer
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
+    v_loaded: cute.Pointer | None = None
+    v_taken: cute.Pointer | None = None
 
 
 class RolledLoader(Loader):
@@ -80,6 +84,7 @@ class Forward(TiledKernel):
     def __init__(self, key: ForwardKey):
         super().__init__(key, key.config)
         self.halves, self.alternate = key.config.halves, key.config.alternate
+        self.registers = key.config.registers
 
     @cute.jit
     def __call__(
@@ -121,8 +126,8 @@ class Forward(TiledKernel):
             (ROWS, self.tile_n),
         )
         weighing = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            self.dtype_v,
+            self.dtype_v,
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
@@ -192,11 +197,14 @@ class Forward(TiledKernel):
         q_place = allocator.allocate(places * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
-        sV = allocator.allocate_tensor(self.dtype, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
+        sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
+        loaded_k, loaded_v = self.loaded(allocator, sK, sV)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 5
+        if cutlass.const_expr(self.key.fp8):
+            sizes += [config.staging] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -204,9 +212,12 @@ class Forward(TiledKernel):
         if warp == LOAD:
             with cute.arch.elect_one():
                 # Copies and products arrive once, threads that end a tile each for itself; the mailbox is read by all.
-                readers = (halves + 1) * group + 2
-                counts = [1, group, 1, 1, 1, 1, 1, readers, 1, 2 * WARPGROUP, 1, WARPGROUP, WARPGROUP]
-                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                widening = group if self.key.fp8 else 0
+                readers = (halves + 1) * group + 2 + widening
+                writers = widening or 1
+                counts = [1, group, writers, 1, writers, 1, 1, readers, 1, 2 * WARPGROUP, 1, WARPGROUP, WARPGROUP]
+                counts += [1, widening] * 2
+                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
@@ -224,22 +235,29 @@ class Forward(TiledKernel):
 
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < halves * group:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers.softmax)
             softmax = Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group)
             if cutlass.const_expr(self.alternate):
                 softmax.run_alternating()
             else:
                 softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
-            cute.arch.setmaxregister_decrease(CORRECT_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers.correct)
             Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring).run()
+        elif warp >= WIDEN:
+            if cutlass.const_expr(self.key.fp8):
+                cute.arch.setmaxregister_decrease(self.registers.widen)
+                Widener(self, mailbox, barriers, loaded_k, sK, loaded_v, sV).run()
         else:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MULTIPLY:
                 role = AlternatingMultiplier if self.alternate else Multiplier
                 role(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
             if warp == LOAD:
-                RolledLoader(self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests).run()
+                rings = rings_of_loader(barriers)
+                RolledLoader(
+                    self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
+                ).run()
             if warp == SCHEDULE:
                 self.schedule(mailbox, requests, merges).run()
         cute.arch.sync_threads()

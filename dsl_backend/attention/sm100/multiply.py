@@ -22,7 +22,7 @@ class Multiplier:
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
         self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
         self.weighing = TensorProduct(
-            dtype=kernel.dtype, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
+            dtype=kernel.dtype_v, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
         )
         mine, weighs = product.get_slice(0), weighing.get_slice(0)
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
@@ -35,7 +35,7 @@ class Multiplier:
         self.S = [base + scores_at(kernel, g) for g in range(kernel.halves)]
         self.O = [base + sums_at(kernel, g) for g in range(kernel.halves)]
         self.P = [
-            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype), weights.layout)
+            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype_v), weights.layout)
             for g in range(kernel.halves)
         ]
 

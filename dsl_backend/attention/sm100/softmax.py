@@ -140,8 +140,8 @@ class Softmax:
             wide = cute.make_rmem_tensor(len(weights), cutlass.Float32)
             for j, weight in enumerate(weights):
                 wide[j] = weight
-            narrow = cute.make_rmem_tensor(len(weights), self.kernel.dtype)
-            narrow.store(wide.load().to(self.kernel.dtype))
+            narrow = cute.make_rmem_tensor(len(weights), self.kernel.dtype_v)
+            narrow.store(wide.load().to(self.kernel.dtype_v))
             packed = cute.recast_tensor(narrow, cutlass.Float32)
             tensor_memory.store(packed, self.base, self.columns + first // 2, self.thread)
             for j, pair in enumerate(zip(weights[::2], weights[1::2], strict=True)):

@@ -20,7 +20,7 @@ from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
-from dsl_backend.attention.parts.widen import Tiles, Widener
+from dsl_backend.attention.parts.widen import Widener, rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.multiply import Multiplier
@@ -51,12 +51,6 @@ class Barriers(NamedTuple):
     k_taken: cute.Pointer | None = None
     v_loaded: cute.Pointer | None = None
     v_taken: cute.Pointer | None = None
-
-    def of_loader(self):
-        """The rings that tensor copies fill."""
-        if self.k_loaded is None:
-            return self
-        return self._replace(k_full=self.k_loaded, k_empty=self.k_taken, v_full=self.v_loaded, v_empty=self.v_taken)
 
 
 class Forward(TiledKernel):
@@ -185,12 +179,7 @@ class Forward(TiledKernel):
         sOut = self.swizzled(q_place, out_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
-        loaded_k, loaded_v = sK, sV
-        if cutlass.const_expr(self.key.fp8):
-            loaded_k, loaded_v = (
-                allocator.allocate_tensor(cutlass.Uint8, self.bytes_staged(width, config.staging), byte_alignment=128)
-                for width in (self.dims, self.dims_v)
-            )
+        loaded_k, loaded_v = self.loaded(allocator, sK, sV)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
         warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.fp8 else 0
@@ -214,13 +203,14 @@ class Forward(TiledKernel):
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
-                rings = barriers.of_loader()
+                rings = rings_of_loader(barriers)
                 Loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, merges).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.fp8):
-                self.widen(mailbox, barriers, loaded_k, sK, loaded_v, sV, thread % WARPGROUP)
+                cute.arch.setmaxregister_decrease(self.widening_registers)
+                Widener(self, mailbox, barriers, loaded_k, sK, loaded_v, sV).run()
         else:
             cute.arch.setmaxregister_increase(self.most_registers)
             Multiplier(
@@ -240,12 +230,3 @@ class Forward(TiledKernel):
                 scoring,
                 thread - WARPGROUP,
             ).run()
-
-    @cute.jit
-    def widen(self, mailbox, barriers, loaded_k, sK, loaded_v, sV, thread):
-        """The warpgroup between copies and products of fp8 keys."""
-        cute.arch.setmaxregister_decrease(self.widening_registers)
-        b = barriers
-        keys = Tiles(self, self.dims, loaded_k, sK, b.k_loaded, b.k_taken, b.k_full, b.k_empty, thread)
-        values = Tiles(self, self.dims_v, loaded_v, sV, b.v_loaded, b.v_taken, b.v_full, b.v_empty, thread)
-        Widener(mailbox, keys, values).run()
