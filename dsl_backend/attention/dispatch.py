@@ -105,9 +105,9 @@ def cute_storage(spec: AttentionSpec, fp8: bool = False) -> list[str]:
     return reasons
 
 
-def cute_mla(spec: AttentionSpec) -> list[str]:
-    """What the CuTe DSL kernels of absorbed MLA need."""
-    return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec), *shares_of_batch(spec)]
+def cute_mla(spec: AttentionSpec, fp8: bool = False) -> list[str]:
+    """What the CuTe DSL kernels of absorbed MLA need; fp8: keys of e4m3 are served."""
+    return [*toolkit.missing(), *cute_storage(spec, fp8), *latent_only(spec), *shares_of_batch(spec)]
 
 
 def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
@@ -122,7 +122,7 @@ def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
     return reasons
 
 
-cute_dense_fp8 = partial(cute_dense, fp8=True)
+cute_dense_fp8, cute_mla_fp8 = partial(cute_dense, fp8=True), partial(cute_mla, fp8=True)
 
 
 def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
@@ -181,6 +181,16 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
         Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
+        Entry(
+            "cute",
+            "dsl_backend.attention.sm90.latent_launch:LatentSplitKV",
+            on_sm90(cute_mla_fp8, latent_sm90.default_latent_config),
+        ),
+        Entry(
+            "cute",
+            "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
+            on_sm100(cute_mla_fp8, latent_sm100.default_latent_config),
+        ),
         REFERENCE,
     ),
     Operation.WRITE_KV: (

@@ -96,6 +96,8 @@ LAYERS = (
     dense("hd128-fp8", heads=(32, 8), dim=128, fp8=True),
     (mla(16, q_lens=(1,), kv_lens=(1,)), "mla16"),
     (mla(128, q_lens=(1,), kv_lens=(1,)), "mla128"),
+    (mla(16, q_lens=(1,), kv_lens=(1,), fp8=True), "mla16-fp8"),
+    (mla(128, q_lens=(1,), kv_lens=(1,), fp8=True), "mla128-fp8"),
 )
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 

@@ -13,6 +13,7 @@ from dsl_backend.attention.spec import Causality
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, LATENT, Case, by_id, mla
+from emulator.machine.profile import Profile
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -32,7 +33,7 @@ class Run:
         return f"{self.case.id}-{self.schedule}-{'split' if self.split else 'whole'}"
 
 
-def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any) -> None:
+def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any) -> Profile:
     """Run a case and judge the result; any finding or warning raises.
 
     Args:
@@ -44,10 +45,15 @@ def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], con
     target = replace(from_arch(arch), sm_count=SMS)
     kernel = kernel_type(problem.spec, target, Workspace(torch.device("cpu")), run.config or config)
     assert not kernel.config.objections(problem.spec, target.smem_bytes)
-    with emulator.device(arch=arch, sms=SMS, schedule=run.schedule, seed=seed, strict=True):
-        operands = Operands(q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, *[None] * 3)
+    with emulator.device(arch=arch, sms=SMS, schedule=run.schedule, seed=seed, strict=True) as machine:
+        scales = (problem.k_scale, problem.v_scale)
+        operands = Operands(
+            q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales
+        )
         kernel.launch(problem.batch, operands, 0, problem.batch.max_query_len)
     check.judge(result, problem.expected(), problem.score_magnitude())
+    assert machine.profile is not None
+    return machine.profile
 
 
 RAGGED = mla(
@@ -64,6 +70,37 @@ HEADS_128 = mla(
 PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two blocks")
 CLUSTERS = mla(128, id="clusters", q_lens=(3, 1), kv_lens=(300, 1), page=48, why="whole ranges of neighbouring units")
 WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)
+
+FP8_RAGGED = replace(RAGGED, id="fp8-ragged", kv_lens=(420, 33, 0, 130, 20), fp8=True)
+FP8 = (
+    *(Run(by_id("mla-fp8"), schedule) for schedule in SCHEDULES),
+    *(Run(FP8_RAGGED, schedule) for schedule in SCHEDULES),
+    Run(replace(WHOLE_320, id="fp8-320", fp8=True), "eager", False),
+    Run(replace(by_id("mla-288"), id="fp8-288", fp8=True, dtype=FP16), "lazy"),
+    Run(
+        mla(16, id="fp8-nan", q_lens=(1, 4), kv_lens=(65, 33), nan_request=1, fp8=True, why="a NaN stays a request's"),
+        "random",
+    ),
+    Run(
+        mla(
+            16,
+            id="fp8-bent",
+            q_lens=(1, 4),
+            kv_lens=(200, 150),
+            fp8=True,
+            window=(70, None),
+            sinks=True,
+            softcap=5.0,
+            why="the scale goes into every score change",
+        ),
+        "lazy",
+    ),
+)
+# Blocks of a cluster load bytes for each other.
+FP8_CLUSTERS = (
+    Run(replace(PAGES_OF_16, id="fp8-pages-of-16", fp8=True), "random"),
+    Run(replace(CLUSTERS, id="fp8-clusters", fp8=True), "lazy", False),
+)
 
 # On the kernels of every SM, with configurations that need no choice.
 EVERYWHERE = (

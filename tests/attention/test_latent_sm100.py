@@ -8,15 +8,16 @@ import pytest
 from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig, default_latent_config
 from dsl_backend.attention.sm100.latent_launch import Latent, LatentSplitKV
-from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.cases import FP16, by_id, mla
+from dsl_backend.testing.cases import FP8, FP16, by_id, mla
 from tests.attention import latent
+from tests.attention.emulated import widening_conflicts
 from tests.attention.latent import EVERYWHERE, SCHEDULES, Run, emulate
 
 TARGET = from_arch("sm_100a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts; rings of two and three wrap early.
 SMALL = LatentConfig(tile_n=32, stages=3, least_share=1)
+WIDENING = LatentConfig(tile_n=32, stages=2, staging=3, least_share=1)
 TILES_OF_64 = LatentConfig(stages=2, least_share=1)
 PAIRS = PairConfig(least_share=1)
 CLUSTERS = LatentConfig(stages=2, least_share=1, cluster=2)
@@ -26,9 +27,12 @@ QUICK = (
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(replace(latent.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(tile_n=64, stages=4)),
+    latent.FP8[0],
 )
 FULL = (
-    *(replace(run, schedule=schedule) for run in QUICK for schedule in SCHEDULES if schedule != run.schedule),
+    *(run for run in latent.FP8 if run not in QUICK),
+    *(replace(run, config=replace(WIDENING, cluster=2)) for run in latent.FP8_CLUSTERS),
+    *(replace(run, schedule=schedule) for run in QUICK[:-1] for schedule in SCHEDULES if schedule != run.schedule),
     *EVERYWHERE,
     Run(latent.RAGGED, "lazy", config=TILES_OF_64),
     Run(by_id("mla-320"), "lazy", config=LatentConfig(tile_n=128, stages=2, least_share=1)),
@@ -114,14 +118,20 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_100a", LatentSplitKV if run.split else Latent, SMALL)
+    emulate(run, seed, "sm_100a", LatentSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
+
+
+@pytest.mark.full
+def test_widening_meets_no_bank_twice() -> None:
+    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_100a", LatentSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
 @pytest.mark.parametrize("dims", [(576, 512), (320, 256), (288, 256)])
 def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
     spec = mla(heads, dims, q_lens=(1,), kv_lens=(1,)).spec
-    assert default_latent_config(spec).objections(spec, TARGET.smem_bytes) == []
+    for each in (spec, replace(spec, kv_dtype=FP8)):
+        assert default_latent_config(each).objections(each, TARGET.smem_bytes) == []
 
 
 @pytest.mark.parametrize(
@@ -151,5 +161,7 @@ def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) ->
 def test_is_had_by_name(arch: str) -> None:
     spec = mla(128, q_lens=(1,), kv_lens=(1,)).spec
     assert choose(Operation.MLA_DECODE, spec, from_arch(arch), "cute").load() is LatentSplitKV
-    with pytest.raises(Unsupported, match="float8_e4m3fn"):
-        choose(Operation.MLA_DECODE, mla(128, q_lens=(1,), kv_lens=(1,), fp8=True).spec, from_arch(arch), "cute")
+    fp8 = mla(128, q_lens=(1,), kv_lens=(1,), fp8=True).spec
+    assert choose(Operation.MLA_DECODE, fp8, from_arch(arch), "cute").load() is LatentSplitKV
+    (objection,) = (why for why in PairConfig(staging=2).objections(fp8, TARGET.smem_bytes) if "pairs" in why)
+    assert "fp8 ones are possible with LatentConfig" in objection

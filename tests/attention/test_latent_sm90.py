@@ -7,18 +7,22 @@ import pytest
 import torch
 
 from dsl_backend.attention.kernel import Operands, Workspace
-from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
+from dsl_backend.attention.sm90.configs import PRODUCT_REGISTERS, SM_REGISTERS
+from dsl_backend.attention.sm90.latent_configs import GROUPS, LatentConfig, default_latent_config
 from dsl_backend.attention.sm90.latent_launch import Latent, LatentSplitKV
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
-from dsl_backend.testing.cases import by_id, mla
+from dsl_backend.testing.cases import FP8, by_id, mla
 from tests.attention import latent
+from tests.attention.emulated import widening_conflicts
 from tests.attention.latent import EVERYWHERE, Run, emulate
 
 TARGET = from_arch("sm_90a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts.
 SMALL = LatentConfig(least_share=1)
+# Rings that go around at different times.
+WIDENING = LatentConfig(tile_n=32, stages=2, staging=3, least_share=1)
 SCORES_FIRST = LatentConfig(least_share=1, scores_first=True)
 CLUSTERS = LatentConfig(least_share=1, scores_first=True, cluster=2)
 
@@ -27,8 +31,11 @@ QUICK = (
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(latent.HEADS_128, "lazy", config=replace(CLUSTERS, ahead=1)),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(stages=4)),
+    latent.FP8[0],
 )
 FULL = (
+    *(run for run in latent.FP8 if run not in QUICK),
+    *(replace(run, config=replace(WIDENING, cluster=2)) for run in latent.FP8_CLUSTERS),
     *EVERYWHERE,
     Run(by_id("mla-320"), "lazy", config=LatentConfig(stages=4, least_share=1)),
     Run(by_id("mla-288"), "random", config=LatentConfig(stages=4, least_share=1)),
@@ -64,14 +71,20 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_90a", LatentSplitKV if run.split else Latent, SMALL)
+    emulate(run, seed, "sm_90a", LatentSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
+
+
+@pytest.mark.full
+def test_widening_meets_no_bank_twice() -> None:
+    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_90a", LatentSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("dims", [(576, 512), (320, 256), (288, 256)])
 def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
     spec = mla(heads, dims, q_lens=(1,), kv_lens=(1,)).spec
-    assert default_latent_config(spec).objections(spec, from_arch("sm_90a").smem_bytes) == []
+    for each in (spec, replace(spec, kv_dtype=FP8)):
+        assert default_latent_config(each).objections(each, TARGET.smem_bytes) == []
 
 
 @pytest.mark.parametrize(
@@ -81,6 +94,7 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
         (LatentConfig(stages=1), (576, 512), "at least 2"),
         (LatentConfig(tile_n=40), (576, 512), "multiple of 16"),
         (LatentConfig(tile_n=128), (576, 512), "registers"),
+        (LatentConfig(staging=2), (576, 512), "2 fp8 tiles in flight"),
         (LatentConfig(cluster=2), (576, 512), "clusters of 2"),
         (LatentConfig(), (512, 512), "latent sizes"),
         (LatentConfig(), (576, 520), "latent sizes"),
@@ -90,6 +104,30 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
 def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) -> None:
     spec = mla(16, dims, q_lens=(1,), kv_lens=(1,)).spec
     assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LatentConfig(), "0 fp8 tiles in flight"),
+        (LatentConfig(staging=1), "1 fp8 tiles in flight"),
+        (LatentConfig(staging=2), "shared memory"),
+        (LatentConfig(tile_n=80, staging=2), "registers"),
+    ],
+)
+def test_objections_to_fp8(config: LatentConfig, reason: str) -> None:
+    spec = mla(16, q_lens=(1,), kv_lens=(1,), fp8=True).spec
+    assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
+
+
+@pytest.mark.parametrize("staging", [0, 2])
+def test_roles_share_what_a_block_starts_with(staging: int) -> None:
+    """A role would wait for ever for registers that no other gives away; no product has more than there are."""
+    config = LatentConfig(staging=staging)
+    math, other, widening = config.registers
+    first = SM_REGISTERS // config.threads // 8 * 8
+    assert (GROUPS * math + other + widening) * 128 <= first * config.threads
+    assert config.columns(512) // 2 + PRODUCT_REGISTERS <= first
 
 
 def test_unaligned_cache_is_refused() -> None:

@@ -15,6 +15,7 @@ from dsl_backend.attention.parts.load import Loader, box_rows, query_box
 from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
 from dsl_backend.attention.parts.sizes import chunk
 from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
+from dsl_backend.attention.parts.widen import Tiles, bytes_boxed, bytes_staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,13 @@ class LatentTiled:
             cute.tile_to_shape(self.atom(chunk(tile_n)), (ROWS, tile_n), order=(0, 1)),
         )
 
+    def loaded(self, allocator, sK: cute.Tensor) -> cute.Tensor:
+        """Where tensor copies lay keys: where products read them, or where fp8 is widened from."""
+        if not self.key.fp8:
+            return sK
+        layout = bytes_staged(self.tile_n, self.dims, self.chunk, self.config.staging)
+        return allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
+
     def values(self, sK: cute.Tensor) -> cute.Tensor:
         """The first columns of key tiles: [key, column, stage]."""
         layout = cute.tile_to_shape(self.atom(self.chunk), (self.tile_n, self.dims_v, 1), order=(0, 1, 2)).outer
@@ -72,13 +80,14 @@ class LatentTiled:
         load, load_keys = self.load_ops()
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self))
         q_tile = (key.pack, self.tokens_per_tile, self.chunk)
-        k_box = cute.tile_to_shape(atom, (self.box, self.chunk), order=(0, 1))
+        k_tile = (self.box, self.chunk)
+        k_box = bytes_boxed(*k_tile)[0] if key.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         return (
             cpasync.make_tiled_tma_atom(load, self.by_head(q), q_box, q_tile),
             cpasync.make_tiled_tma_atom(load, self.by_head(q_rope), q_box, q_tile),
-            cpasync.make_tiled_tma_atom(load_keys, mK, k_box, (self.box, self.chunk)),
+            cpasync.make_tiled_tma_atom(load_keys, mK, k_box, k_tile),
         )
 
     def load_ops(self):
@@ -138,7 +147,8 @@ class LatentLoader(Loader):
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.tokens_per_tile = kernel.tokens_per_tile
         self.q_bytes = self.tokens_per_tile * self.key.pack * kernel.dims * 2
-        self.chunk_bytes = self.tile_n * kernel.chunk * 2
+        self.stages = self.config.staging if self.key.fp8 else self.config.stages
+        self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)
         # Rows of a chunk lie one after another: [head and token, 1, chunk, 1].
         shape = (query_box(kernel).shape, 1, self.chunks, 1)
         layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, ROWS * kernel.chunk, 0))
@@ -206,11 +216,49 @@ class LatentLoader(Loader):
     @cute.jit
     def load_rows(self, work, tile, pages, count):
         """A key tile, part by part as they become free."""
-        stage = count % self.config.stages
+        stage = count % self.stages
         for part in cutlass.range_constexpr(PARTS):
             place = stage * PARTS + part
-            cute.arch.mbarrier_wait(self.barriers.k_empty + place, ((count // self.config.stages) & 1) ^ 1)
+            cute.arch.mbarrier_wait(self.barriers.k_empty + place, ((count // self.stages) & 1) ^ 1)
             full = self.barriers.k_full + place
             self.expect(full, len(self.parts[part]) * self.chunk_bytes)
             chunks = self.parts[part]
             self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
+
+
+class LatentWidener:
+    """Key tiles of fp8, in the order and parts in which they are loaded.
+
+    Args:
+        loaded: where tensor copies lay bytes; sK: where products read.
+    """
+
+    def __init__(self, kernel, mailbox, barriers, loaded, sK):
+        self.mailbox, b = mailbox, barriers
+        rings, wide = (b.k_loaded, b.k_taken, b.k_full, b.k_empty), kernel.chunk
+        self.tiles = [
+            Tiles(
+                wide,
+                loaded,
+                sK,
+                rings,
+                columns=range(part.start * wide, part.stop * wide),
+                part=(i, PARTS),
+                blocks=kernel.config.cluster,
+            )
+            for i, part in enumerate(kernel.parts)
+        ]
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            for _ in cutlass.range(work.end - work.begin, unroll=1):
+                for part in cutlass.range_constexpr(PARTS):
+                    self.tiles[part].widen(tiles)
+                tiles += 1
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.sizes import chunk, packed_heads
+from dsl_backend.attention.parts.sizes import MBARRIER_BYTES, chunk, packed_heads
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # query rows of a tile: tokens times the heads that share it
@@ -24,6 +24,7 @@ class LatentSizes:
         tile_n: keys of a tile.
         stages: key tiles in flight.
         cluster: blocks that share key tiles: each has other heads of the same tokens, and loads a part for all.
+        staging: fp8 key tiles in flight; one more warpgroup turns them into tiles of 16 bits. 0 where keys have these.
         ahead: key tiles that are asked into the L2 cache before there is room for them; paged keys only.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
     """
@@ -31,12 +32,18 @@ class LatentSizes:
     tile_n: int = 64
     stages: int = 2
     cluster: int = 1
+    staging: int = 0
     ahead: int = 0
     least_share: int = 2
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
         raise NotImplementedError
+
+    def key_bytes(self, spec: AttentionSpec) -> int:
+        """Of it, key tiles and their barriers."""
+        row = self.stages * spec.dtype.itemsize + self.staging
+        return self.tile_n * spec.head_dim * row + MBARRIER_BYTES * 2 * PARTS * (self.stages + self.staging)
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         """Those of one kernel alone."""
@@ -53,6 +60,8 @@ class LatentSizes:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 128 is possible")
         if self.stages < 2:
             reasons.append(f"{self.stages} key tiles in flight: at least 2 are needed")
+        if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
+            reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         wide = 2 * chunk(spec.head_dim)
         if spec.head_dim % 16 or spec.head_dim_v % wide or spec.head_dim_v >= spec.head_dim or spec.head_dim_v > 512:
             reasons.append(

@@ -124,10 +124,11 @@ def rows_of(key: LayerKey) -> tuple[Any, ...]:
 def latent_rows_of(key: LayerKey) -> tuple[Any, ...]:
     """Queries' two parts, and keys."""
     numeric = NUMERIC[key.dtype]
+    stored = cutlass.Uint8 if key.fp8 else numeric
     return (
         fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(numeric, key.head_dim, key.heads_kv, *fake_pages(key)),
+        fake_rows(stored, key.head_dim, key.heads_kv, *fake_pages(key)),
     )
 
 
@@ -314,4 +315,4 @@ class LatentKernel(LayerKernel):
         if q_rope is None:
             q, q_rope = q[..., :latent], q[..., latent:]
         check_alignment(q=q, q_rope=q_rope, keys=operands.keys)
-        return q, q_rope, operands.keys
+        return q, q_rope, stored(self.spec, operands.keys)

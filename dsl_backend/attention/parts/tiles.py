@@ -12,6 +12,7 @@ from dsl_backend.attention.parts.load import box_rows, query_box
 from dsl_backend.attention.parts.schedule import KeyShares, OwnShares, QueryTiles, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded
+from dsl_backend.attention.parts.widen import bytes_boxed, bytes_staged
 from dsl_backend.primitives.copy import store_vector
 
 VECTOR = 8  # elements of 16 bytes
@@ -102,24 +103,18 @@ class TiledKernel:
         """[rows, width] of one chunk, as a tensor copy writes it."""
         return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
 
-    def bytes_staged(self, width: int, stages: int):
-        """[rows, width, stages] of fp8 in shared memory, as `staged` without a swizzle; see `parts/widen.py`."""
-        chunk = fp8_chunk(width)
-        shape = (self.tile_n, (chunk, width // chunk), stages)
-        return cute.make_layout(shape, stride=(chunk, (1, self.tile_n * chunk), self.tile_n * width))
-
     def loaded(self, allocator, sK: cute.Tensor, sV: cute.Tensor):
         """Where tensor copies lay keys and values: where products read them, or where fp8 is widened from."""
         if not self.key.fp8:
             return sK, sV
-        layouts = [self.bytes_staged(width, self.config.staging) for width in (self.dims, self.dims_v)]
+        widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
+        layouts = [bytes_staged(self.tile_n, width, copied, self.config.staging) for width, copied in widths]
         return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
 
     def key_box(self, width: int):
         """The box of one tensor copy of keys or values, and how it lies in shared memory."""
         if self.key.fp8:
-            tile = (self.box, fp8_chunk(width))
-            return cute.make_layout(tile, stride=(tile[1], 1)), tile
+            return bytes_boxed(self.box, fp8_chunk(width))
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:

@@ -8,53 +8,72 @@ bits: who multiplies sees no difference. A kernel's barriers of the first have `
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.sizes import WARPGROUP, fp8_chunk
+from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.primitives.math import widen_e4m3
 
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes
 AT_A_TIME = 8  # vectors of a thread, in registers at once
+USUAL = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
 
 
 def rings_of_loader(barriers):
     """A kernel's barriers with those of the rings that tensor copies fill under the usual names."""
-    if barriers.k_loaded is None:
-        return barriers
-    b = barriers
-    return b._replace(k_full=b.k_loaded, k_empty=b.k_taken, v_full=b.v_loaded, v_empty=b.v_taken)
+    filled = {usual: getattr(barriers, name, None) for name, usual in USUAL.items()}
+    return barriers._replace(**{name: pointer for name, pointer in filled.items() if pointer is not None})
+
+
+def bytes_staged(rows: int, width: int, copied: int, stages: int) -> cute.Layout:
+    """[rows, width, stages] of fp8 in shared memory: chunks of `copied` columns, without a swizzle."""
+    shape = (rows, (copied, width // copied), stages)
+    return cute.make_layout(shape, stride=(copied, (1, rows * copied), rows * width))
+
+
+def bytes_boxed(rows: int, copied: int) -> tuple[cute.Layout, tuple[int, int]]:
+    """A box of one tensor copy of them: how it lies in shared memory, and its shape."""
+    return cute.make_layout((rows, copied), stride=(copied, 1)), (rows, copied)
 
 
 class Tiles:
-    """Keys, or values, on their way from one ring to the other.
+    """Keys, or values, or some columns of them, on their way from one ring to the other.
 
     Vectors of 16 elements are dealt out to the threads in turn. Where a row has eight, the second four are those of the
     row beside it: so the reads and the writes of eight lanes fall on all banks once.
 
     Args:
+        copied: elements of a row in one tensor copy.
         source: [rows, width, stages] of bytes, as tensor copies wrote them; target: of 16 bits, swizzled.
-        loaded, taken: barriers of the source's ring; full, empty: of the target's.
+        rings: barriers (loaded, taken) of the source's, (full, empty) of the target's.
+        columns: those of a row, whole copies; all of them where none are named.
+        part: (which one, of how many) where a tile comes in parts, each with barriers of its own.
+        blocks: that write to each other's sources.
     """
 
-    def __init__(self, kernel, width, source, target, loaded, taken, full, empty, thread):
-        self.config, self.numeric = kernel.config, target.element_type
-        self.loaded, self.taken, self.full, self.empty = loaded, taken, full, empty
-        self.thread, self.rows, self.vectors = thread, kernel.tile_n, kernel.tile_n * width // 16
-        self.each = fp8_chunk(width) // 16  # vectors of a row in one copy
+    def __init__(self, copied, source, target, rings, columns=None, part=(0, 1), blocks=1):
+        self.rows, width, self.staging = (cute.size(source, mode=[i]) for i in range(3))
+        self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
+        which, self.parts = part
+        self.loaded, self.taken, self.full, self.empty = (ring + which for ring in rings)
+        self.blocks, self.thread = blocks, cute.arch.thread_idx()[0] % WARPGROUP
+        columns = columns or range(width)
+        self.vectors = self.rows * len(columns) // 16
+        self.each = copied // 16  # vectors of a row in one copy
         self.line = 2 * min(self.each, 4)  # vectors of a row in one swizzled chunk
-        self.source = as_vectors(source, self.vectors, self.config.staging)
-        self.target = as_vectors(target, 2 * self.vectors, self.config.stages)
-        vector = thread % self.each
-        row = (thread // self.each) ^ (vector // 4)
+        self.source = as_vectors(source, self.rows * width // 16, self.staging)
+        self.target = as_vectors(target, self.rows * width // 8, self.stages)
+        first = self.rows * columns.start // 16
+        vector = self.thread % self.each
+        row = (self.thread // self.each) ^ (vector // 4)
         place = row * self.line + vector % 4 * 2
-        self.read = row * self.each + vector
-        self.write = (place ^ (place // 8 % self.line)) + vector // 4 * self.rows * self.line
+        self.read = first + row * self.each + vector
+        self.write = 2 * first + (place ^ (place // 8 % self.line)) + vector // 4 * self.rows * self.line
 
     @cute.jit
     def widen(self, count):
         """The count-th tile."""
-        stages, staging = cutlass.const_expr(self.config.stages), cutlass.const_expr(self.config.staging)
+        stages, staging, parts = (cutlass.const_expr(n) for n in (self.stages, self.staging, self.parts))
         place, stage = count % staging, count % stages
-        cute.arch.mbarrier_wait(self.loaded + place, (count // staging) & 1)
+        cute.arch.mbarrier_wait(self.loaded + place * parts, (count // staging) & 1)
         turns = cutlass.const_expr(-(-self.vectors // WARPGROUP))
         held = cute.make_rmem_tensor((VECTOR, AT_A_TIME), cutlass.Int32)
         for first in cutlass.range_constexpr(0, turns, AT_A_TIME):
@@ -63,15 +82,26 @@ class Tiles:
                 if self.thread < self.vectors - turn * WARPGROUP:
                     cute.autovec_copy(self.source[None, self.read + turn * WARPGROUP, place], held[None, turn - first])
             if cutlass.const_expr(last == turns):
-                arrive(self.taken + place)
+                self.arrive(self.taken + place * parts, self.blocks)
             if cutlass.const_expr(first == 0):
-                cute.arch.mbarrier_wait(self.empty + stage, ((count // stages) & 1) ^ 1)
+                cute.arch.mbarrier_wait(self.empty + stage * parts, ((count // stages) & 1) ^ 1)
             for turn in cutlass.range_constexpr(first, last):
                 if self.thread < self.vectors - turn * WARPGROUP:
                     self.store(held[None, turn - first], self.write + self.offset(turn), stage)
         # Products read by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive(self.full + stage)
+        self.arrive(self.full + stage * parts, 1)
+
+    @cute.jit
+    def arrive(self, barrier, blocks: cutlass.Constexpr[int]):
+        """By a lane, for the warp, in each of so many blocks."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if cutlass.const_expr(blocks == 1):
+                cute.arch.mbarrier_arrive(barrier)
+            else:
+                for block in cutlass.range_constexpr(blocks):
+                    cute.arch.mbarrier_arrive(barrier, block)
 
     def offset(self, turn: int) -> int:
         """How many vectors behind its first target a thread's target of a later turn is."""
@@ -98,9 +128,8 @@ class Widener:
 
     def __init__(self, kernel, mailbox, barriers, loaded_k, sK, loaded_v, sV):
         self.mailbox, b = mailbox, barriers
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.keys = Tiles(kernel, kernel.dims, loaded_k, sK, b.k_loaded, b.k_taken, b.k_full, b.k_empty, thread)
-        self.values = Tiles(kernel, kernel.dims_v, loaded_v, sV, b.v_loaded, b.v_taken, b.v_full, b.v_empty, thread)
+        self.keys = Tiles(kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
+        self.values = Tiles(kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty))
 
     @cute.jit
     def run(self):
@@ -125,11 +154,3 @@ def as_vectors(tensor: cute.Tensor, vectors: int, stages: int) -> cute.Tensor:
     layout = cute.make_layout((VECTOR, vectors, stages), stride=(1, VECTOR, VECTOR * vectors))
     place = cute.make_ptr(cutlass.Int32, tensor.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
     return cute.make_tensor(place, layout)
-
-
-@cute.jit
-def arrive(barrier):
-    """By a lane, for the warp."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)

@@ -4,7 +4,7 @@
 A row of the cache is a key, and its first elements are the value: it is loaded once. 128 rows of 512 float32 sums would
 be all of tensor memory, and scores need room as well: a tile has 64 query rows, tokens times the heads that share it.
 Sums are transposed, O^T = V^T P^T, in blocks of 128 value columns: products of 128 rows have twice the rate of products
-of 64, and what comes out needs no more than a store of neighbouring columns.
+of 64, and what comes out needs no more than a store of neighbouring columns. Of fp8 keys, a warpgroup makes 16 bits.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled
+from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled, LatentWidener
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.tiles import clear_rows
+from dsl_backend.attention.parts.widen import rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent_configs import (
@@ -30,6 +31,7 @@ from dsl_backend.attention.sm100.latent_configs import (
     SCHEDULE,
     SCORES,
     STATISTICS,
+    WIDEN,
 )
 from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
 from dsl_backend.attention.sm100.latent_weigh import LatentWeigher
@@ -42,6 +44,7 @@ class Barriers(NamedTuple):
         s_full: scores, by their product.
         p_full: weights are laid out, and the sums at their scale.
         o_full: sums hold the last weights, whose place is free.
+        k_loaded, k_taken: of fp8 tiles, on their way to the others.
     """
 
     q_full: cute.Pointer
@@ -53,6 +56,8 @@ class Barriers(NamedTuple):
     s_full: cute.Pointer
     p_full: cute.Pointer
     o_full: cute.Pointer
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
 
 
 class LatentForward(LatentTiled):
@@ -166,11 +171,13 @@ class LatentForward(LatentTiled):
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, p_layout)
         )
-        sV = self.values(sK)
+        sV, loaded = self.values(sK), self.loaded(allocator, sK)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, STATISTICS)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
+        if cutlass.const_expr(self.key.fp8):
+            sizes += [PARTS * config.staging] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -178,9 +185,12 @@ class LatentForward(LatentTiled):
         if warp == LOAD:
             with cute.arch.elect_one():
                 # Copies and products arrive once, where key tiles are shared in each block of the cluster; the
-                # warpgroup by a lane of each warp; the mailbox's readers are all roles but its writer.
-                counts = [1, 1, 1, config.cluster, 1, group + 2, 1, group, 1]
-                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                # warpgroups by a lane of each warp; the mailbox's readers are all roles but its writer.
+                widening = group if self.key.fp8 else 0
+                empties = 1 if self.key.fp8 else config.cluster
+                counts = [1, 1, widening or 1, empties, 1, group + 2 + widening, 1, group, 1]
+                counts += [1, config.cluster * widening]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
@@ -206,9 +216,13 @@ class LatentForward(LatentTiled):
         if warp == MULTIPLY:
             LatentMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
-            LatentLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests).run()
+            rings = rings_of_loader(barriers)
+            LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
         if warp == SCHEDULE:
             self.schedule(mailbox, requests, merges).run()
+        if cutlass.const_expr(self.key.fp8):
+            if warp >= WIDEN:
+                LatentWidener(self, mailbox, barriers, loaded, sK).run()
         # A block's memory and barriers are there until the others have done with them.
         self.meet()
         if warp == MULTIPLY:

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES
+from dsl_backend.attention.parts.latent_configs import ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
 
@@ -14,9 +14,8 @@ BLOCK = 128  # value columns of one product
 SCORES = 2  # places of scores: the next tile's are made beside this one's softmax
 STATISTICS = 2  # float32 that warps tell each other of a row
 PAIR_STATISTICS = 3  # of half a row: two tiles' largest scores, and the item's total
-# Warps by role: a warpgroup of softmax and sums, then single warps.
-WEIGH, MULTIPLY, LOAD, SCHEDULE = 0, 4, 5, 6
-THREADS = 8 * WARP
+# Warps by role: a warpgroup of softmax and sums, then single warps; and a warpgroup that widens fp8.
+WEIGH, MULTIPLY, LOAD, SCHEDULE, WIDEN = 0, 4, 5, 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +24,16 @@ class LatentConfig(LatentSizes):
 
     @property
     def threads(self) -> int:
-        return THREADS
+        return WIDEN * WARP + (WARPGROUP if self.staging else 0)
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, and sums of 128 value columns side by side."""
         return SCORES * self.tile_n + spec.head_dim_v // BLOCK * ROWS
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
-        rows = (ROWS + self.stages * self.tile_n) * spec.head_dim + ROWS * self.tile_n
-        barriers = MBARRIER_BYTES * (2 * (1 + PARTS * self.stages) + SCORES + 2)
-        return spec.dtype.itemsize * rows + barriers + 4 * ROWS * STATISTICS + MAILBOX_BYTES
+        rows = ROWS * spec.head_dim + ROWS * self.tile_n
+        queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * (2 + SCORES + 2)
+        return queries + self.key_bytes(spec) + 4 * ROWS * STATISTICS + MAILBOX_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = []
@@ -67,13 +66,20 @@ class PairConfig(LatentConfig):
         reasons = super().own_objections(spec)
         if self.cluster != 2:
             reasons.append(f"a pair in clusters of {self.cluster} blocks: it is one of 2")
+        if self.staging:
+            reasons.append("pairs of blocks multiply keys of 16 bits: fp8 ones are possible with LatentConfig")
         if self.tile_n < 32:
             reasons.append(f"a pair's tiles of {self.tile_n} keys: 32 are the least")
         return reasons
 
 
 def default_latent_config(spec: AttentionSpec) -> LatentConfig:
-    """By whether one or several row tiles use a key tile: bound by memory or by products (docs/decisions.md)."""
+    """By whether one or several row tiles use a key tile: bound by memory or by products (docs/decisions.md).
+
+    fp8: as on SM90, tiles of both widths and queries must be there at once, and pairs are not served.
+    """
+    if spec.is_fp8_kv:
+        return LatentConfig(tile_n=32 if spec.head_dim > 320 else 64, stages=2, staging=4)
     if row_tiles(spec) == 1:
         return LatentConfig(tile_n=32, stages=4 if spec.head_dim > 320 else 8)
     stages = 2 if spec.head_dim > 320 else 4

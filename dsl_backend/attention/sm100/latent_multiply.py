@@ -92,7 +92,7 @@ class LatentMultiplier:
         """A part of a key tile is read when all products so far are done; every block of a cluster may write to it."""
         empty = self.barriers.k_empty + stage * PARTS + part
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.config.cluster > 1):
+            if cutlass.const_expr(self.config.cluster > 1 and not self.kernel.key.fp8):
                 tcgen05.commit(empty, (1 << self.config.cluster) - 1)
             else:
                 tcgen05.commit(empty)

@@ -3,7 +3,8 @@
 
 A row of the cache is a key, and its first elements are the value: it is loaded once. Outputs of 64 rows and 512 columns
 do not fit a warpgroup's registers: each of the two has half of the columns, and weights pass between them through
-shared memory (as in FlashMLA: Li and Liu, 2025). Query rows are tokens times the heads that share a tile.
+shared memory (as in FlashMLA: Li and Liu, 2025). Query rows are tokens times the heads that share a tile. Of fp8 keys,
+one more warpgroup makes 16 bits.
 """
 
 from typing import NamedTuple
@@ -13,15 +14,16 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled
+from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled, LatentWidener
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.widen import rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP
-from dsl_backend.attention.sm90.latent_configs import GROUPS, MATH_REGISTERS, OTHER_REGISTERS
+from dsl_backend.attention.sm90.latent_configs import GROUPS
 from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
 
 
@@ -34,6 +36,9 @@ class Barriers(NamedTuple):
     k_empty: cute.Pointer
     work_full: cute.Pointer
     work_empty: cute.Pointer
+    # Of fp8 tiles, on their way to the others.
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
 
 
 class LatentForward(LatentTiled):
@@ -70,9 +75,9 @@ class LatentForward(LatentTiled):
     ):
         key, config = self.key, self.config
         product = self.product((1, 1, 1), self.tile_n, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        halves, half = (1, GROUPS, 1), self.dims_v // GROUPS
-        weighing = self.product(halves, half, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        weighing_shared = self.product(halves, half, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
+        halves, columns = (1, GROUPS, 1), config.columns(self.dims_v)
+        weighing = self.product(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        weighing_shared = self.product(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
         q_layout, k_layout, p_layout = self.layouts()
         (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
         requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
@@ -112,6 +117,18 @@ class LatentForward(LatentTiled):
             self.dtype, self.dtype, OperandMajorMode.K, b_major, cutlass.Float32, groups, (ROWS, columns), a_source
         )
 
+    def by_group(self, layout: cute.Layout) -> cute.Layout:
+        """Values [column, key, stage] in the order in which products of all groups take the columns: neighbouring
+        products are different groups', and a group's columns lie side by side.
+        """
+        taken = self.config.columns(self.dims_v)
+        products = self.dims_v // GROUPS // taken
+        (width, chunks), (one, stride) = layout.shape[0], layout.stride[0]
+        per = chunks // GROUPS // products
+        shape = (width, (per, GROUPS, products))
+        strides = (one, (stride, stride * per * products, stride * per))
+        return cute.make_layout((shape, *layout.shape[1:]), stride=(strides, *layout.stride[1:]))
+
     @cute.kernel
     def kernel(
         self,
@@ -143,11 +160,13 @@ class LatentForward(LatentTiled):
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, p_layout)
         )
-        sV = self.values(sK)
+        sV, loaded = self.values(sK), self.loaded(allocator, sK)
         state = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
         totals = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2
+        if cutlass.const_expr(self.key.fp8):
+            sizes += [PARTS * config.staging] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         thread = cute.arch.thread_idx()[0]
@@ -156,23 +175,33 @@ class LatentForward(LatentTiled):
             with cute.arch.elect_one():
                 group = WARPGROUP // 32
                 # A loading warp fills by bytes. One group's warps empty a part of a key tile, in all blocks of a
-                # cluster; both groups' the queries; the mailbox has the load warp as well.
-                counts = [1, GROUPS * group, 1, config.cluster * group, 1, GROUPS * group + 1]
-                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                # cluster; both groups' the queries; the mailbox has the load warp as well. Of fp8 it is the widening
+                # group's warps that fill, for the block alone, and that empty what the loading ones filled.
+                widening = group if self.key.fp8 else 0
+                empties = group if self.key.fp8 else config.cluster * group
+                counts = [1, GROUPS * group, widening or 1, empties, 1, GROUPS * group + 1 + widening]
+                counts += [1, config.cluster * widening]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
         self.meet()
 
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        math, other, widen = config.registers
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(other)
             if warp == LOAD_WARP:
-                LatentLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests).run()
+                rings = rings_of_loader(barriers)
+                LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, merges).run()
+        elif warp >= (1 + GROUPS) * WARPGROUP // 32:
+            if cutlass.const_expr(self.key.fp8):
+                cute.arch.setmaxregister_decrease(widen)
+                LatentWidener(self, mailbox, barriers, loaded, sK).run()
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(math)
             LatentMultiplier(
                 self,
                 mailbox,

@@ -5,12 +5,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.parts.latent_configs import ROWS, LatentSizes, row_tiles
 from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
-MATH_REGISTERS, OTHER_REGISTERS = 232, 40
+# Registers of a thread that multiplies, that loads or schedules, and that widens fp8 tiles where one does.
+REGISTERS, WIDENING_REGISTERS = (232, 40, 0), (208, 32, 64)
+# A product's columns: with four warpgroups no more registers are there when the kernel starts (sm90/configs.py).
+COLUMNS, WIDENING_COLUMNS = 256, 128
 # Of a math thread, for addresses and a row's running state.
 OTHER_USES = 32
 
@@ -28,28 +31,44 @@ class LatentConfig(LatentSizes):
 
     @property
     def threads(self) -> int:
-        return (GROUPS + 1) * WARPGROUP
+        return (GROUPS + 1 + (self.staging > 0)) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that multiplies, that loads or schedules, and that widens."""
+        return WIDENING_REGISTERS if self.staging else REGISTERS
+
+    def columns(self, head_dim_v: int) -> int:
+        """Value columns of a product: of those that a warpgroup has."""
+        return min(head_dim_v // GROUPS, WIDENING_COLUMNS if self.staging else COLUMNS)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
-        rows = (ROWS + self.stages * self.tile_n) * spec.head_dim + ROWS * self.tile_n
-        barriers = MBARRIER_BYTES * 2 * (1 + PARTS * self.stages)
+        rows = ROWS * spec.head_dim + ROWS * self.tile_n
         # Of each row, in float32: the largest score, what to shrink by, the groups' totals of this item and the last.
         state = 4 * ROWS * (2 + 2 * GROUPS)
-        return spec.dtype.itemsize * rows + barriers + state + MAILBOX_BYTES
+        queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * 2
+        return queries + self.key_bytes(spec) + state + MAILBOX_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
-        most = MATH_REGISTERS - OTHER_USES
+        most = self.registers[0] - OTHER_USES
         if held > most:
             return [f"sums, scores and weights take {held} registers of a thread: it has {most} for them"]
         return []
 
 
 def default_latent_config(spec: AttentionSpec) -> LatentConfig:
-    """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile."""
+    """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile.
+
+    Of fp8, a tile's bytes and two tiles of 16 bits must be there: of 576 elements, 64 keys take 108 KB of that with one
+    tile in flight, and queries 72 KB.
+    """
     units = row_tiles(spec)
     stages = 2 if spec.head_dim > 320 else 4
     cluster = 2 if units % 2 == 0 and spec.page_size is not None else 1
+    if spec.is_fp8_kv:
+        tile_n = 32 if spec.head_dim > 320 else 64
+        return LatentConfig(tile_n=tile_n, stages=2, staging=4, scores_first=units > 1, cluster=cluster)
     return LatentConfig(stages=stages, scores_first=units > 1, cluster=cluster)
 
 

@@ -70,7 +70,7 @@ class LatentMultiplier:
         weighs_shared = weighing_shared.get_slice(thread)
         self.fQ = product.make_fragment_A(mine.partition_A(sQ))
         self.fK = product.make_fragment_B(mine.partition_B(sK))
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        sVt = cute.make_tensor(sV.iterator, kernel.by_group(cute.select(sV.layout, mode=[1, 0, 2])))
         self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
         self.fP = weighing_shared.make_fragment_A(weighs_shared.partition_A(sP))
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
@@ -196,7 +196,7 @@ class LatentMultiplier:
     def release_part(self, count, part):
         """This warp has read a part of the count-th tile; every block of a cluster may write to it."""
         empty = self.barriers.k_empty + count % self.config.stages * PARTS + part
-        if cutlass.const_expr(self.config.cluster == 1):
+        if cutlass.const_expr(self.config.cluster == 1 or self.key.fp8):
             self.release(empty)
         else:
             cute.arch.sync_warp()
