@@ -147,6 +147,8 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
 
 TRIED_TILES = (32, 64, 96, 128)
 TRIED_POLYNOMIAL = (0, 4, 8)
+# fp8 tiles in flight; none of 16 bits.
+TRIED_STAGING = (2, 4, 6)
 MOST_STAGES = 8
 
 
@@ -158,13 +160,20 @@ def deepest(tiles: ForwardConfig, spec: AttentionSpec, smem_bytes: int) -> list[
 
 def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """Configurations for long queries that are worth a try and fit."""
-    for halves, tile_n, query_stages, polynomial in itertools.product((1, 2), TRIED_TILES, (1, 2), TRIED_POLYNOMIAL):
-        made = ForwardConfig(halves=halves, tile_n=tile_n, query_stages=query_stages, polynomial=polynomial)
+    tiles, staging = itertools.product((1, 2), TRIED_TILES), TRIED_STAGING if spec.is_fp8_kv else (0,)
+    shapes = itertools.product(tiles, (1, 2), TRIED_POLYNOMIAL, staging)
+    for (halves, tile_n), query_stages, polynomial, staged in shapes:
+        made = ForwardConfig(
+            halves=halves, tile_n=tile_n, query_stages=query_stages, polynomial=polynomial, staging=staged
+        )
         yield from deepest(made, spec, smem_bytes)
 
 
 def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """The same for short queries over long key ranges."""
-    for halves, tile_n, least_share in itertools.product((1, 2), TRIED_TILES, (1, 2, 4)):
-        made = ForwardConfig(halves=halves, alternate=halves == 2, tile_n=tile_n, least_share=least_share)
+    staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
+    for halves, tile_n, least_share, staged in itertools.product((1, 2), TRIED_TILES, (1, 2, 4), staging):
+        made = ForwardConfig(
+            halves=halves, alternate=halves == 2, tile_n=tile_n, least_share=least_share, staging=staged
+        )
         yield from deepest(made, spec, smem_bytes)

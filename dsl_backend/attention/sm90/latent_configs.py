@@ -73,12 +73,16 @@ def default_latent_config(spec: AttentionSpec) -> LatentConfig:
 
 
 TRIED_TILES = ((64, 2), (64, 4), (32, 4), (32, 8))  # keys, and stages
+TRIED_WIDENING = ((64, 2, 2), (64, 2, 4), (32, 2, 4), (32, 3, 2), (32, 2, 2), (48, 2, 2))  # and fp8 tiles in flight
 
 
 def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
     """Configurations worth a try that fit."""
-    shapes = itertools.product(TRIED_TILES, (False, True), (1, 2), (0, 1, 2))
-    for (tile_n, stages), first, cluster, ahead in shapes:
-        config = LatentConfig(tile_n=tile_n, stages=stages, scores_first=first, cluster=cluster, ahead=ahead)
+    tiles = TRIED_WIDENING if spec.is_fp8_kv else [(*tile, 0) for tile in TRIED_TILES]
+    shapes = itertools.product(tiles, (False, True), (1, 2), (0, 1, 2))
+    for (tile_n, stages, staging), first, cluster, ahead in shapes:
+        config = LatentConfig(
+            tile_n=tile_n, stages=stages, staging=staging, scores_first=first, cluster=cluster, ahead=ahead
+        )
         if not config.objections(spec, smem_bytes):
             yield config
