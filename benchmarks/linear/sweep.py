@@ -29,7 +29,7 @@ from .rows import MAIN, TOKENS
 def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, workspace: Workspace) -> Callable[[int], Any]:
     """Launches a layer."""
     # Imports CuTe DSL.
-    from dsl_backend.linear.sm90 import launch
+    from dsl_backend.linear.parts import launch
 
     function = launch.build(launch.key_of(problem.spec, config), target)
     blocks = blocks_of(config, target)
@@ -61,7 +61,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
         return Ready(run_of, outputs, reference(problem, inputs, layers - 1))
 
     def unit(config: Any) -> Unit | None:
-        from dsl_backend.linear.sm90 import launch
+        from dsl_backend.linear.parts import launch
 
         if isinstance(config, Unfused):
             return None

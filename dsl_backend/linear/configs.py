@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARPGROUP, ceil_div
+from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 
-WARPGROUP = 128
 GROUPS = 2  # consumer warp groups of the GEMM kernel
-BLOCK_K = 64  # 128 bytes, the widest swizzle
 MMA_M = 64  # rows of wgmma
-ELEMENT_BYTES = 2
 REGISTERS_PER_SM = 64 * 1024
 # setmaxnreg: what consumers take, of which some are addresses and the epilogue's.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
@@ -21,10 +20,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
 # Of an SM of an H200: bytes from memory and bf16 operations in a nanosecond (4.4 TB/s and 790 TFLOP/s on 132 SMs).
 BYTES_PER_NS, FLOPS_PER_NS = 33.0, 5985.0
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+# The same of a B200 by public figures (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
+BYTES_PER_NS_SM100, FLOPS_PER_NS_SM100 = 54.0, 15200.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +43,11 @@ class GemmConfig:
     pingpong: bool = False
     cluster: int = 1
     band: int = 8
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a tile is stored under the next one's products."""
+        return self.pingpong
 
     @property
     def rows(self) -> int:
@@ -185,7 +187,8 @@ class StreamConfig:
         return reasons
 
 
-Config = GemmConfig | StreamConfig
+Streams = StreamConfig | sm100.StreamConfig
+Config = GemmConfig | sm100.GemmConfig | Streams
 # Rows that the only kernel of a batch-invariant layer is chosen for.
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
@@ -208,6 +211,11 @@ GEMMS = (
 )
 
 
+def tiles_of(target: Target) -> tuple[tuple[Streams, ...], tuple[GemmConfig | sm100.GemmConfig, ...]]:
+    """The tiles of a target's kernels for few rows, and of those for many."""
+    return (sm100.STREAMS, sm100.GEMMS) if target.tcgen05 else (STREAMS, GEMMS)
+
+
 def deepest(tiles: Config, spec: LinearSpec, smem_bytes: int) -> Config | None:
     """The configuration with as many stages as shared memory has room for; None where nothing makes it fit."""
     tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
@@ -220,7 +228,8 @@ def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
 
     Batch invariance leaves one: shares of a list of work begin elsewhere where there is more of it.
     """
-    tiles = GEMMS if spec.batch_invariant else (*STREAMS, *GEMMS)
+    streams, gemms = tiles_of(target)
+    tiles = gemms if spec.batch_invariant else (*streams, *gemms)
     found = [config for one in tiles if (config := deepest(one, spec, target.smem_bytes)) is not None]
     if spec.batch_invariant:
         found = sorted(found, key=lambda config: estimate_us(config, spec, INVARIANT_FOR, target))[:1]
@@ -229,7 +238,7 @@ def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
 
 def blocks_of(config: Config, target: Target) -> int:
     """Thread blocks that the target runs at once."""
-    if isinstance(config, StreamConfig):
+    if isinstance(config, Streams):
         return target.sm_count
     return target.sm_count // config.cluster * config.cluster
 
@@ -237,24 +246,27 @@ def blocks_of(config: Config, target: Target) -> int:
 def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> float:
     """Time by arithmetic: the longest share of work at the rates above, and what does not overlap with it."""
     blocks = blocks_of(config, target)
-    if isinstance(config, StreamConfig):
+    bytes_per_ns, flops_per_ns = BYTES_PER_NS, FLOPS_PER_NS
+    if target.tcgen05:
+        bytes_per_ns, flops_per_ns = BYTES_PER_NS_SM100, FLOPS_PER_NS_SM100
+    if isinstance(config, Streams):
         rows_of_tiles = ceil_div(rows, config.tile_tokens)
         items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
         # x comes from L2, beside the weights and faster.
-        read = (2 * config.box + config.tile_tokens / 4) * config.tile_k * ELEMENT_BYTES / BYTES_PER_NS
-        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.7 * FLOPS_PER_NS)
+        read = (2 * config.box + config.tile_tokens / 4) * config.tile_k * ELEMENT_BYTES / bytes_per_ns
+        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.7 * flops_per_ns)
         # Weights that several rows of tiles need are read by each.
         return (items * max(read, made) + (3000 if rows_of_tiles == 1 else 5000)) / 1000
     tiles = ceil_div(rows, config.tile_m * config.cluster) * ceil_div(spec.n, config.columns(spec.parts))
     waves = ceil_div(tiles, blocks // config.cluster)
     steps = ceil_div(spec.k, BLOCK_K)
     stage_ns = max(
-        2 * config.tile_m * 2 * config.box_n * BLOCK_K / (0.93 * FLOPS_PER_NS),
+        2 * config.tile_m * 2 * config.box_n * BLOCK_K / (0.93 * flops_per_ns),
         # From L2, at twice memory's rate; a cluster reads its weights once.
-        (config.tile_m + 2 * config.box_n / config.cluster) * BLOCK_K * ELEMENT_BYTES / (2 * BYTES_PER_NS),
+        (config.tile_m + 2 * config.box_n / config.cluster) * BLOCK_K * ELEMENT_BYTES / (2 * bytes_per_ns),
     )
     epilogue_ns = config.tile_m * config.columns(spec.parts) / 16
-    exposed = 1 if config.pingpong else waves
+    exposed = 1 if config.overlaps else waves
     return (waves * steps * stage_ns + exposed * epilogue_ns + 4000) / 1000
 
 

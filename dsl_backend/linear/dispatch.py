@@ -15,9 +15,9 @@ TMA_VECTOR = 8
 
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
-    """The kernels are wgmma's."""
-    if not target.wgmma:
-        return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
+    """There are kernels for wgmma, and for tcgen05."""
+    if not (target.wgmma or target.tcgen05):
+        return [f"serves GPUs with wgmma (sm_90a) or tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
     reasons = [*toolkit.missing()]
     if spec.vector < TMA_VECTOR:
         reasons.append(
@@ -48,7 +48,7 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 
 
 TABLE = (
-    Entry("cute", "dsl_backend.linear.sm90.launch:linear", cute),
+    Entry("cute", "dsl_backend.linear.parts.launch:linear", cute),
     Entry("triton", "dsl_backend.linear.triton.gemm:linear", triton),
     Entry("reference", "dsl_backend.linear.reference:linear", cpu_only),
 )

@@ -28,7 +28,7 @@ def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
-    from dsl_backend.linear.sm90 import launch
+    from dsl_backend.linear.parts import launch
 
     for config in configs_of(spec, target):
         yield Unit("linear", launch.build, launch.key_of(spec, config), target)

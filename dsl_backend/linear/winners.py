@@ -12,6 +12,7 @@ from pydantic import PositiveInt, model_validator
 
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
+from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec, short
 from dsl_backend.runtime import winners
 from dsl_backend.runtime.target import Target
@@ -72,7 +73,13 @@ WINNERS = winners.Winners(
     "linear",
     Path(__file__).with_name("winners.json"),
     Problem,
-    {"sm90.GemmConfig": GemmConfig, "sm90.StreamConfig": StreamConfig, "unfused": Unfused},
+    {
+        "sm90.GemmConfig": GemmConfig,
+        "sm90.StreamConfig": StreamConfig,
+        "sm100.GemmConfig": sm100.GemmConfig,
+        "sm100.StreamConfig": sm100.StreamConfig,
+        "unfused": Unfused,
+    },
 )
 
 

@@ -9,14 +9,14 @@ import torch
 import emulator
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig
 from dsl_backend.linear.kernel import Operands, Workspace
-from dsl_backend.linear.sm90 import launch
+from dsl_backend.linear.parts import launch
+from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import F16, LinearCase, Tensors, expected, judge, random_case, tensors
 
 SMEM_BYTES = 227 * 1024
 SMS = 4
-ARCH = "sm_90a"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,11 @@ class Emulated:
     case: LinearCase
     config: Config
     sms: int = SMS
+
+    @property
+    def arch(self) -> str:
+        """Whose kernel the configuration is."""
+        return "sm_100a" if isinstance(self.config, sm100.GemmConfig | sm100.StreamConfig) else "sm_90a"
 
 
 def spec_of(case: LinearCase) -> LinearSpec:
@@ -54,8 +59,8 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> Tensors:
     spec = spec_of(one.case)
     assert one.config.objections(spec, SMEM_BYTES) == []
     workspace = Workspace(torch.device("cpu"))
-    with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
-        function = launch.build(launch.key_of(spec, one.config), from_arch(ARCH))
+    with emulator.device(arch=one.arch, sms=one.sms, schedule=schedule, seed=seed, strict=True):
+        function = launch.build(launch.key_of(spec, one.config), from_arch(one.arch))
         launch.run(function, one.config, Operands(*given), one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"
     judge(one.case, given, wanted)
@@ -169,9 +174,133 @@ CASES = [
     ),
 ]
 
+# Two stages and six blocks of k; tiles are 128 rows high, and the output leaves in pieces of 32 or 64 columns.
+TENSOR = sm100.GemmConfig(box_n=32, stages=2)
+PAIR = sm100.GemmConfig(box_n=32, stages=2, pair=True)
+TENSOR_STREAM = sm100.StreamConfig(tokens=16, stages=2)
+
+CASES_SM100 = [
+    # --- many rows ---
+    Emulated(
+        id="gemm", why="sums of two tiles in turn; all edges ragged", case=replace(GATED, rows=300), config=TENSOR
+    ),
+    Emulated(id="gemm-plain", why="neighbouring boxes, pieces of 64 columns", case=PLAIN, config=TENSOR),
+    Emulated(id="gemm-exact", why="no edge", case=replace(GATED, rows=256, n=64, k=256, dtype=F16), config=TENSOR),
+    Emulated(
+        id="gemm-one", why="one element of each tile is inside", case=replace(GATED, rows=1, n=8, k=8), config=TENSOR
+    ),
+    Emulated(
+        id="gemm-turns",
+        why="a block has more tiles than there are sums; a band ends in the middle; three stages",
+        case=replace(GATED, rows=700, n=200, k=136),
+        config=replace(TENSOR, stages=3, band=2),
+        sms=2,
+    ),
+    Emulated(
+        id="gemm-wide",
+        why="several pieces a tile, which take places in turn; all of tensor memory",
+        case=replace(GATED, rows=140, n=264, k=136, bias=True),
+        config=sm100.GemmConfig(box_n=128, stages=2),
+        sms=1,
+    ),
+    Emulated(
+        id="gemm-all",
+        why="bias and residual in place, rows apart",
+        case=replace(PLAIN, dtype=F16, bias=True, residual=True, in_place=True, pad_x=8, pad_weight=16, pad_out=40),
+        config=TENSOR,
+    ),
+    Emulated(
+        id="gemm-interleaved",
+        why="gate and up in turn, in weights and bias; three pieces",
+        case=replace(GATED, n=104, k=72, interleaved=True, bias=True, residual=True, activation=SWIGLU_OAI, gain=5),
+        config=sm100.GemmConfig(box_n=96, stages=2),
+    ),
+    Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=TENSOR),
+    Emulated(
+        id="pair",
+        why="two blocks multiply as one; the second one's last rows are outside",
+        case=replace(GATED, rows=300),
+        config=PAIR,
+    ),
+    Emulated(
+        id="pair-plain",
+        why="neighbouring boxes, one a block; the second block has no row",
+        case=replace(PLAIN, rows=100, bias=True),
+        config=PAIR,
+    ),
+    Emulated(
+        id="pair-turns",
+        why="more tiles than there are sums, for two blocks; three stages",
+        case=replace(GATED, rows=700, n=136, k=264, interleaved=True, bias=True, residual=True, in_place=True),
+        config=replace(PAIR, stages=3, band=1),
+        sms=2,
+    ),
+    # --- few rows ---
+    Emulated(
+        id="stream",
+        why="a tile of several shares; all edges ragged",
+        case=replace(GATED, rows=13, n=200),
+        config=TENSOR_STREAM,
+    ),
+    Emulated(
+        id="stream-plain",
+        why="neighbouring boxes; shares of several tiles",
+        case=replace(PLAIN, rows=13, n=1304, k=136),
+        config=TENSOR_STREAM,
+        sms=2,
+    ),
+    Emulated(
+        id="stream-many-shares",
+        why="one tile in more than two shares",
+        case=replace(GATED, rows=2, n=8, k=1032),
+        config=TENSOR_STREAM,
+        sms=6,
+    ),
+    Emulated(id="stream-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=TENSOR_STREAM),
+    Emulated(
+        id="stream-all",
+        why="all that there is, several rows of tiles, tokens in more than one access",
+        case=replace(GATED, rows=70, n=136, interleaved=True, bias=True, residual=True, in_place=True, pad_out=8),
+        config=replace(TENSOR_STREAM, tokens=48, stages=3),
+    ),
+    Emulated(
+        id="stream-wide",
+        why="256 bytes of weights at a time; a plain bias",
+        case=replace(PLAIN, rows=60, n=264, dtype=F16, bias=True, residual=True),
+        config=sm100.StreamConfig(tokens=64, tile_k=128, stages=2),
+    ),
+    Emulated(
+        id="stream-special",
+        why="NaN and infinities through partial sums",
+        case=replace(GATED, rows=12, special=True, activation=Geglu()),
+        config=TENSOR_STREAM,
+    ),
+]
+
+
+def random_sm100(seed: int) -> Emulated:
+    """A small problem for the SM100 kernels; the same for the same seed."""
+    draw = random.Random(f"linear kernels for SM100 {seed}")
+    if draw.random() < 0.5:
+        config: Config = sm100.GemmConfig(
+            box_n=draw.choice((32, 64, 96)),
+            stages=draw.randint(2, 4),
+            pair=draw.random() < 0.5,
+            band=draw.randint(1, 4),
+        )
+        case = random_case(draw, 320, aligned=True)
+    else:
+        tile_k = draw.choice((64, 128))
+        stages = draw.randint(2, 3) if tile_k == 64 else 2
+        config = sm100.StreamConfig(tokens=draw.choice((16, 32, 48)), tile_k=tile_k, stages=stages)
+        case = replace(random_case(draw, 400, aligned=True), rows=draw.randint(1, 100))
+    return Emulated(
+        id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
+    )
+
 
 def random_emulated(seed: int) -> Emulated:
-    """A small problem of any kind; the same for the same seed."""
+    """A small problem of any kind for the SM90 kernels; the same for the same seed."""
     draw = random.Random(f"linear kernels {seed}")
     if draw.random() < 0.5:
         pingpong = draw.random() < 0.5

@@ -109,7 +109,8 @@ def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, m
 
 
 @pytest.mark.parametrize(
-    ("arch", "kernel"), [("sm_90a", "cute"), ("sm_100a", "triton"), ("sm_120a", "triton"), ("sm_80", "triton")]
+    ("arch", "kernel"),
+    [("sm_90a", "cute"), ("sm_100a", "cute"), ("sm_103a", "cute"), ("sm_120a", "triton"), ("sm_80", "triton")],
 )
 def test_who_serves(arch: str, kernel: str) -> None:
     spec = LinearSpec(n=14336, k=4096, dtype=BF16, activation=Swiglu())
@@ -123,9 +124,10 @@ def test_rows_that_tma_cannot_read_go_to_triton() -> None:
         dispatch.choose(spec, targets.from_arch("sm_90a"), "cute")
 
 
-def test_a_model_names_every_kernel_that_its_mlp_may_need() -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_model_names_every_kernel_that_its_mlp_may_need(arch: str) -> None:
     config = {"num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
-    target = targets.from_arch("sm_90a")
+    target = targets.from_arch(arch)
     found = {unit.key.config for unit in units.units(model.shape_of(config, tensor_parallel=2), target)}
     spec = LinearSpec(n=7168, k=4096, dtype=BF16, activation=Swiglu())
     assert {choose(spec, rows, target) for rows in (1, 9, 20, 64, 100, 200, 1000, 8192)} <= found

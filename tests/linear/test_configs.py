@@ -9,44 +9,59 @@ import torch
 from dsl_backend.errors import Unsupported
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.configs import (
-    GEMMS,
     MOST_STAGES,
-    STREAMS,
     Config,
     GemmConfig,
     StreamConfig,
+    blocks_of,
     candidates,
     choose,
     estimate_us,
+    tiles_of,
 )
+from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec, Swiglu
-from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.target import Target, from_arch
 
 SMEM_BYTES = 227 * 1024
-H200 = from_arch("sm_90a")
+H200, B200 = from_arch("sm_90a"), from_arch("sm_100a")
+TARGETS = pytest.mark.parametrize("target", [H200, B200], ids=lambda target: target.arch)
 LLAMA = LinearSpec(n=14336, k=4096, dtype=torch.bfloat16, activation=Swiglu())
 SHAPES = [(14336, 4096), (25600, 5120), (10880, 4096), (8, 8), (4096, 14336), (1536, 2048), (100000, 64)]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 256, 257, 700, 1024, 8192, 100000)
 
 
+@TARGETS
 @pytest.mark.parametrize("activation", [None, Swiglu()], ids=["plain", "gated"])
-def test_every_candidate_serves_something(activation: Swiglu | None) -> None:
+def test_every_candidate_serves_something(activation: Swiglu | None, target: Target) -> None:
     specs = [LinearSpec(n=n, k=k, dtype=torch.bfloat16, activation=activation) for n, k in SHAPES]
-    served = {config for spec in specs for config in candidates(spec, H200)}
-    chosen = {choose(spec, rows, H200) for spec in specs for rows in ROWS}
+    served = {config for spec in specs for config in candidates(spec, target)}
+    chosen = {choose(spec, rows, target) for spec in specs for rows in ROWS}
     assert chosen <= served
     for spec in specs:
-        for config in candidates(spec, H200):
-            assert config.objections(spec, H200.smem_bytes) == []
+        for config in candidates(spec, target):
+            assert config.objections(spec, target.smem_bytes) == []
 
 
-def test_shared_memory_is_filled() -> None:
+@TARGETS
+def test_shared_memory_is_filled(target: Target) -> None:
+    streams, gemms = tiles_of(target)
     for spec in (LLAMA, replace(LLAMA, activation=None)):
-        assert len(candidates(spec, H200)) == len(STREAMS) + len(GEMMS)
-        for config in candidates(spec, H200):
+        assert len(candidates(spec, target)) == len(streams) + len(gemms)
+        for config in candidates(spec, target):
             deeper = replace(config, stages=config.stages + 1)
             assert config.stages >= 3, config
-            assert config.stages == MOST_STAGES or deeper.objections(spec, H200.smem_bytes), config
+            assert config.stages == MOST_STAGES or deeper.objections(spec, target.smem_bytes), config
+
+
+def test_pairs_need_an_even_number_of_blocks() -> None:
+    odd = replace(B200, sm_count=147)
+    assert [blocks_of(config, odd) for config in (sm100.GemmConfig(pair=True), sm100.GemmConfig())] == [146, 147]
+
+
+def test_tensor_memory_is_had_in_powers_of_two() -> None:
+    columns = [config.tensor_columns for config in (*sm100.GEMMS, *sm100.STREAMS)]
+    assert columns == [512, 512, 512, 512, 256, 64, 128, 256]
 
 
 def test_too_little_shared_memory_is_an_objection() -> None:
@@ -64,16 +79,18 @@ def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them() -> None:
     assert isinstance(choose(LLAMA, 8192, H200), GemmConfig)
 
 
-def test_batch_invariance_leaves_one_kernel() -> None:
-    (only,) = candidates(replace(LLAMA, batch_invariant=True), H200)
-    assert isinstance(only, GemmConfig)
+@TARGETS
+def test_batch_invariance_leaves_one_kernel(target: Target) -> None:
+    (only,) = candidates(replace(LLAMA, batch_invariant=True), target)
+    assert isinstance(only, GemmConfig | sm100.GemmConfig)
 
 
-def test_estimates_are_no_faster_than_the_chip() -> None:
+@pytest.mark.parametrize(("target", "bandwidth", "rate"), [(H200, 4.4e6, 790e6), (B200, 8.0e6, 2250e6)])
+def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float, rate: float) -> None:
     for rows in ROWS:
-        floor = max(LLAMA.weight_rows * LLAMA.k * 2 / 4.4e6, 2 * LLAMA.weight_rows * LLAMA.k * rows / 790e6)
-        for config in candidates(LLAMA, H200):
-            assert estimate_us(config, LLAMA, rows, H200) > floor, (rows, config)
+        floor = max(LLAMA.weight_rows * LLAMA.k * 2 / bandwidth, 2 * LLAMA.weight_rows * LLAMA.k * rows / rate)
+        for config in candidates(LLAMA, target):
+            assert estimate_us(config, LLAMA, rows, target) > floor, (rows, config)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +110,18 @@ def test_estimates_are_no_faster_than_the_chip() -> None:
         (StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
         (StreamConfig(stages=1), "1 stages: 2 are the least"),
         (StreamConfig(stages=20), "bytes of shared memory: 232448 are the most"),
+        (sm100.GemmConfig(box_n=112), "box_n 112 is not a multiple of 32 from 32 to 128"),
+        (sm100.GemmConfig(stages=1), "1 stages: 2 are the least"),
+        (sm100.GemmConfig(band=0), "band 0 is not positive"),
+        (sm100.GemmConfig(pair=True, stages=7), "bytes of shared memory: 232448 are the most"),
+        (sm100.StreamConfig(tokens=8), "8 tokens are not a multiple of 16 up to 64"),
+        (sm100.StreamConfig(tokens=80), "80 tokens are not a multiple of 16 up to 64"),
+        (sm100.StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
+        (sm100.StreamConfig(stages=1), "1 stages: 2 are the least"),
+        (sm100.StreamConfig(stages=7), "bytes of shared memory: 232448 are the most"),
     ],
 )
 def test_what_is_refused(config: Config, message: str) -> None:
-    assert GemmConfig().objections(LLAMA, SMEM_BYTES) == StreamConfig().objections(LLAMA, SMEM_BYTES) == []
+    for fine in (GemmConfig(), StreamConfig(), sm100.GemmConfig(), sm100.StreamConfig()):
+        assert fine.objections(LLAMA, SMEM_BYTES) == []
     assert any(message in reason for reason in config.objections(LLAMA, SMEM_BYTES))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dsl_backend.linear import configs, units
-from dsl_backend.linear.configs import GemmConfig, StreamConfig, candidates, variants
+from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates, variants
+from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.winners import (
     WINNERS,
@@ -117,7 +118,7 @@ def test_what_objects_is_passed_over(measured: Callable[..., None]) -> None:
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_a_launch_takes_the_winner(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsl_backend.linear.sm90 import launch
+    from dsl_backend.linear.parts import launch
 
     measured(winner(rows(129, 256), BETTER))
     monkeypatch.setattr(launch, "build", lambda key, target: key)
@@ -210,3 +211,21 @@ def test_candidates_fit_and_are_no_two_alike(count: int) -> None:
         assert config.objections(SPEC, TARGET.smem_bytes) == []
     assert any(isinstance(config, GemmConfig) for config in found) == (count > 64)
     assert any(isinstance(config, StreamConfig) for config in found) == (count <= 200)
+
+
+@pytest.mark.parametrize(("count", "kind"), [(16, sm100.StreamConfig), (200, sm100.GemmConfig)])
+def test_sm100_has_candidates_and_winners_of_its_own(
+    measured: Callable[..., None], count: int, kind: type[Config]
+) -> None:
+    target = replace(from_arch("sm_100a"), gpu=GPU)
+    found = list(variants(SPEC, count, target))
+    assert {type(config) for config in found} == {kind}
+    assert configs.choose(SPEC, count, target) in found
+    for config in found:
+        assert config.objections(SPEC, target.smem_bytes) == []
+    better = next(config for config in found if config != configs.choose(SPEC, count, target))
+    problem = problem_of(SPEC.n, SPEC.k, True, SPEC.dtype, target.sm_count).of_rows(count, count)
+    measured(winner(rows(1, 8192), BETTER), winner(problem, better, arch="sm_100a"))
+    assert config_of(SPEC, count, target) == better
+    assert better in configs_of(SPEC, target)
+    assert BETTER not in configs_of(SPEC, target)

@@ -9,10 +9,10 @@ from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR, clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
-from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
+from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, mul_pair
 

@@ -9,8 +9,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
+from dsl_backend.primitives import tensor_memory
 
 
 class LatentMultiplier:

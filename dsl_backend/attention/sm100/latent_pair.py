@@ -23,12 +23,12 @@ from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import VECTOR, clear_rows
 from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
-from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent import LatentForward
 from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
 from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
+from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
 
 PAIR = 2

@@ -16,9 +16,9 @@ from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
-from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
 from dsl_backend.attention.sm100.latent_multiply import sums_at
+from dsl_backend.primitives import tensor_memory
 
 WARP = 32
 OWN = 1  # named barrier of the warpgroup

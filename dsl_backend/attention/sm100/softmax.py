@@ -6,9 +6,9 @@ from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.sm100 import tensor_memory
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import scores_at
+from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.math import (
     LOG2_E,
     add_pair,

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of many rows for SM90: a persistent GEMM whose epilogue has gate and up in the same registers.
 
-A block has a producer warp, which copies tiles by TMA, and two consumer warp groups, which multiply. A tile's weights
-are two boxes of rows. With a gated activation they are gate rows and up rows of the same output columns, so that one
-wgmma makes both, and a thread finds them box_n columns apart among its accumulators.
+A block has a producer warp, which copies tiles by TMA, and two consumer warp groups, which multiply. A gated tile's two
+boxes of weights are one wgmma's, and a thread finds gate and up box_n columns apart among its accumulators.
 """
-
-from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
@@ -14,18 +11,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.linear.configs import (
-    BLOCK_K,
-    CONSUMER_REGISTERS,
-    GROUPS,
-    MMA_M,
-    PRODUCER_REGISTERS,
-    WARPGROUP,
-    GemmConfig,
-)
-from dsl_backend.linear.epilogue import epilogue_of
-from dsl_backend.linear.sm90.views import NUMERIC, bias_of, parts_view
-from dsl_backend.linear.spec import Activation
+from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS
+from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
+from dsl_backend.linear.parts.key import LinearKey
+from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
+from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
@@ -35,53 +25,14 @@ from dsl_backend.primitives.schedule import raster
 OWN, TURN = 1, 1 + GROUPS
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmKey:
-    """All that the kernel's code depends on; see `spec.LinearSpec`."""
+class Gemm(TiledGemm):
+    """See `parts/gemm.py`."""
 
-    dtype: str
-    activation: Activation | None
-    interleaved: bool
-    bias: bool
-    residual: bool
-    config: GemmConfig
-
-
-@dataclass(frozen=True)
-class GemmArgs:
-    """What the kernel's roles work with.
-
-    Attributes:
-        x_load, weight_load, out_store: copies of [rows, 64], [box_n, 64] and [64, columns].
-        x, weight, out: coordinates [m, k], [n, k, parts], [m, n].
-        bias: [parts * n]. residual: [m, n]. Either may be missing.
-    """
-
-    x_load: cute.CopyAtom
-    x: cute.Tensor
-    weight_load: cute.CopyAtom
-    weight: cute.Tensor
-    out_store: cute.CopyAtom
-    out: cute.Tensor
-    bias: cute.Tensor
-    residual: cute.Tensor
-
-
-class Gemm:
-    """out [m, n] = activation(x [m, k] @ weight [parts * n, k]^T + bias) + residual; m, n, k > 0."""
-
-    def __init__(self, key: GemmKey):
+    def __init__(self, key: LinearKey):
+        super().__init__(key)
         config = key.config
-        self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
-        self.pingpong, self.cluster, self.band = config.pingpong, config.cluster, config.band
-        self.rows, self.repeats = config.rows, config.repeats
-        self.gated, self.interleaved = key.activation is not None, key.interleaved
-        self.activate = epilogue_of(key.activation)
-        self.parts = 2 if self.gated else 1
+        self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats
         self.biased = key.bias
-        self.columns = config.columns(self.parts)
-        self.dtype = NUMERIC[key.dtype]
-        self.stage_bytes = config.stage_bytes
         # Whole tiles in turn, or halves of every tile.
         self.consumers = 1 if self.pingpong else GROUPS
 
@@ -98,37 +49,26 @@ class Gemm:
     ):
         """At most `blocks` blocks, a multiple of the cluster's."""
         width = 2 * self.box_n
-        x_staged = hopper_helpers.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.tile_m, width, BLOCK_K), self.dtype, self.stages
-        )
-        weight_staged = hopper_helpers.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (self.tile_m, width, BLOCK_K), self.dtype, self.stages
-        )
-        box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.tile_m, self.box_n, BLOCK_K), self.dtype, 1)
         out_staged = hopper_helpers.make_smem_layout_epi(
             self.dtype, LayoutEnum.ROW_MAJOR, (MMA_M, self.columns), GROUPS
         )
         product = hopper_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, cutlass.Float32, (1, 1, 1), (MMA_M, width)
         )
-        x_load, mX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, cute.slice_(x_staged, (None, None, 0)), (self.tile_m, BLOCK_K)
-        )
         shared = cutlass.const_expr(self.cluster > 1)
-        load = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
-        weight_load, mW = cpasync.make_tiled_tma_atom(
-            load,
-            parts_view(weight, self.parts, self.interleaved),
-            cute.slice_(box, (None, None, 0)),
-            (self.box_n, BLOCK_K),
+        args = self.arguments(
+            x,
+            weight,
+            bias,
+            residual,
+            out,
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp(),
+            out_staged,
+            (MMA_M, self.columns),
         )
-        out_store, mOut = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_staged, (None, None, 0)), (MMA_M, self.columns)
-        )
-        clusters = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * cute.ceil_div(out.shape[1], self.columns)
-        args = GemmArgs(x_load, mX, weight_load, mW, out_store, mOut, bias, residual)
-        self.kernel(args, product, x_staged, weight_staged, out_staged).launch(
-            grid=(cutlass.min(clusters * self.cluster, blocks), 1, 1),
+        self.kernel(args, product, *self.layouts(width), out_staged).launch(
+            grid=self.grid(x, out, blocks),
             block=((GROUPS + 1) * WARPGROUP, 1, 1),
             cluster=(self.cluster, 1, 1) if shared else None,
             stream=stream,
@@ -178,64 +118,21 @@ class Gemm:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def extent(self, args: GemmArgs):
-        """(rows of clusters' tiles, columns of tiles, blocks of k)."""
-        return (
-            cute.ceil_div(args.x.shape[0], self.tile_m * self.cluster),
-            cute.ceil_div(args.out.shape[1], self.columns),
-            cute.ceil_div(args.x.shape[1], BLOCK_K),
-        )
+    def acquire(self, ring: Ring, position, rank):
+        return ring.acquire(position, self.stage_bytes)
 
-    def turns(self, height, width):
-        """(this cluster, all clusters, tiles that this cluster makes)."""
-        first = cute.arch.block_idx()[0] // self.cluster
-        clusters = cute.arch.grid_dim()[0] // self.cluster
-        return first, clusters, cute.ceil_div(height * width - first, clusters)
-
-    @cute.jit
-    def load(self, args: GemmArgs, sX: cute.Tensor, sW: cute.Tensor, ring: Ring):
-        """The producer's warp: x's tile, and both boxes of weights, or one of them for the whole cluster."""
-        height, width, blocks = self.extent(args)
-        first, clusters, turns = self.turns(height, width)
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        one = cute.make_layout(1)
-        gX = cute.local_tile(args.x, (self.tile_m, BLOCK_K), (None, None))
-        gW = cute.local_tile(args.weight, (self.box_n, BLOCK_K), (None, None, None))
-        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
-        sXIn, gXIn = cpasync.tma_partition(args.x_load, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        sWIn, gWIn = cpasync.tma_partition(
-            args.weight_load, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
-        )
-        for turn in cutlass.range(turns, unroll=1):
-            row, column = raster(first + turn * clusters, height, width, self.band)
-            row = row * self.cluster + rank
-            for block in cutlass.range(blocks, unroll=1):
-                position = turn * blocks + block
-                stage = ring.stage(position)
-                arrived = ring.acquire(position, self.stage_bytes)
-                cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=arrived)
-                if cutlass.const_expr(self.cluster > 1):
-                    cute.copy(
-                        args.weight_load,
-                        self.box(gWIn, column, block, rank),
-                        sWIn[None, rank, stage],
-                        tma_bar_ptr=arrived,
-                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                    )
-                else:
-                    for i in cutlass.range_constexpr(2):
-                        cute.copy(
-                            args.weight_load,
-                            self.box(gWIn, column, block, i),
-                            sWIn[None, i, stage],
-                            tma_bar_ptr=arrived,
-                        )
-
-    def box(self, gWIn: cute.Tensor, column, block, index):
-        """Box 0 or 1 of a column of tiles: gate or up rows, or the first or second half of its rows."""
-        if self.gated:
-            return gWIn[None, column, block, index]
-        return gWIn[None, 2 * column + index, block, 0]
+    def load_boxes(self, args: GemmArgs, gWIn: cute.Tensor, sWIn: cute.Tensor, column, block, stage, rank, arrived):
+        """Both boxes of weights, or one of them for the whole cluster."""
+        if self.cluster == 1:
+            self.load_both(args, gWIn, sWIn, column, block, stage, arrived)
+        else:
+            cute.copy(
+                args.weight_load,
+                self.box(gWIn, column, block, rank),
+                sWIn[None, rank, stage],
+                tma_bar_ptr=arrived,
+                mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+            )
 
     @cute.jit
     def multiply(

@@ -7,11 +7,16 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, blocks_of
+from dsl_backend.linear import configs
+from dsl_backend.linear.configs import Config, Streams, blocks_of
 from dsl_backend.linear.kernel import Operands, Workspace
-from dsl_backend.linear.sm90.gemm import Gemm, GemmKey
-from dsl_backend.linear.sm90.stream import Stream, StreamKey
-from dsl_backend.linear.sm90.views import NUMERIC
+from dsl_backend.linear.parts.key import LinearKey
+from dsl_backend.linear.parts.views import NUMERIC
+from dsl_backend.linear.sm90 import gemm as sm90_gemm
+from dsl_backend.linear.sm90 import stream as sm90_stream
+from dsl_backend.linear.sm100 import configs as sm100
+from dsl_backend.linear.sm100 import gemm as sm100_gemm
+from dsl_backend.linear.sm100 import stream as sm100_stream
 from dsl_backend.linear.spec import LinearSpec, short
 from dsl_backend.linear.winners import config_of
 from dsl_backend.runtime import toolkit
@@ -20,25 +25,29 @@ from dsl_backend.runtime.target import Target
 
 # Elements that rows and base addresses are aligned to, as TMA wants them.
 VECTOR = 8
-Key = GemmKey | StreamKey
+# The class of each configuration's kernel.
+KERNELS: dict[type[Config], Any] = {
+    configs.GemmConfig: sm90_gemm.Gemm,
+    configs.StreamConfig: sm90_stream.Stream,
+    sm100.GemmConfig: sm100_gemm.Gemm,
+    sm100.StreamConfig: sm100_stream.Stream,
+}
 
 
-def key_of(spec: LinearSpec, config: Config) -> Key:
+def key_of(spec: LinearSpec, config: Config) -> LinearKey:
     """The kernel of a problem."""
-    facts: dict[str, Any] = {
-        "dtype": short(spec.dtype),
-        "activation": spec.activation,
-        "interleaved": spec.interleaved,
-        "bias": spec.bias,
-        "residual": spec.residual,
-    }
-    if isinstance(config, GemmConfig):
-        return GemmKey(**facts, config=config)
-    return StreamKey(**facts, config=config)
+    return LinearKey(
+        dtype=short(spec.dtype),
+        activation=spec.activation,
+        interleaved=spec.interleaved,
+        bias=spec.bias,
+        residual=spec.residual,
+        config=config,
+    )
 
 
-def fake_args(key: Key) -> tuple[Any, ...]:
-    """x, weight, bias, residual, out, for a StreamKey partials and flags, blocks, stream."""
+def fake_args(key: LinearKey) -> tuple[Any, ...]:
+    """x, weight, bias, residual, out, for few rows partials and flags, blocks, stream."""
     dtype = NUMERIC[key.dtype]
 
     def matrix(rows: Any, width: Any) -> Any:
@@ -48,7 +57,7 @@ def fake_args(key: Key) -> tuple[Any, ...]:
     m, n, k = cute.sym_int(), cute.sym_int(divisibility=VECTOR), cute.sym_int(divisibility=VECTOR)
     weight_rows = cute.sym_int(divisibility=VECTOR)
     scratch = ()
-    if isinstance(key, StreamKey):
+    if isinstance(key.config, Streams):
         scratch = tuple(make_fake_tensor(kind, (cute.sym_int(),), (1,), assumed_align=16) for kind in (Float32, Int32))
     return (
         matrix(m, k),
@@ -62,10 +71,9 @@ def fake_args(key: Key) -> tuple[Any, ...]:
     )
 
 
-def build(key: Key, target: Target) -> Function:
+def build(key: LinearKey, target: Target) -> Function:
     """The compiled function of `fake_args`, the stream left out."""
-    kernel = Gemm(key) if isinstance(key, GemmKey) else Stream(key)
-    return compile_kernel(kernel, fake_args(key), key=key, target=target)
+    return compile_kernel(KERNELS[type(key.config)](key), fake_args(key), key=key, target=target)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -78,7 +86,7 @@ def chosen(spec: LinearSpec, rows: int, target: Target, libraries: str) -> tuple
 def run(function: Function, config: Config, operands: Operands, blocks: int, workspace: Workspace) -> None:
     """Launch a kernel of `build` on at most so many thread blocks."""
     tensors = (operands.x, operands.weight, operands.bias, operands.residual, operands.out)
-    if isinstance(config, StreamConfig):
+    if isinstance(config, Streams):
         scratch = workspace.partials(blocks * config.partials), workspace.flags(blocks * config.groups)
         function(*tensors, *scratch, blocks)
     else:

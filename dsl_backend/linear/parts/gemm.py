@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels for many rows share: which tiles are a block's, and the producer that copies them.
+
+A tile's weights are two boxes of rows. With a gated activation they are gate rows and up rows of the same output
+columns, so that one matrix product makes both; else they are neighbours.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import LayoutEnum, hopper_helpers
+
+from dsl_backend.linear.epilogue import epilogue_of
+from dsl_backend.linear.parts.key import LinearKey
+from dsl_backend.linear.parts.sizes import BLOCK_K
+from dsl_backend.linear.parts.views import NUMERIC, parts_view
+from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.schedule import raster
+
+
+@dataclass(frozen=True)
+class GemmArgs:
+    """What the kernel's roles work with.
+
+    Attributes:
+        x_load, weight_load, out_store: copies of [rows, 64], [box_n, 64] and of a piece of the output.
+        x, weight, out: coordinates [m, k], [n, k, parts], [m, n].
+        bias: [parts * n]. residual: [m, n]. Either may be missing.
+    """
+
+    x_load: cute.CopyAtom
+    x: cute.Tensor
+    weight_load: cute.CopyAtom
+    weight: cute.Tensor
+    out_store: cute.CopyAtom
+    out: cute.Tensor
+    bias: cute.Tensor
+    residual: cute.Tensor
+
+
+class TiledGemm:
+    """out [m, n] = activation(x [m, k] @ weight [parts * n, k]^T + bias) + residual; m, n, k > 0.
+
+    A kernel adds `acquire`, `load_boxes`, and who multiplies.
+    """
+
+    def __init__(self, key: LinearKey):
+        config = key.config
+        self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
+        self.cluster, self.band = config.cluster, config.band
+        self.gated, self.interleaved = key.activation is not None, key.interleaved
+        self.activate = epilogue_of(key.activation)
+        self.parts = 2 if self.gated else 1
+        self.columns = config.columns(self.parts)
+        self.dtype = NUMERIC[key.dtype]
+        self.stage_bytes = config.stage_bytes
+
+    def arguments(
+        self, x, weight, bias, residual, out, x_op, weight_op, out_staged: cute.ComposedLayout, piece: tuple[int, int]
+    ) -> GemmArgs:
+        """Of host code's tensors.
+
+        Args:
+            x_op, weight_op: copies.
+            out_staged, piece: of the output, how it lies in shared memory and the size of what is copied at once.
+        """
+        tile = (self.tile_m, self.box_n, BLOCK_K)
+        x_box = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
+        box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
+        weights = parts_view(weight, self.parts, self.interleaved)
+        return GemmArgs(
+            *cpasync.make_tiled_tma_atom(x_op, x, cute.slice_(x_box, (None, None, 0)), (self.tile_m, BLOCK_K)),
+            *cpasync.make_tiled_tma_atom(weight_op, weights, cute.slice_(box, (None, None, 0)), (self.box_n, BLOCK_K)),
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_staged, (None, None, 0)), piece
+            ),
+            bias,
+            residual,
+        )
+
+    def layouts(self, rows: int):
+        """Of the stages of x and of a block's `rows` of weights."""
+        tile = (self.tile_m, rows, BLOCK_K)
+        return (
+            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages),
+        )
+
+    def grid(self, x: cute.Tensor, out: cute.Tensor, blocks: cutlass.Int32):
+        """One block for each tile, and at most `blocks`, a multiple of the cluster's."""
+        tiles = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * cute.ceil_div(out.shape[1], self.columns)
+        return cutlass.min(tiles * self.cluster, blocks), 1, 1
+
+    def extent(self, args: GemmArgs):
+        """(rows of clusters' tiles, columns of tiles, blocks of k)."""
+        return (
+            cute.ceil_div(args.x.shape[0], self.tile_m * self.cluster),
+            cute.ceil_div(args.out.shape[1], self.columns),
+            cute.ceil_div(args.x.shape[1], BLOCK_K),
+        )
+
+    def turns(self, height, width):
+        """(this cluster, all clusters, tiles that this cluster makes)."""
+        first = cute.arch.block_idx()[0] // self.cluster
+        clusters = cute.arch.grid_dim()[0] // self.cluster
+        return first, clusters, cute.ceil_div(height * width - first, clusters)
+
+    @cute.jit
+    def load(self, args: GemmArgs, sX: cute.Tensor, sW: cute.Tensor, ring: Ring):
+        """The producer's warp: x's tile, and the boxes of weights that this block is to load."""
+        height, width, blocks = self.extent(args)
+        first, clusters, turns = self.turns(height, width)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        one = cute.make_layout(1)
+        gX = cute.local_tile(args.x, (self.tile_m, BLOCK_K), (None, None))
+        gW = cute.local_tile(args.weight, (self.box_n, BLOCK_K), (None, None, None))
+        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
+        sXIn, gXIn = cpasync.tma_partition(args.x_load, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        sWIn, gWIn = cpasync.tma_partition(
+            args.weight_load, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+        )
+        for turn in cutlass.range(turns, unroll=1):
+            row, column = raster(first + turn * clusters, height, width, self.band)
+            row = row * self.cluster + rank
+            for block in cutlass.range(blocks, unroll=1):
+                position = turn * blocks + block
+                stage = ring.stage(position)
+                arrived = self.acquire(ring, position, rank)
+                cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=arrived)
+                self.load_boxes(args, gWIn, sWIn, column, block, stage, rank, arrived)
+
+    def box(self, gWIn: cute.Tensor, column, block, index):
+        """Box 0 or 1 of a column of tiles: gate or up rows, or the first or second half of its rows."""
+        if self.gated:
+            return gWIn[None, column, block, index]
+        return gWIn[None, 2 * column + index, block, 0]
+
+    def load_both(self, args: GemmArgs, gWIn: cute.Tensor, sWIn: cute.Tensor, column, block, stage, arrived):
+        """Both boxes, for this block alone."""
+        for i in range(2):
+            cute.copy(args.weight_load, self.box(gWIn, column, block, i), sWIn[None, i, stage], tma_bar_ptr=arrived)

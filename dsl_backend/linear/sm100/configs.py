@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles and stages of the SM100 kernels: frozen, and able to say why they do not fit."""
+
+from dataclasses import dataclass
+
+from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARP, WARPGROUP, ceil_div
+from dsl_backend.linear.spec import LinearSpec
+
+ROWS = 128  # of a block in one product
+MMA_K = 16
+TENSOR_COLUMNS = 512
+BUFFERS = 2  # of sums in tensor memory: a tile's are stored while the next one's are made
+# Warps by role: a warpgroup stores, then single warps.
+STORE, MULTIPLY, LOAD = (0, 4), 4, 5
+THREADS = 6 * WARP
+
+
+def allocated(columns: int) -> int:
+    """Columns of tensor memory that can be had: a power of two from 32."""
+    return max(32, 1 << (columns - 1).bit_length())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """The kernel for many rows: persistent blocks with a warp that loads, one that multiplies, and four that store.
+
+    Weights of a tile are two boxes of `box_n` rows: gate and up rows of the same columns, or neighbours.
+
+    Attributes:
+        pair: two blocks above each other multiply as one (cta_group::2), each with a box of the weights.
+        band: tiles of a band of the raster.
+    """
+
+    box_n: int = 128
+    stages: int = 4
+    pair: bool = False
+    band: int = 8
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of x, of a block."""
+        return ROWS
+
+    @property
+    def cluster(self) -> int:
+        return 2 if self.pair else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a tile is stored under the next one's products."""
+        return True
+
+    @property
+    def weight_rows(self) -> int:
+        """In a block's shared memory."""
+        return 2 * self.box_n // self.cluster
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a block."""
+        return (ROWS + self.weight_rows) * BLOCK_K * ELEMENT_BYTES
+
+    def columns(self, parts: int) -> int:
+        """Of the output, in a tile."""
+        return 2 * self.box_n // parts
+
+    def piece(self, parts: int) -> int:
+        """Columns of the output that leave at once: 128 bytes, or 64."""
+        return 64 if self.columns(parts) % 64 == 0 else 32
+
+    @property
+    def tensor_columns(self) -> int:
+        return allocated(BUFFERS * 2 * self.box_n)
+
+    def smem_bytes(self, parts: int) -> int:
+        """Stages, two pieces of the output for each warp that stores, barriers, alignment."""
+        out = 2 * ROWS * self.piece(parts) * ELEMENT_BYTES
+        return self.stages * (self.stage_bytes + 16) + out + 1024
+
+    def objections(self, spec: LinearSpec, smem_bytes: int) -> list[str]:
+        """Why a problem cannot be run so; empty where it can.
+
+        Args:
+            smem_bytes: that a block may have.
+        """
+        reasons = []
+        if not 32 <= self.box_n <= 128 or self.box_n % 32:
+            reasons.append(f"box_n {self.box_n} is not a multiple of 32 from 32 to 128")
+        if self.stages < 2:
+            reasons.append(f"{self.stages} stages: 2 are the least")
+        if self.band < 1:
+            reasons.append(f"band {self.band} is not positive")
+        if self.smem_bytes(spec.parts) > smem_bytes:
+            reasons.append(f"{self.smem_bytes(spec.parts)} bytes of shared memory: {smem_bytes} are the most")
+        return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """The kernel for few rows: weights are the products' rows, and every block reads an equal share of all of them.
+
+    A tile's weights are two boxes of 128 rows: gate and up rows of the same columns, or neighbours.
+
+    Attributes:
+        tokens: rows of x of a tile; a multiple of 16 up to 64.
+        tile_k: columns of x and the weights of a stage.
+    """
+
+    tokens: int = 16
+    tile_k: int = 64
+    stages: int = 6
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that hand over partial sums."""
+        return 1
+
+    @property
+    def box(self) -> int:
+        """Rows of weights of a box."""
+        return ROWS
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def accumulators(self) -> int:
+        """Sums of a thread that stores, who has a row of each box."""
+        return 2 * self.tokens
+
+    @property
+    def tensor_columns(self) -> int:
+        return allocated(BUFFERS * 2 * self.tokens)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (2 * self.box + self.tokens) * self.tile_k * ELEMENT_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Stages, barriers, alignment."""
+        return self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def partials(self) -> int:
+        """Float32 partial sums of a block."""
+        return self.accumulators * WARPGROUP
+
+    def tiles(self, spec: LinearSpec, rows: int) -> int:
+        """Tiles of the output."""
+        return ceil_div(spec.n * spec.parts, 2 * self.box) * ceil_div(rows, self.tokens)
+
+    def objections(self, spec: LinearSpec, smem_bytes: int) -> list[str]:
+        """Why a problem cannot be run so; empty where it can.
+
+        Args:
+            smem_bytes: that a block may have.
+        """
+        reasons = []
+        if not 16 <= self.tokens <= 64 or self.tokens % 16:
+            reasons.append(f"{self.tokens} tokens are not a multiple of 16 up to 64")
+        if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
+            reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
+        if self.stages < 2:
+            reasons.append(f"{self.stages} stages: 2 are the least")
+        if self.smem_bytes > smem_bytes:
+            reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
+        return reasons
+
+
+# Tiles, with as many stages as fit. From arithmetic, none of it timed.
+STREAMS = (StreamConfig(tokens=16), StreamConfig(tokens=32), StreamConfig(tokens=64))
+GEMMS = (
+    GemmConfig(box_n=128, pair=True),
+    GemmConfig(box_n=96, pair=True),
+    GemmConfig(box_n=128),
+    GemmConfig(box_n=96),
+    GemmConfig(box_n=64),
+)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CuTe DSL kernels for SM100 on the emulator: right, and without a finding."""
+
+from dataclasses import replace
+
+import pytest
+from linear_kernels import CASES_SM100, Emulated, emulate, random_sm100, spec_of
+
+from dsl_backend.linear.configs import candidates
+from dsl_backend.linear.sm100.configs import GEMMS, STREAMS, StreamConfig
+from dsl_backend.linear.spec import Swiglu
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.linear import LinearCase
+
+SCHEDULES = ("eager", "lazy", "random")
+FUZZED, FUZZED_IN_FULL = 3, 150
+
+# Each case under one schedule; under the others where there is time.
+IN_TURN = [
+    pytest.param(one, schedule, id=f"{one.id}-{schedule}", marks=() if (i + j) % 3 == 0 else (pytest.mark.full,))
+    for i, one in enumerate(CASES_SM100)
+    for j, schedule in enumerate(SCHEDULES)
+]
+
+
+@pytest.mark.parametrize(("one", "schedule"), IN_TURN)
+def test_case(one: Emulated, schedule: str) -> None:
+    emulate(one, schedule, seed=1)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < FUZZED else (pytest.mark.full,)) for seed in range(FUZZED + FUZZED_IN_FULL)],
+)
+def test_fuzz(seed: int) -> None:
+    emulate(random_sm100(seed), SCHEDULES[seed % 3], seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", [Swiglu(), None], ids=["gated", "plain"])
+@pytest.mark.parametrize("place", range(len(STREAMS) + len(GEMMS)))
+def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> None:
+    """At full size, on two and a half rounds of its stages."""
+    target = from_arch("sm_100a")
+    case = LinearCase(rows=1, n=200, k=8, activation=activation)
+    config = candidates(spec_of(case), target)[place]
+    if isinstance(config, StreamConfig):
+        case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
+    else:
+        case = replace(case, rows=config.tile_m * config.cluster - 3, k=64 * config.stages * 5 // 2 - 24)
+    emulate(Emulated(id=str(config), why="real tiles", case=case, config=config, sms=2), "random", place)
+
+
+def test_ids_are_unique() -> None:
+    assert len({one.id for one in CASES_SM100}) == len(CASES_SM100)
