@@ -196,7 +196,6 @@ class Gemm(TiledGemm):
         sOutOut, gOutOut = cpasync.tma_partition(
             args.out_store, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
-        rounded = cute.make_rmem_tensor((VECTOR, self.piece // VECTOR), self.dtype)
         pieces = cutlass.const_expr(self.columns // self.piece)
         for turn in cutlass.range(turns, unroll=1):
             row, column = raster(first + turn * clusters, height, width, self.band)
@@ -206,14 +205,14 @@ class Gemm(TiledGemm):
             tile = sums.stage(turn) * (2 * self.box_n)
             for piece in cutlass.range(pieces, unroll=1):
                 left = column * self.columns + piece * self.piece
-                self.results(args, rounded, base, tile + piece * self.piece, top + lane, left)
                 place = warp * 2 + (turn * pieces + piece) % 2
                 # The copy out of this place, the last but one, has read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 cute.arch.sync_warp()
-                for i in cutlass.range_constexpr(self.piece // VECTOR):
-                    to = cute.local_tile(sOut[None, None, place], (1, VECTOR), (lane, i))
-                    cute.autovec_copy(rounded[None, i], cute.group_modes(to, 0, 2))
+                # Of a piece of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
+                for start in cutlass.range(0, self.piece, HELD, unroll=1):
+                    columns = tile + piece * self.piece + start
+                    self.results(args, sOut[None, None, place], start, base, columns, top + lane, left + start)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -232,35 +231,40 @@ class Gemm(TiledGemm):
     def results(
         self,
         args: GemmArgs,
-        rounded: cute.Tensor,
+        out: cute.Tensor,
+        start: cutlass.Int32,
         base: cute.Pointer,
-        first: cutlass.Int32,
+        sums: cutlass.Int32,
         row: cutlass.Int32,
         left: cutlass.Int32,
     ):
-        """A piece of a row through bias, activation and residual: output columns from `left` on.
+        """32 neighbours of a row through bias, activation and residual, into shared memory.
 
         Args:
-            first: column of tensor memory.
+            out, start: a piece of the warp's rows, and where in it.
+            base, sums: tensor memory and the first column there, of the first box.
+            row, left: in the whole output.
         """
         thread = cute.arch.thread_idx()[0]
-        for start in cutlass.range_constexpr(0, self.piece, HELD):
-            boxes = [cute.make_rmem_tensor(HELD, cutlass.Float32) for _ in range(self.parts)]
-            for part in cutlass.range_constexpr(self.parts):
-                tensor_memory.load(base, first + part * self.box_n + start, boxes[part], thread)
-            cute.arch.fence_view_async_tmem_load()
-            for i in cutlass.range_constexpr(HELD // VECTOR):
-                column = left + start + i * VECTOR
-                values = [[box[i * VECTOR + j] for j in range(VECTOR)] for box in boxes]
-                if cutlass.const_expr(args.bias is not None):
-                    self.add_bias(args, values, column)
-                found = values[0]
-                if cutlass.const_expr(self.gated):
-                    found = [self.activate(gate, up) for gate, up in zip(*values, strict=True)]
-                if cutlass.const_expr(args.residual is not None):
-                    self.add_residual(args, found, row, column)
-                for j in cutlass.range_constexpr(VECTOR):
-                    rounded[j, start // VECTOR + i] = found[j].to(self.dtype)
+        boxes = [cute.make_rmem_tensor(HELD, cutlass.Float32) for _ in range(self.parts)]
+        for part in cutlass.range_constexpr(self.parts):
+            tensor_memory.load(base, sums + part * self.box_n, boxes[part], thread)
+        cute.arch.fence_view_async_tmem_load()
+        rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
+        for i in cutlass.range_constexpr(HELD // VECTOR):
+            column = left + i * VECTOR
+            values = [[box[i * VECTOR + j] for j in range(VECTOR)] for box in boxes]
+            if cutlass.const_expr(args.bias is not None):
+                self.add_bias(args, values, column)
+            found = values[0]
+            if cutlass.const_expr(self.gated):
+                found = [self.activate(gate, up) for gate, up in zip(*values, strict=True)]
+            if cutlass.const_expr(args.residual is not None):
+                self.add_residual(args, found, row, column)
+            for j in cutlass.range_constexpr(VECTOR):
+                rounded[j] = found[j].to(self.dtype)
+            to = cute.local_tile(out, (1, VECTOR), (thread % WARP, start // VECTOR + i))
+            cute.autovec_copy(rounded, cute.group_modes(to, 0, 2))
 
     def add_bias(self, args: GemmArgs, values: list, column):
         """To 8 neighbours of each part, the bias; any values past the last column."""
