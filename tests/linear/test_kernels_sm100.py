@@ -4,13 +4,15 @@
 from dataclasses import replace
 
 import pytest
-from linear_kernels import CASES_SM100, Emulated, emulate, random_sm100, spec_of
+from linear_kernels import CASES_SM100, PAIR, TENSOR_STREAM, Emulated, emulate, random_sm100, spec_of
 
-from dsl_backend.linear.configs import candidates
+from dsl_backend.linear.configs import Config, candidates
 from dsl_backend.linear.sm100.configs import GEMMS, STREAMS, StreamConfig
 from dsl_backend.linear.spec import Swiglu
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
+from emulator.host.launch import Launch
+from emulator.machine import Machine
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 3, 150
@@ -34,6 +36,28 @@ def test_case(one: Emulated, schedule: str) -> None:
 )
 def test_fuzz(seed: int) -> None:
     emulate(random_sm100(seed), SCHEDULES[seed % 3], seed)
+
+
+class Reader(Machine):
+    """Keeps the PTX of its last launch."""
+
+    ptx = ""
+
+    def launch(self, launch: Launch) -> None:
+        self.ptx = launch.ptx
+        super().launch(launch)
+
+
+@pytest.mark.parametrize("config", [PAIR, TENSOR_STREAM], ids=["gemm", "stream"])
+def test_tensor_memory_is_had_before_the_next_kernel_comes(config: Config) -> None:
+    """Its blocks would take it, and wait for this kernel's end: on a GPU both would stand still."""
+    case = LinearCase(rows=1, n=8, k=8)
+    one = Emulated(id="order", why="launches overlap on a GPU alone", case=case, config=config)
+    machine = Reader(one.arch, one.sms, "eager")
+    emulate(one, "eager", machine=machine)
+    counts = [machine.ptx.count(word) for word in ("tcgen05.alloc", "griddepcontrol.launch_dependents")]
+    assert counts == [1, 1]
+    assert machine.ptx.index("tcgen05.alloc") < machine.ptx.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.full
