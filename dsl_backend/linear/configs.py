@@ -188,7 +188,8 @@ class StreamConfig:
 
 
 Streams = StreamConfig | sm100.StreamConfig
-Config = GemmConfig | sm100.GemmConfig | Streams
+Gemms = GemmConfig | sm100.GemmConfig
+Config = Gemms | Streams
 # Rows that the only kernel of a batch-invariant layer is chosen for.
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
@@ -211,7 +212,7 @@ GEMMS = (
 )
 
 
-def tiles_of(target: Target) -> tuple[tuple[Streams, ...], tuple[GemmConfig | sm100.GemmConfig, ...]]:
+def tiles_of(target: Target) -> tuple[tuple[Streams, ...], tuple[Gemms, ...]]:
     """The tiles of a target's kernels for few rows, and of those for many."""
     return (sm100.STREAMS, sm100.GEMMS) if target.tcgen05 else (STREAMS, GEMMS)
 

@@ -12,6 +12,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
+from dsl_backend.linear.configs import Gemms
 from dsl_backend.linear.epilogue import epilogue_of
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K
@@ -46,7 +47,7 @@ class TiledGemm:
     A kernel adds `acquire`, `load_boxes`, and who multiplies.
     """
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[Gemms]):
         config = key.config
         self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
         self.cluster, self.band = config.cluster, config.band
@@ -70,15 +71,13 @@ class TiledGemm:
         x_box = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
         box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
         weights = parts_view(weight, self.parts, self.interleaved)
-        return GemmArgs(
-            *cpasync.make_tiled_tma_atom(x_op, x, cute.slice_(x_box, (None, None, 0)), (self.tile_m, BLOCK_K)),
-            *cpasync.make_tiled_tma_atom(weight_op, weights, cute.slice_(box, (None, None, 0)), (self.box_n, BLOCK_K)),
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_staged, (None, None, 0)), piece
-            ),
-            bias,
-            residual,
+        x_load, mX = cpasync.make_tiled_tma_atom(x_op, x, cute.slice_(x_box, (None, None, 0)), (self.tile_m, BLOCK_K))
+        weight_load, mW = cpasync.make_tiled_tma_atom(
+            weight_op, weights, cute.slice_(box, (None, None, 0)), (self.box_n, BLOCK_K)
         )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        out_store, mOut = cpasync.make_tiled_tma_atom(store, out, cute.slice_(out_staged, (None, None, 0)), piece)
+        return GemmArgs(x_load, mX, weight_load, mW, out_store, mOut, bias, residual)
 
     def layouts(self, rows: int):
         """Of the stages of x and of a block's `rows` of weights."""

@@ -2,13 +2,16 @@
 """What the code of a CuTe DSL linear layer depends on."""
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from dsl_backend.linear.configs import Config
 from dsl_backend.linear.spec import Activation
 
+Its = TypeVar("Its", bound=Config, covariant=True)
+
 
 @dataclass(frozen=True, kw_only=True)
-class LinearKey:
+class LinearKey(Generic[Its]):
     """All that a kernel's code depends on; see `spec.LinearSpec`. The configuration's class says which kernel it is."""
 
     dtype: str
@@ -16,4 +19,4 @@ class LinearKey:
     interleaved: bool
     bias: bool
     residual: bool
-    config: Config
+    config: Its

@@ -34,7 +34,7 @@ KERNELS: dict[type[Config], Any] = {
 }
 
 
-def key_of(spec: LinearSpec, config: Config) -> LinearKey:
+def key_of(spec: LinearSpec, config: Config) -> LinearKey[Config]:
     """The kernel of a problem."""
     return LinearKey(
         dtype=short(spec.dtype),
@@ -46,7 +46,7 @@ def key_of(spec: LinearSpec, config: Config) -> LinearKey:
     )
 
 
-def fake_args(key: LinearKey) -> tuple[Any, ...]:
+def fake_args(key: LinearKey[Config]) -> tuple[Any, ...]:
     """x, weight, bias, residual, out, for few rows partials and flags, blocks, stream."""
     dtype = NUMERIC[key.dtype]
 
@@ -71,7 +71,7 @@ def fake_args(key: LinearKey) -> tuple[Any, ...]:
     )
 
 
-def build(key: LinearKey, target: Target) -> Function:
+def build(key: LinearKey[Config], target: Target) -> Function:
     """The compiled function of `fake_args`, the stream left out."""
     return compile_kernel(KERNELS[type(key.config)](key), fake_args(key), key=key, target=target)
 

@@ -17,6 +17,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
+from dsl_backend.linear.configs import Streams
 from dsl_backend.linear.epilogue import epilogue_of
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARPGROUP
@@ -80,7 +81,7 @@ class SharedStream:
     A kernel adds who multiplies. Its consumers hold sums of both boxes, `accumulators` a thread.
     """
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[Streams]):
         config = key.config
         self.tokens, self.groups, self.accumulators = config.tokens, config.groups, config.accumulators
         self.box, self.tile_tokens, self.tile_k = config.box, config.tile_tokens, config.tile_k
@@ -106,13 +107,13 @@ class SharedStream:
         tokens = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
         load = cpasync.CopyBulkTensorTileG2SOp()
         weights = parts_view(weight, self.parts, self.interleaved)
-        weight_copy = cpasync.make_tiled_tma_atom(
+        weight_load, mW = cpasync.make_tiled_tma_atom(
             load, weights, cute.slice_(box, (None, None, 0)), (self.box, self.tile_k)
         )
-        x_copy = cpasync.make_tiled_tma_atom(
+        x_load, mX = cpasync.make_tiled_tma_atom(
             load, x, cute.slice_(tokens, (None, None, 0)), (self.tile_tokens, self.tile_k)
         )
-        return StreamArgs(*weight_copy, *x_copy, bias, residual, out, partials, flags)
+        return StreamArgs(weight_load, mW, x_load, mX, bias, residual, out, partials, flags)
 
     def items(self, x: cute.Tensor, out: cute.Tensor):
         """Of the list."""

@@ -14,7 +14,7 @@ from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS
+from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS, GemmConfig
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
@@ -27,7 +27,7 @@ HELD = 32  # columns of each box in a thread's registers at a time
 class Gemm(TiledGemm):
     """See `parts/gemm.py`."""
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[GemmConfig]):
         super().__init__(key)
         config = key.config
         self.weight_rows, self.tensor_columns = config.weight_rows, config.tensor_columns

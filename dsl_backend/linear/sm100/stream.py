@@ -13,7 +13,7 @@ from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARP, WARPGROUP
 from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
 from dsl_backend.linear.parts.views import bias_of
-from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS
+from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS, StreamConfig
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import Ring
 
@@ -21,7 +21,7 @@ from dsl_backend.primitives.ring import Ring
 class Stream(SharedStream):
     """See `parts/stream.py`."""
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[StreamConfig]):
         super().__init__(key)
         self.tensor_columns = key.config.tensor_columns
 

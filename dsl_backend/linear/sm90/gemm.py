@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS
+from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS, GemmConfig
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
@@ -28,7 +28,7 @@ OWN, TURN = 1, 1 + GROUPS
 class Gemm(TiledGemm):
     """See `parts/gemm.py`."""
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[GemmConfig]):
         super().__init__(key)
         config = key.config
         self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats

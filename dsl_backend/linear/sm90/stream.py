@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.linear.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS
+from dsl_backend.linear.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, StreamConfig
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARPGROUP
 from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
@@ -19,7 +19,7 @@ from dsl_backend.primitives.ring import Ring
 class Stream(SharedStream):
     """See `parts/stream.py`."""
 
-    def __init__(self, key: LinearKey):
+    def __init__(self, key: LinearKey[StreamConfig]):
         super().__init__(key)
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
