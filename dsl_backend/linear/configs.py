@@ -266,9 +266,11 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
         # From L2, at twice memory's rate; a cluster reads its weights once.
         (config.tile_m + 2 * config.box_n / config.cluster) * BLOCK_K * ELEMENT_BYTES / (2 * bytes_per_ns),
     )
+    # All weights come from memory once.
+    weights_ns = spec.weight_rows * spec.k * ELEMENT_BYTES / (bytes_per_ns * target.sm_count)
     epilogue_ns = config.tile_m * config.columns(spec.parts) / 16
     exposed = 1 if config.overlaps else waves
-    return (waves * steps * stage_ns + exposed * epilogue_ns + 4000) / 1000
+    return (max(waves * steps * stage_ns, weights_ns) + exposed * epilogue_ns + 4000) / 1000
 
 
 def choose(spec: LinearSpec, rows: int, target: Target) -> Config:

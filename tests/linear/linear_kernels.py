@@ -220,6 +220,13 @@ CASES_SM100 = [
         case=replace(GATED, n=104, k=72, interleaved=True, bias=True, residual=True, activation=SWIGLU_OAI, gain=5),
         config=sm100.GemmConfig(box_n=96, stages=2),
     ),
+    Emulated(
+        id="gemm-112",
+        why="tiles that are no power of two wide, whose pieces have 16 columns",
+        case=replace(GATED, rows=200, n=232, k=136),
+        config=sm100.GemmConfig(box_n=112, stages=2),
+        sms=2,
+    ),
     Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=TENSOR),
     Emulated(
         id="pair",
@@ -288,7 +295,7 @@ def random_sm100(seed: int) -> Emulated:
     draw = random.Random(f"linear kernels for SM100 {seed}")
     if draw.random() < 0.5:
         config: Config = sm100.GemmConfig(
-            box_n=draw.choice((32, 64, 96)),
+            box_n=draw.choice((16, 32, 64, 96)),
             stages=draw.randint(2, 4),
             pair=draw.random() < 0.5,
             band=draw.randint(1, 4),

@@ -48,16 +48,18 @@ class Reader(Machine):
         super().launch(launch)
 
 
-@pytest.mark.parametrize("config", [PAIR, TENSOR_STREAM], ids=["gemm", "stream"])
-def test_tensor_memory_is_had_before_the_next_kernel_comes(config: Config) -> None:
-    """Its blocks would take it, and wait for this kernel's end: on a GPU both would stand still."""
-    case = LinearCase(rows=1, n=8, k=8)
-    one = Emulated(id="order", why="launches overlap on a GPU alone", case=case, config=config)
+# Who loads x waits for the kernel before, and where weights are asked for before that, who stores waits too.
+@pytest.mark.parametrize(("config", "waits"), [(PAIR, 1), (TENSOR_STREAM, 2)], ids=["gemm", "stream"])
+def test_order_of_launches(config: Config, waits: int) -> None:
+    """Launches overlap on a GPU alone. The next kernel's blocks would take this one's tensor memory and wait for its
+    end: it has it before they may come.
+    """
+    one = Emulated(id="order", why="launches that overlap", case=LinearCase(rows=1, n=8, k=8), config=config)
     machine = Reader(one.arch, one.sms, "eager")
     emulate(one, "eager", machine=machine)
-    counts = [machine.ptx.count(word) for word in ("tcgen05.alloc", "griddepcontrol.launch_dependents")]
-    assert counts == [1, 1]
-    assert machine.ptx.index("tcgen05.alloc") < machine.ptx.index("griddepcontrol.launch_dependents")
+    words = ("tcgen05.alloc", "griddepcontrol.launch_dependents", "griddepcontrol.wait")
+    assert [machine.ptx.count(word) for word in words] == [1, 1, waits]
+    assert machine.ptx.index(words[0]) < machine.ptx.index(words[1])
 
 
 @pytest.mark.full

@@ -65,8 +65,8 @@ class GemmConfig:
         return 2 * self.box_n // parts
 
     def piece(self, parts: int) -> int:
-        """Columns of the output that leave at once: 128 bytes, or 64."""
-        return 64 if self.columns(parts) % 64 == 0 else 32
+        """Columns of the output that leave at once: 128 bytes, or less where they do not divide a tile."""
+        return next(width for width in (64, 32, 16, 1) if self.columns(parts) % width == 0)
 
     @property
     def tensor_columns(self) -> int:
@@ -84,8 +84,8 @@ class GemmConfig:
             smem_bytes: that a block may have.
         """
         reasons = []
-        if not 32 <= self.box_n <= 128 or self.box_n % 32:
-            reasons.append(f"box_n {self.box_n} is not a multiple of 32 from 32 to 128")
+        if not 16 <= self.box_n <= 128 or self.box_n % 16:
+            reasons.append(f"box_n {self.box_n} is not a multiple of 16 from 16 to 128")
         if self.stages < 2:
             reasons.append(f"{self.stages} stages: 2 are the least")
         if self.band < 1:
@@ -169,10 +169,11 @@ class StreamConfig:
         return reasons
 
 
-# Tiles, with as many stages as fit. From arithmetic, none of it timed.
+# Tiles, with as many stages as fit; 112 columns for the waves that 128 leave unfilled. Arithmetic, none of it timed.
 STREAMS = (StreamConfig(tokens=16), StreamConfig(tokens=32), StreamConfig(tokens=64))
 GEMMS = (
     GemmConfig(box_n=128, pair=True),
+    GemmConfig(box_n=112, pair=True),
     GemmConfig(box_n=96, pair=True),
     GemmConfig(box_n=128),
     GemmConfig(box_n=96),

@@ -21,7 +21,7 @@ from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import raster
 
 VECTOR = 8  # elements of 16 bytes
-HELD = 32  # columns of each box in a thread's registers at a time
+MOST_HELD = 32  # columns of each box in a thread's registers at a time
 
 
 class Gemm(TiledGemm):
@@ -32,6 +32,7 @@ class Gemm(TiledGemm):
         config = key.config
         self.weight_rows, self.tensor_columns = config.weight_rows, config.tensor_columns
         self.piece = config.piece(self.parts)
+        self.held = min(self.piece, MOST_HELD)
         self.pair = config.pair
         self.group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
 
@@ -210,7 +211,7 @@ class Gemm(TiledGemm):
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 cute.arch.sync_warp()
                 # Of a piece of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
-                for start in cutlass.range(0, self.piece, HELD, unroll=1):
+                for start in cutlass.range(0, self.piece, self.held, unroll=1):
                     columns = tile + piece * self.piece + start
                     self.results(args, sOut[None, None, place], start, base, columns, top + lane, left + start)
                 cute.arch.fence_proxy("async.shared", space="cta")
@@ -238,7 +239,7 @@ class Gemm(TiledGemm):
         row: cutlass.Int32,
         left: cutlass.Int32,
     ):
-        """32 neighbours of a row through bias, activation and residual, into shared memory.
+        """Neighbours of a row through bias, activation and residual, into shared memory.
 
         Args:
             out, start: a piece of the warp's rows, and where in it.
@@ -246,12 +247,12 @@ class Gemm(TiledGemm):
             row, left: in the whole output.
         """
         thread = cute.arch.thread_idx()[0]
-        boxes = [cute.make_rmem_tensor(HELD, cutlass.Float32) for _ in range(self.parts)]
+        boxes = [cute.make_rmem_tensor(self.held, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
             tensor_memory.load(base, sums + part * self.box_n, boxes[part], thread)
         cute.arch.fence_view_async_tmem_load()
         rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
-        for i in cutlass.range_constexpr(HELD // VECTOR):
+        for i in cutlass.range_constexpr(self.held // VECTOR):
             column = left + i * VECTOR
             values = [[box[i * VECTOR + j] for j in range(VECTOR)] for box in boxes]
             if cutlass.const_expr(args.bias is not None):
