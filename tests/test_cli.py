@@ -138,7 +138,7 @@ def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
         assert operation["operation"] == linear.OPERATION
         assert [one["kernel"] for one in operation["kernels"]] == [entry.name for entry in linear.TABLE]
         if arch != "cpu":
-            assert operation["served_by"] == ("cute" if arch == "sm_90a" else "triton")
+            assert operation["served_by"] == ("cute" if arch in ("sm_90a", "sm_100a") else "triton")
         elif "invariant" not in name:
             assert operation["served_by"] in ("reference", "triton")
 
