@@ -292,17 +292,13 @@ TRIED_TOKENS = (8, 16, 32, 64, 128)
 
 def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
     """Configurations worth a try, with as many stages each as shared memory has room for, and with half of them."""
-    tiles: list[Config] = [*STREAMS, *GEMMS]
-    for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
-        tiles.append(GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band))
-    for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
-        tiles.append(StreamConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k))
+    streams, gemms = tiles_of(target)
     seen = set()
-    for tile in tiles:
+    for tile in (*streams, *gemms, *(tried_sm100() if target.tcgen05 else tried_sm90())):
         # Rows of other sizes have no use for it.
-        if isinstance(tile, StreamConfig) and not rows <= tile.tile_tokens < max(16, 4 * rows):
+        if isinstance(tile, Streams) and not rows <= tile.tile_tokens < max(16, 4 * rows):
             continue
-        if isinstance(tile, GemmConfig) and rows <= 64:
+        if isinstance(tile, Gemms) and rows <= 64:
             continue
         most = deepest(tile, spec, target.smem_bytes)
         for stages in () if most is None else (most.stages, max(2, most.stages // 2)):
@@ -310,3 +306,19 @@ def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
             if config not in seen:
                 seen.add(config)
                 yield config
+
+
+def tried_sm90() -> Iterator[Config]:
+    """Tiles beside STREAMS and GEMMS."""
+    for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
+        yield GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band)
+    for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
+        yield StreamConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k)
+
+
+def tried_sm100() -> Iterator[Config]:
+    """The same for SM100."""
+    for box_n, pair, band in itertools.product((64, 96, 112, 128), (False, True), (4, 8, 16)):
+        yield sm100.GemmConfig(box_n=box_n, pair=pair, band=band)
+    for tokens, tile_k in itertools.product((16, 32, 48, 64), (64, 128)):
+        yield sm100.StreamConfig(tokens=tokens, tile_k=tile_k)
