@@ -320,5 +320,5 @@ def tried_sm100() -> Iterator[Config]:
     """The same for SM100."""
     for box_n, pair, band in itertools.product((64, 96, 112, 128), (False, True), (4, 8, 16)):
         yield sm100.GemmConfig(box_n=box_n, pair=pair, band=band)
-    for tokens, tile_k in itertools.product((16, 32, 48, 64), (64, 128)):
+    for tokens, tile_k in itertools.product((16, 32, 48, 64, 96, 128), (64, 128)):
         yield sm100.StreamConfig(tokens=tokens, tile_k=tile_k)

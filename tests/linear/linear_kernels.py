@@ -276,6 +276,12 @@ CASES_SM100 = [
         config=replace(TENSOR_STREAM, tokens=48, stages=3),
     ),
     Emulated(
+        id="stream-groups",
+        why="two warpgroups store, partial sums of both",
+        case=replace(GATED, rows=110, n=136, k=1032, bias=True, residual=True, pad_out=8),
+        config=replace(TENSOR_STREAM, tokens=96),
+    ),
+    Emulated(
         id="stream-wide",
         why="256 bytes of weights at a time; a plain bias",
         case=replace(PLAIN, rows=60, n=264, dtype=F16, bias=True, residual=True),
@@ -303,8 +309,9 @@ def random_sm100(seed: int) -> Emulated:
         case = random_case(draw, 320, aligned=True)
     else:
         tile_k = draw.choice((64, 128))
+        tokens = draw.choice((16, 32, 48, 96) if tile_k == 64 else (16, 32, 48))
         stages = draw.randint(2, 3) if tile_k == 64 else 2
-        config = sm100.StreamConfig(tokens=draw.choice((16, 32, 48)), tile_k=tile_k, stages=stages)
+        config = sm100.StreamConfig(tokens=tokens, tile_k=tile_k, stages=stages)
         case = replace(random_case(draw, 400, aligned=True), rows=draw.randint(1, 100))
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))

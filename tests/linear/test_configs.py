@@ -63,7 +63,7 @@ def test_pairs_need_an_even_number_of_blocks() -> None:
 
 def test_tensor_memory_is_had_in_powers_of_two() -> None:
     columns = [config.tensor_columns for config in (*sm100.GEMMS, *sm100.STREAMS)]
-    assert columns == [512, 512, 512, 512, 512, 256, 64, 128, 256]
+    assert columns == [512, 512, 512, 512, 512, 256, 64, 128, 256, 512]
 
 
 def test_too_little_shared_memory_is_an_objection() -> None:
@@ -120,8 +120,9 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (sm100.GemmConfig(stages=1), "1 stages: 2 are the least"),
         (sm100.GemmConfig(band=0), "band 0 is not positive"),
         (sm100.GemmConfig(pair=True, stages=7), "bytes of shared memory: 232448 are the most"),
-        (sm100.StreamConfig(tokens=8), "8 tokens are not a multiple of 16 up to 64"),
-        (sm100.StreamConfig(tokens=80), "80 tokens are not a multiple of 16 up to 64"),
+        (sm100.StreamConfig(tokens=8), "8 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
+        (sm100.StreamConfig(tokens=80), "80 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
+        (sm100.StreamConfig(tokens=160), "160 tokens are neither"),
         (sm100.StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
         (sm100.StreamConfig(stages=1), "1 stages: 2 are the least"),
         (sm100.StreamConfig(stages=7), "bytes of shared memory: 232448 are the most"),

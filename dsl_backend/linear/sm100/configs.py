@@ -10,9 +10,11 @@ ROWS = 128  # of a block in one product
 MMA_K = 16
 TENSOR_COLUMNS = 512
 BUFFERS = 2  # of sums in tensor memory: a tile's are stored while the next one's are made
-# Warps by role: a warpgroup stores, then single warps.
-STORE, MULTIPLY, LOAD = (0, 4), 4, 5
-THREADS = 6 * WARP
+# Warps behind the warpgroups that store.
+MULTIPLY, LOAD, SINGLE_WARPS = 0, 1, 2
+MOST_HELD = 64  # tokens of a thread that stores, for two boxes
+# setmaxnreg: where two warpgroups store, ptxas spilled 32 to 64 bytes of an equal share of 168.
+STORE_REGISTERS, OTHER_REGISTERS = 216, 72
 
 
 def allocated(columns: int) -> int:
@@ -69,6 +71,11 @@ class GemmConfig:
         return next(width for width in (64, 32, 16, 1) if self.columns(parts) % width == 0)
 
     @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARPGROUP + SINGLE_WARPS * WARP
+
+    @property
     def tensor_columns(self) -> int:
         return allocated(BUFFERS * 2 * self.box_n)
 
@@ -102,7 +109,7 @@ class StreamConfig:
     A tile's weights are two boxes of 128 rows: gate and up rows of the same columns, or neighbours.
 
     Attributes:
-        tokens: rows of x of a tile; a multiple of 16 up to 64.
+        tokens: rows of x of a tile; a multiple of 16 up to 64, or of 32 up to 128, which two warpgroups store.
         tile_k: columns of x and the weights of a stage.
     """
 
@@ -112,8 +119,18 @@ class StreamConfig:
 
     @property
     def groups(self) -> int:
-        """Warpgroups that hand over partial sums."""
-        return 1
+        """Warpgroups that store, each its tokens."""
+        return ceil_div(self.tokens, MOST_HELD)
+
+    @property
+    def trades_registers(self) -> bool:
+        """Whether who stores needs more registers than an equal share, which setmaxnreg moves between warpgroups."""
+        return self.groups > 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: where registers are traded, single warps are in a whole warpgroup."""
+        return self.groups * WARPGROUP + (WARPGROUP if self.trades_registers else SINGLE_WARPS * WARP)
 
     @property
     def box(self) -> int:
@@ -126,8 +143,8 @@ class StreamConfig:
 
     @property
     def accumulators(self) -> int:
-        """Sums of a thread that stores, who has a row of each box."""
-        return 2 * self.tokens
+        """Sums of a thread that stores, who has a row of each box; also float32 partial sums that it hands over."""
+        return 2 * self.tokens // self.groups
 
     @property
     def tensor_columns(self) -> int:
@@ -145,7 +162,7 @@ class StreamConfig:
     @property
     def partials(self) -> int:
         """Float32 partial sums of a block."""
-        return self.accumulators * WARPGROUP
+        return self.accumulators * WARPGROUP * self.groups
 
     def tiles(self, spec: LinearSpec, rows: int) -> int:
         """Tiles of the output."""
@@ -158,8 +175,8 @@ class StreamConfig:
             smem_bytes: that a block may have.
         """
         reasons = []
-        if not 16 <= self.tokens <= 64 or self.tokens % 16:
-            reasons.append(f"{self.tokens} tokens are not a multiple of 16 up to 64")
+        if not 16 <= self.tokens <= 2 * MOST_HELD or self.tokens % (16 * self.groups):
+            reasons.append(f"{self.tokens} tokens are neither a multiple of 16 up to 64 nor of 32 up to 128")
         if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
             reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
         if self.stages < 2:
@@ -170,7 +187,7 @@ class StreamConfig:
 
 
 # Tiles, with as many stages as fit; 112 columns for the waves that 128 leave unfilled. Arithmetic, none of it timed.
-STREAMS = (StreamConfig(tokens=16), StreamConfig(tokens=32), StreamConfig(tokens=64))
+STREAMS = tuple(StreamConfig(tokens=tokens) for tokens in (16, 32, 64, 128))
 GEMMS = (
     GemmConfig(box_n=128, pair=True),
     GemmConfig(box_n=112, pair=True),

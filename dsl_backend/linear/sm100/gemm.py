@@ -14,7 +14,7 @@ from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS, GemmConfig
+from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, GemmConfig
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
@@ -30,7 +30,7 @@ class Gemm(TiledGemm):
     def __init__(self, key: LinearKey[GemmConfig]):
         super().__init__(key)
         config = key.config
-        self.weight_rows, self.tensor_columns = config.weight_rows, config.tensor_columns
+        self.weight_rows, self.tensor_columns, self.threads = config.weight_rows, config.tensor_columns, config.threads
         self.piece = config.piece(self.parts)
         self.held = min(self.piece, MOST_HELD)
         self.pair = config.pair
@@ -64,7 +64,7 @@ class Gemm(TiledGemm):
         args = self.arguments(x, weight, bias, residual, out, load, load, out_staged, (WARP, self.piece))
         self.kernel(args, product, *self.layouts(self.weight_rows), out_staged).launch(
             grid=self.grid(x, out, blocks),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if self.pair else None,
             stream=stream,
             min_blocks_per_mp=1,
@@ -92,14 +92,15 @@ class Gemm(TiledGemm):
         sums = Ring(made, stored, BUFFERS, self.cluster * WARPGROUP // WARP)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if warp == LOAD:
+        role = warp - WARPGROUP // WARP
+        if role == LOAD:
             with cute.arch.elect_one():
                 ring.open()
                 sums.open()
             cute.arch.mbarrier_init_fence()
             for atom in (args.x_load, args.weight_load, args.out_store):
                 cpasync.prefetch_descriptor(atom)
-        if warp == MULTIPLY:
+        if role == MULTIPLY:
             cute.arch.alloc_tmem(self.tensor_columns, place, is_two_cta=self.pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
         cute.arch.sync_threads()
@@ -108,16 +109,16 @@ class Gemm(TiledGemm):
         # The next kernel's blocks may come once this one has its tensor memory: they would keep it from it.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        if warp == LOAD:
+        if role == LOAD:
             self.load(args, sX, sW, ring)
-        if warp == MULTIPLY and rank == 0:
+        if role == MULTIPLY and rank == 0:
             self.multiply(args, product, sX, sW, ring, sums, base)
-        if warp < WARPGROUP // WARP:
+        if role < 0:
             self.store(args, sOut, sums, base, rank)
         # A block's memory and barriers are there until the other has done with them.
         cute.arch.sync_threads()
         self.meet()
-        if warp == MULTIPLY:
+        if role == MULTIPLY:
             cute.arch.dealloc_tmem(base, self.tensor_columns, is_two_cta=self.pair)
 
     def meet(self):

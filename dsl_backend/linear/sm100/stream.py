@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of few rows for SM100: one warp issues products into tensor memory, a warpgroup stores.
+"""Linear layers of few rows for SM100: one warp issues products into tensor memory, one or two warpgroups store.
 
 A thread that stores has a row of each box of weights: a warp's neighbours have neighbouring columns of the output.
 """
@@ -13,7 +13,16 @@ from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARP, WARPGROUP
 from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
 from dsl_backend.linear.parts.views import bias_of
-from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, THREADS, StreamConfig
+from dsl_backend.linear.sm100.configs import (
+    BUFFERS,
+    LOAD,
+    MMA_K,
+    MULTIPLY,
+    OTHER_REGISTERS,
+    ROWS,
+    STORE_REGISTERS,
+    StreamConfig,
+)
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import Ring
 
@@ -23,7 +32,8 @@ class Stream(SharedStream):
 
     def __init__(self, key: LinearKey[StreamConfig]):
         super().__init__(key)
-        self.tensor_columns = key.config.tensor_columns
+        self.tensor_columns, self.threads = key.config.tensor_columns, key.config.threads
+        self.held, self.trades_registers = self.accumulators // 2, key.config.trades_registers
 
     @cute.jit
     def __call__(
@@ -51,7 +61,7 @@ class Stream(SharedStream):
         args = self.arguments(x, weight, bias, residual, out, partials, flags)
         self.kernel(args, product, *self.layouts()).launch(
             grid=(cutlass.min(self.items(x, out), blocks), 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -73,16 +83,17 @@ class Stream(SharedStream):
         place = shared.allocate_array(cutlass.Int32, 1)
         # Products arrive once, who stores by a lane of each warp.
         ring = Ring(full, empty, self.stages, 1)
-        sums = Ring(made, stored, BUFFERS, WARPGROUP // WARP)
+        sums = Ring(made, stored, BUFFERS, self.groups * WARPGROUP // WARP)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == LOAD:
+        role = warp - self.groups * (WARPGROUP // WARP)
+        if role == LOAD:
             with cute.arch.elect_one():
                 ring.open()
                 sums.open()
             cute.arch.mbarrier_init_fence()
             for atom in (args.weight_load, args.x_load):
                 cpasync.prefetch_descriptor(atom)
-        if warp == MULTIPLY:
+        if role == MULTIPLY:
             cute.arch.alloc_tmem(self.tensor_columns, place)
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
@@ -90,14 +101,19 @@ class Stream(SharedStream):
         # The next kernel's blocks may come once this one has its tensor memory: they would keep it from it.
         cute.arch.griddepcontrol_launch_dependents()
         work = self.work(args)
-        if warp == LOAD:
-            self.load(args, sW, sX, ring, work)
-        if warp == MULTIPLY:
-            self.multiply(product, sW, sX, ring, sums, work, base)
-        if warp < WARPGROUP // WARP:
-            self.store(args, sums, work, base)
+        if role < 0:
+            if cutlass.const_expr(self.trades_registers):
+                cute.arch.setmaxregister_increase(STORE_REGISTERS)
+            self.store(args, sums, work, base, warp // (WARPGROUP // WARP))
+        else:
+            if cutlass.const_expr(self.trades_registers):
+                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if role == LOAD:
+                self.load(args, sW, sX, ring, work)
+            if role == MULTIPLY:
+                self.multiply(product, sW, sX, ring, sums, work, base)
         cute.arch.sync_threads()
-        if warp == MULTIPLY:
+        if role == MULTIPLY:
             cute.arch.dealloc_tmem(base, self.tensor_columns)
 
     def tiles(self, work: Work):
@@ -149,10 +165,10 @@ class Stream(SharedStream):
                 tcgen05.commit(sums.full + sums.stage(turn))
 
     @cute.jit
-    def store(self, args: StreamArgs, sums: Ring, work: Work, base: cute.Pointer):
-        """The warpgroup that has the sums of every tile in the share."""
-        thread = cute.arch.thread_idx()[0]
-        first_sums, second_sums = (cute.make_rmem_tensor(self.tokens, cutlass.Float32) for _ in range(2))
+    def store(self, args: StreamArgs, sums: Ring, work: Work, base: cute.Pointer, group: cutlass.Int32):
+        """A warpgroup that has the sums of every tile in the share, of some tokens."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        first_sums, second_sums = (cute.make_rmem_tensor(self.held, cutlass.Float32) for _ in range(2))
         # The residual is another kernel's, and what it read may be what this one writes.
         cute.arch.griddepcontrol_wait()
         first, count = self.tiles(work)
@@ -161,7 +177,7 @@ class Stream(SharedStream):
             top, bottom, begin, end = self.within(work, tile)
             sums.wait(turn)
             tensor_memory.after_sync()
-            place = sums.stage(turn) * (2 * self.tokens)
+            place = sums.stage(turn) * (2 * self.tokens) + group * self.held
             tensor_memory.load(base, place, first_sums, thread)
             tensor_memory.load(base, place + self.tokens, second_sums, thread)
             cute.arch.fence_view_async_tmem_load()
@@ -170,12 +186,13 @@ class Stream(SharedStream):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(sums.empty + sums.stage(turn))
             if begin > top:
-                self.hand_over(args, first_sums, second_sums, work.worker, 0, thread)
+                self.hand_over(args, first_sums, second_sums, work.worker, group, thread)
             else:
                 if end < bottom:
-                    self.gather(args, first_sums, second_sums, work, bottom, 0, thread)
+                    self.gather(args, first_sums, second_sums, work, bottom, group, thread)
                 column = tile // work.rows_of_tiles * self.columns + thread
-                self.finish(args, first_sums, second_sums, column, tile % work.rows_of_tiles * self.tokens)
+                token = tile % work.rows_of_tiles * self.tokens + group * self.held
+                self.finish(args, first_sums, second_sums, column, token)
 
     @cute.jit
     def finish(
@@ -186,7 +203,7 @@ class Stream(SharedStream):
         column: cutlass.Int32,
         top: cutlass.Int32,
     ):
-        """Sums of all tokens from `top` on to the output: to one column, or of a plain product to two, a box apart."""
+        """Sums of tokens from `top` on to the output: to one column, or of a plain product to two, a box apart."""
         m, n = args.out.shape
         biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
         if cutlass.const_expr(args.bias is not None):
@@ -195,7 +212,7 @@ class Stream(SharedStream):
                     biases[i] = bias_of(args.bias, column, i, n, self.interleaved)
                 else:
                     biases[i] = bias_of(args.bias, column + i * self.box, 0, n, False)
-        for j in cutlass.range(self.tokens, unroll_full=True):
+        for j in cutlass.range(self.held, unroll_full=True):
             one, other = first[j] + biases[0], second[j] + biases[1]
             if cutlass.const_expr(self.gated):
                 self.put(args, self.activate(one, other), top + j, column, m, n)
