@@ -277,9 +277,10 @@ CASES_SM100 = [
     ),
     Emulated(
         id="stream-groups",
-        why="two warpgroups store, partial sums of both",
-        case=replace(GATED, rows=110, n=136, k=1032, bias=True, residual=True, pad_out=8),
+        why="two warpgroups store, partial sums of both; shares of more tiles than there are sums",
+        case=replace(GATED, rows=110, n=392, k=200, bias=True, residual=True, pad_out=8),
         config=replace(TENSOR_STREAM, tokens=96),
+        sms=3,
     ),
     Emulated(
         id="stream-wide",
