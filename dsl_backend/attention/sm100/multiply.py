@@ -11,7 +11,6 @@ from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.sm100.configs import ROWS
-from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.tensor_product import TensorProduct
 
