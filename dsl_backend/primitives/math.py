@@ -92,15 +92,24 @@ def mul_pair(a: Pair, b: Pair) -> Pair:
 
 
 @dsl_user_op
-def max_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
-    """The larger of two; NaN where one of them is NaN."""
+def largest_of_three(a, b, c, nan: bool, *, loc=None, ip=None) -> cutlass.Float32:
+    """The largest, in one instruction (SM100). A NaN among them is left out, or with `nan` the result."""
     return cute.arch.inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, {$r1};",
+        f"max{'.NaN' if nan else ''}.f32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}};",
         write_only_types=[cutlass.Float32],
-        read_only_args=[a, b],
+        read_only_args=[a, b, c],
         loc=loc,
         ip=ip,
     )
+
+
+def largest_by_threes(values: Sequence, nan: bool):
+    """The largest of an odd number of float32 values (SM100); nan as in `largest_of_three`."""
+    level = list(values)
+    while len(level) > 1:
+        threes = [largest_of_three(*level[i : i + 3], nan) for i in range(0, len(level) - 2, 3)]
+        level = threes + level[len(threes) * 3 :]
+    return level[0]
 
 
 @dsl_user_op

@@ -84,6 +84,11 @@ class Target:
         return self.capability is not None and self.capability[0] in (10, 11)
 
     @property
+    def fast_exponentials(self) -> bool:
+        """Special units with twice the rate of exponentials (SM103: NVIDIA Blackwell Ultra architecture)."""
+        return self.capability == (10, 3)
+
+    @property
     def tma(self) -> bool:
         """Bulk tensor copies."""
         return self.capability is not None and self.capability[0] >= 9

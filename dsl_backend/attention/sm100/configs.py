@@ -122,10 +122,14 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
         # Both rings and 256 rows of queries are in shared memory.
         tile_n = 96 if widest <= 128 else 64 if widest <= 192 else 32
         return ForwardConfig(halves=halves, tile_n=tile_n, staging=2)
-    if max(spec.head_dim, spec.head_dim_v) <= 128:
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest <= 96:
         return ForwardConfig(stages=2)
+    # Products of wider heads take longer than seven eighths of the exponentials.
+    if widest <= 128:
+        return ForwardConfig(stages=2, polynomial=2)
     if spec.head_dim_v <= 128:
-        return ForwardConfig(tile_n=64, stages=2)
+        return ForwardConfig(tile_n=64, stages=2, polynomial=2)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
 
 
@@ -146,7 +150,7 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
 
 
 TRIED_TILES = (32, 64, 96, 128)
-TRIED_POLYNOMIAL = (0, 4, 8)
+TRIED_POLYNOMIAL = (0, 2, 4, 8)
 # fp8 tiles in flight; none of 16 bits.
 TRIED_STAGING = (2, 4, 6)
 MOST_STAGES = 8

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernels of dense attention for one layer spec."""
 
+from dataclasses import replace
+
 from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.sm100.configs import default_config, default_split_config
 from dsl_backend.attention.sm100.forward import Forward, ForwardKey
@@ -10,6 +12,8 @@ from dsl_backend.runtime.target import Target
 
 def build(key: ForwardKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
+    if target.fast_exponentials:
+        key = replace(key, config=replace(key.config, polynomial=0))
     return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 

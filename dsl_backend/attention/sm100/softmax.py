@@ -16,7 +16,7 @@ from dsl_backend.primitives.math import (
     exp2_by_polynomial,
     finite_or_zero,
     fma_pair,
-    max_or_nan,
+    largest_by_threes,
     tree,
 )
 
@@ -118,8 +118,7 @@ class Softmax:
             scores = self.masked(scores, work, position, first)
         before = self.top[0]
         # A NaN must not vanish: the polynomial has none.
-        larger = max_or_nan if self.polynomial else cute.arch.fmax
-        top = larger(before, tree(scores, larger))
+        top = largest_by_threes([before, *scores], nan=self.polynomial > 0)
         # A little growth is let pass: weights above 1 are as good, and sums need no correction.
         top = before if (top - before) * self.scores.factor <= self.config.patience else top
         self.top[0] = top
