@@ -255,14 +255,16 @@ def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: in
     message = f"{name_of(clash)} of {cta.name} is {doing}, and nothing orders an earlier {clash.earlier}"
     if known:
         message += ", of which only the issue is known: it has to be waited for, or committed, first"
-    if known and is_used(cta, issuer, clash):
-        return
     other = runner.run.place_of(cta.cluster.number, clash.component, clash.where)
-    runner.report(Kind.TENSOR_ORDER if known else Kind.RACE, message, other=other, index=index)
+    warning = known and is_used(cta, issuer, clash)
+    runner.report(Kind.TENSOR_ORDER if known else Kind.RACE, message, other=other, index=index, warning=warning)
 
 
 def is_used(cta: Cta, issuer: int, clash: Clash) -> bool:
-    """Whether the clash is with a load whose registers were used: it is over, and the missing wait is a warning."""
+    """Whether the clash is with a load whose registers were used: it is over, and the missing wait is a warning.
+
+    On a chip as well; but the ISA says of a register dependency that it orders no access to memory (9.7.16.6.4.5).
+    """
     runner = next(one for one in cta.cluster.runners if one.clock.component == issuer)
     work = runner.state.get(Source.TENSOR_LOAD.value)
     if not isinstance(work, Work) or clash.component != work.component:
