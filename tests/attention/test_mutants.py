@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in the main kernels' PTX are found on the emulator: by a wrong value or by a check.
 
-Quick: some of each kernel but the slowest. Full: all that docs/attention-mutants.md counts.
+Quick: some of each kernel. Full: all that docs/attention-mutants.md counts.
 """
 
 import pytest
@@ -10,12 +10,11 @@ from suite import judged, some
 from tests.attention.mutants import KERNELS, SUITE
 
 QUICK = 3  # of each kernel
-SLOW = ("SM100 MLA pairs",)
 SHARDS = 2
 LIMIT_S = 3600
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in SLOW])
+@pytest.mark.parametrize("name", KERNELS)
 def test_some_mutants(name: str) -> None:
     assert SUITE.survivors(some(KERNELS[name], QUICK)) == []
 
