@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peer_budgets import Expected
-from peer_cases import SM90, SM100, Problem, Table
+from peer_cases import SM90, SM100, Problem, Table, normal
 
 FLASH = Table()
 # FA4 for SM100 computes part of its exponentials with a polynomial of degree 3, of relative error 8.8e-5 (the minimax
@@ -135,10 +135,10 @@ def attention(arch: str, problem: Attention, arrange: Callable[[Attention, Input
     d, dv = problem.head_dims
     # torch has few operators for 8 bits: references take what the rounded inputs are in bfloat16, which holds them.
     dtype, wide = problem.dtype, problem.dtype if problem.dtype.itemsize > 1 else torch.bfloat16
-    qs = [torch.randn(n, problem.heads, d).to(dtype) for n in problem.queries]
-    ks = [torch.randn(m, problem.kv_heads, d).to(dtype) for m in problem.keys]
-    vs = [k[..., d - dv :] if problem.absorbed else torch.randn(*k.shape[:2], dv).to(dtype) for k in ks]
-    sink = torch.randn(problem.heads).to(torch.bfloat16) if problem.sink else None
+    qs = [normal(n, problem.heads, d).to(dtype) for n in problem.queries]
+    ks = [normal(m, problem.kv_heads, d).to(dtype) for m in problem.keys]
+    vs = [k[..., d - dv :] if problem.absorbed else normal(*k.shape[:2], dv).to(dtype) for k in ks]
+    sink = normal(problem.heads).to(torch.bfloat16) if problem.sink else None
     given = (arrange or packed_or_batch)(problem, {"q": qs, "k": ks, "v": vs})
     take = given.pop("take", None) or (lambda out, lse: (out, lse))
     options = {**given, **problem.options}
@@ -155,7 +155,7 @@ def attention(arch: str, problem: Attention, arrange: Callable[[Attention, Input
     if sink is not None:
         options["learnable_sink"] = sink
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(**options: Any) -> dict[str, torch.Tensor]:
         out, lse = _flash_attn_fwd(**options, return_lse=True)[:2]
         # The kernel with weights absorbed gives [..., queries, heads], the others [..., heads, queries].
         out, lse = take(out, lse.mT if problem.absorbed else lse)
@@ -169,6 +169,7 @@ def attention(arch: str, problem: Attention, arrange: Callable[[Attention, Input
     size = max(float(q.double().abs().max() * k.double().abs().max()) for q, k in zip(qs, ks, strict=True)) * d**-0.5
     return Problem(
         call,
+        options,
         {
             "out": Expected(torch.cat([one[0] for one in exact]), torch.cat([one[0] for one in naive])),
             "lse": Expected(
@@ -370,7 +371,7 @@ def flash_combine(arch: str) -> Problem:
     """
     from flash_attn.cute.interface import flash_attn_combine
 
-    parts, lse = torch.randn(3, 1, 70, 4, 64), 4 * torch.randn(3, 1, 4, 70).mT
+    parts, lse = normal(3, 1, 70, 4, 64), 4 * normal(3, 1, 4, 70).mT
     # A split that saw no key.
     parts[1, :, 5], lse[1, :, 5] = 0.0, -torch.inf
 
@@ -380,11 +381,15 @@ def flash_combine(arch: str) -> Problem:
 
     (exact, total), (naive, _), (_, single) = want(torch.float64), want(torch.bfloat16), want(torch.float32)
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(parts: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
         out, sums = flash_attn_combine(parts, lse, out_dtype=torch.bfloat16)
         return {"out": out, "lse": sums}
 
-    return Problem(call, {"out": Expected(exact, naive), "lse": Expected(total, single, magnitude=float(lse.max()))})
+    return Problem(
+        call,
+        {"parts": parts, "lse": lse},
+        {"out": Expected(exact, naive), "lse": Expected(total, single, magnitude=float(lse.max()))},
+    )
 
 
 @FLASH.case(SM100)
@@ -435,14 +440,14 @@ def backward(arch: str, problem: Attention) -> Problem:
 
     d, dv = problem.head_dims
     given = [
-        torch.randn(length, heads, width).to(problem.dtype)
+        normal(length, heads, width).to(problem.dtype)
         for length, heads, width in (
             (problem.queries[0], problem.heads, d),
             (problem.keys[0], problem.kv_heads, d),
             (problem.keys[0], problem.kv_heads, dv),
         )
     ]
-    slope = torch.randn(problem.queries[0], problem.heads, dv).to(problem.dtype)
+    slope = normal(problem.queries[0], problem.heads, dv).to(problem.dtype)
 
     def want(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], Rows]:
         leaves = [x.to(dtype).requires_grad_() for x in given]
@@ -451,9 +456,10 @@ def backward(arch: str, problem: Attention) -> Problem:
 
     (exact, (out, lse)), (naive, _) = want(torch.float64), want(problem.dtype)
     q, k, v, dout, o = (x[None] for x in (*given, slope, out.to(problem.dtype)))
+    inputs = {"q": q, "k": k, "v": v, "out": o, "dout": dout, "lse": lse.float()[None]}
 
-    def call() -> dict[str, torch.Tensor]:
-        made = _flash_attn_bwd(q, k, v, o, dout, lse.float()[None], causal=problem.causal)[:3]
+    def call(**given: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = _flash_attn_bwd(**given, causal=problem.causal)[:3]
         return {name: gradient[0] for name, gradient in zip(("dq", "dk", "dv"), made, strict=True)}
 
     # A score's gradient is a difference; where it is zero, such as under a single key, float32's rounding remains.
@@ -462,7 +468,9 @@ def backward(arch: str, problem: Attention) -> Problem:
     rounding = 4 * torch.finfo(torch.float32).eps * float(slopes.abs().max() * k.abs().max()) * d**-0.5
     names = ("dq", "dk", "dv")
     return Problem(
-        call, {name: Expected(exact[index], naive[index], absolute=rounding) for index, name in enumerate(names)}
+        call,
+        inputs,
+        {name: Expected(exact[index], naive[index], absolute=rounding) for index, name in enumerate(names)},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peer_budgets import Expected
-from peer_cases import SM90, SM100, Problem, Table
+from peer_cases import SM90, SM100, Problem, Table, normal
 
 QUACK = Table()
 BF16 = torch.bfloat16
@@ -22,10 +22,11 @@ EX2_ERROR = 2.0**-22
 def softmax(rows: int, columns: int, dtype: torch.dtype) -> Problem:
     from quack.softmax import softmax_fwd
 
-    x = (4 * torch.randn(rows, columns)).to(dtype)
+    x = (4 * normal(rows, columns)).to(dtype)
     exact = x.double().softmax(-1)
     return Problem(
-        lambda: {"out": softmax_fwd(x)},
+        lambda x: {"out": softmax_fwd(x)},
+        {"x": x},
         {"out": Expected(exact, x.softmax(-1), absolute=2 * EX2_ERROR * float(exact.max()))},
     )
 
@@ -53,15 +54,18 @@ def softmax_backward(arch: str) -> Problem:
     """Gradients of rows of 512."""
     from quack.softmax import softmax_bwd
 
-    y = torch.randn(3, 512).softmax(-1)
-    dy = torch.randn(3, 512)
+    # By way of float64, whose errors float32 does not show: torch's own in float32 depends on the machine.
+    y = normal(3, 512).double().softmax(-1).float()
+    dy = normal(3, 512)
 
     def gradient(dtype: torch.dtype) -> torch.Tensor:
         a, b = y.to(dtype), dy.to(dtype)
         return a * (b - (a * b).sum(-1, keepdim=True))
 
     return Problem(
-        lambda: {"dx": softmax_bwd(dy, y)}, {"dx": Expected(gradient(torch.float64), gradient(torch.float32))}
+        lambda dy, y: {"dx": softmax_bwd(dy, y)},
+        {"dy": dy, "y": y},
+        {"dx": Expected(gradient(torch.float64), gradient(torch.float32))},
     )
 
 
@@ -70,7 +74,7 @@ def cross_entropy(arch: str) -> Problem:
     """Loss, log-sum-exp and gradient of rows of 1024, one of them ignored."""
     from quack.cross_entropy import cross_entropy_fwd
 
-    x = (2 * torch.randn(6, 1024)).to(BF16)
+    x = (2 * normal(6, 1024)).to(BF16)
     target = torch.tensor([0, 5, 1023, -100, 77, 512])
     seen = (target >= 0)[:, None]
 
@@ -83,12 +87,13 @@ def cross_entropy(arch: str) -> Problem:
 
     exact, single, naive = want(torch.float64), want(torch.float32), want(BF16)
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         loss, lse, dx = cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
         return {"loss": loss[:, None], "lse": lse[:, None], "dx": dx}
 
     return Problem(
         call,
+        {"x": x, "target": target},
         {
             "loss": Expected(exact[0][:, None], single[0][:, None], magnitude=float(x.abs().max())),
             "lse": Expected(exact[1][:, None], single[1][:, None], magnitude=float(x.abs().max())),
@@ -100,8 +105,8 @@ def cross_entropy(arch: str) -> Problem:
 def rmsnorm(rows: int, columns: int, residual: bool = False) -> Problem:
     from quack.rmsnorm import rmsnorm_fwd
 
-    x, weight = torch.randn(rows, columns).to(BF16), torch.randn(columns).to(BF16)
-    added = torch.randn(rows, columns).to(BF16) if residual else None
+    x, weight = normal(rows, columns).to(BF16), normal(columns).to(BF16)
+    added = normal(rows, columns).to(BF16) if residual else None
 
     def want(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         total = x.to(dtype) + (0 if added is None else added.to(dtype))
@@ -109,12 +114,14 @@ def rmsnorm(rows: int, columns: int, residual: bool = False) -> Problem:
 
     exact, naive = want(torch.float64), want(BF16)
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None) -> dict[str, torch.Tensor]:
         out, total, _ = rmsnorm_fwd(x, weight, residual=added)
         return {"out": out, "residual": total} if residual else {"out": out}
 
     expected = {"out": Expected(exact[0], naive[0])}
-    return Problem(call, {**expected, "residual": Expected(exact[1], naive[1])} if residual else expected)
+    if residual:
+        expected["residual"] = Expected(exact[1], naive[1])
+    return Problem(call, {"x": x, "weight": weight, "added": added}, expected)
 
 
 @QUACK.case(quick=(SM90,))
@@ -143,13 +150,14 @@ def topk(arch: str) -> Problem:
     # All different in float32, so that the indices are fixed as well.
     x = torch.stack([torch.randperm(256) for _ in range(5)]).float() - 100
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(x: torch.Tensor) -> dict[str, torch.Tensor]:
         values, indices = topk_fwd(x, 16)
         return {"values": values, "indices": indices.float()}
 
     right = x.topk(16)
     return Problem(
         call,
+        {"x": x},
         {"values": Expected(right.values.double()), "indices": Expected(right.indices.double())},
     )
 
@@ -170,18 +178,18 @@ def gemm(
     """A [m, k] by B [k, n], both with their k contiguous."""
     from quack.gemm_interface import gemm_tuned
 
-    a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype).mT
+    a, b = normal(m, k).to(dtype), normal(n, k).to(dtype).mT
     chosen = config(arch, **settings)
 
-    def call() -> dict[str, torch.Tensor]:
-        made = torch.full((m, n), torch.nan, dtype=out)
+    def call(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = torch.full((m, n), torch.nan, dtype=out, device=a.device)
         gemm_tuned.fn(a, b, made, config=chosen)
         return {"out": made}
 
     # What is summed: tensor cores of SM90 keep fewer bits of fp8 products than float32 has, and torch's bfloat16 is
     # the yardstick for that too.
     naive = (a.to(out) @ b.to(out)).to(out)
-    return Problem(call, {"out": Expected(a.double() @ b.double(), naive)})
+    return Problem(call, {"a": a, "b": b}, {"out": Expected(a.double() @ b.double(), naive)})
 
 
 @QUACK.case(quick=(SM90, SM100))
@@ -231,8 +239,12 @@ def gemm_default(arch: str) -> Problem:
     """With the configuration that quack chooses by itself."""
     from quack.gemm_interface import gemm as whole
 
-    a, b = torch.randn(256, 128).to(BF16), torch.randn(256, 128).to(BF16).mT
-    return Problem(lambda: {"out": whole(a, b, tuned=False)}, {"out": Expected(a.double() @ b.double(), a @ b)})
+    a, b = normal(256, 128).to(BF16), normal(256, 128).to(BF16).mT
+    return Problem(
+        lambda a, b: {"out": whole(a, b, tuned=False)},
+        {"a": a, "b": b},
+        {"out": Expected(a.double() @ b.double(), a @ b)},
+    )
 
 
 def gated(arch: str, **settings: Any) -> Problem:
@@ -240,10 +252,10 @@ def gated(arch: str, **settings: Any) -> Problem:
     from quack.gemm_interface import gemm_act
 
     m, n, k = 256, 256, 128
-    a, b = torch.randn(m, k).to(BF16), (torch.randn(n, k) * k**-0.5).to(BF16).mT
+    a, b = normal(m, k).to(BF16), (normal(n, k) * k**-0.5).to(BF16).mT
     chosen = config(arch, **settings)
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
         product, out = gemm_act(a, b, activation="swiglu", config=chosen)
         return {"product": product, "out": out}
 
@@ -252,7 +264,9 @@ def gated(arch: str, **settings: Any) -> Problem:
         return product, torch.nn.functional.silu(product[:, ::2]) * product[:, 1::2]
 
     exact, naive = want(torch.float64), want(BF16)
-    return Problem(call, {"product": Expected(exact[0], naive[0]), "out": Expected(exact[1], naive[1])})
+    return Problem(
+        call, {"a": a, "b": b}, {"product": Expected(exact[0], naive[0]), "out": Expected(exact[1], naive[1])}
+    )
 
 
 @QUACK.case()
@@ -274,13 +288,13 @@ def block_scaled(arch: str, form: str, **settings: Any) -> Problem:
 
     m, n, k = 256, 256, 256
     # Rows of very different sizes, so that a wrong scale shows.
-    a = BlockScaledOperand.quantize(torch.randn(m, k) * torch.logspace(-3, 3, m, 2)[:, None], form)
-    b = BlockScaledOperand.quantize(torch.randn(n, k) * torch.logspace(-3, 3, k, 2), form)
+    a = BlockScaledOperand.quantize(normal(m, k) * torch.logspace(-3, 3, m, 2)[:, None], form)
+    b = BlockScaledOperand.quantize(normal(n, k) * torch.logspace(-3, 3, k, 2), form)
     left, right = (x.dequantize(torch.float32) for x in (a, b))
     made = torch.full((m, n), torch.nan, dtype=BF16)
     chosen = config(arch, **settings) if settings else None
 
-    def call() -> dict[str, torch.Tensor]:
+    def call(a: BlockScaledOperand, b: BlockScaledOperand) -> dict[str, torch.Tensor]:
         if chosen is None:
             return {"out": whole(a, b.mT, tuned=False)}
         made.fill_(torch.nan)
@@ -290,7 +304,7 @@ def block_scaled(arch: str, form: str, **settings: Any) -> Problem:
         return {"out": made}
 
     exact = left.double() @ right.double().mT
-    return Problem(call, {"out": Expected(exact, (left @ right.mT).to(BF16))})
+    return Problem(call, {"a": a, "b": b}, {"out": Expected(exact, (left @ right.mT).to(BF16))})
 
 
 @QUACK.case(SM100)

@@ -62,7 +62,7 @@ def run(arch: str, case: Case, schedules: list[str]) -> dict[str, Any]:
         machine = TimedMachine(arch, SMS, schedule, seed=1)
         with emulator.device(arch, sms=SMS, schedule=schedule, keep_findings=True, machine=machine):
             problem = problem or case.make(arch)
-            outputs = problem.call()
+            outputs = problem.run()
         report["schedules"][schedule] = told(machine, problem, outputs)
     return report
 

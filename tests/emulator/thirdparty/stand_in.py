@@ -18,6 +18,17 @@ SMS = 4
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 
 
+def ready(peers: Path) -> None:
+    """What a process needs on a GPU as well; before the kernels' packages are imported."""
+    # Compiled functions on disk would come without their PTX, and from another version.
+    os.environ.update(QUACK_CACHE_ENABLED="0", FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="0")
+    # Last, so that it adds packages to the environment and hides none of them.
+    sys.path.append(str(peers))
+    # Outputs begin as NaN: memory that a call before has filled would hide what this one leaves out.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 def pretend(arch: str, peers: Path) -> None:
     """Make this process believe that it has a GPU of the arch; before the kernels' packages are imported."""
     capability = CAPABILITIES[arch]
@@ -25,14 +36,10 @@ def pretend(arch: str, peers: Path) -> None:
     os.environ.update(
         FLASH_ATTENTION_ARCH=f"sm_{number}",
         QUACK_ARCH=number,
-        # Compiled functions on disk would come without their PTX.
-        QUACK_CACHE_ENABLED="0",
-        FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="0",
         # quack's quantizers are compiled by torch, which asks the GPU for its random state first.
         TORCHDYNAMO_DISABLE="1",
     )
-    # Last, so that it adds packages to the environment and hides none of them.
-    sys.path.append(str(peers))
+    ready(peers)
     properties = SimpleNamespace(
         multi_processor_count=SMS, major=capability[0], minor=capability[1], name=arch, L2_cache_size=50 << 20
     )
@@ -48,9 +55,6 @@ def pretend(arch: str, peers: Path) -> None:
     tensor: Any = torch.Tensor
     tensor.is_cuda = property(lambda _: True)
     _custom_ops_on_every_device()
-    # Outputs begin as NaN: memory that a call before has filled would hide what this one leaves out.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def _custom_ops_on_every_device() -> None:
