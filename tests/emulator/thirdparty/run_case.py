@@ -28,8 +28,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  after the number of threads
 from cases_flash import FLASH  # noqa: E402
 from cases_quack import QUACK  # noqa: E402
+from peer_answers import FILE, Answers  # noqa: E402
 from peer_budgets import judge  # noqa: E402
-from peer_cases import SCHEDULES, Case, Problem  # noqa: E402
+from peer_cases import SCHEDULES, SM90, Case, Problem  # noqa: E402
+from peer_rules import compare, rule_of  # noqa: E402
 from stand_in import SMS, pretend  # noqa: E402
 
 import emulator  # noqa: E402
@@ -54,7 +56,7 @@ class TimedMachine(Machine):
             self.cpu_seconds += time.process_time() - started[1]
 
 
-def run(arch: str, case: Case, schedules: list[str]) -> dict[str, Any]:
+def run(arch: str, case: Case, schedules: list[str], answers: Answers) -> dict[str, Any]:
     torch.manual_seed(0)
     problem: Problem | None = None
     report: dict[str, Any] = {"case": case.name, "arch": arch, "schedules": {}}
@@ -64,6 +66,8 @@ def run(arch: str, case: Case, schedules: list[str]) -> dict[str, Any]:
             problem = problem or case.make(arch)
             outputs = problem.run()
         report["schedules"][schedule] = told(machine, problem, outputs)
+        if arch == SM90 and case.name in answers.cases:
+            report["schedules"][schedule]["chip"] = beside(case.name, problem, outputs, answers)
     return report
 
 
@@ -84,11 +88,23 @@ def told(machine: TimedMachine, problem: Problem, outputs: dict[str, torch.Tenso
     }
 
 
+def beside(name: str, problem: Problem, outputs: dict[str, torch.Tensor], answers: Answers) -> dict[str, Any]:
+    """How like a chip's outputs these are, by name."""
+    answer = answers.cases[name]
+    assert answer.inputs == problem.digest(), "the inputs are not those that the chip had: run on_chip.py again"
+    assert outputs.keys() == answer.outputs.keys()
+    return {
+        key: asdict(compare(x, answer.outputs[key], rule_of(name, key), problem.expected[key].magnitude))
+        for key, x in outputs.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run a case of others' kernels on the emulator.")
     parser.add_argument("arch", nargs="?", choices=("sm_90a", "sm_100a"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--answers", type=Path, default=FILE, help="a chip's, to compare with; see on_chip.py")
     parser.add_argument("--list", action="store_true", help="print the cases")
     options = parser.parse_args()
     if options.list:
@@ -98,7 +114,7 @@ def main() -> None:
     if options.arch is None or options.case is None:
         parser.error("an arch and a case")
     pretend(options.arch, PEERS)
-    report = run(options.arch, CASES[options.case], options.schedules)
+    report = run(options.arch, CASES[options.case], options.schedules, Answers.load(options.answers))
     sys.stdout.write(json.dumps(report) + "\n")
 
 

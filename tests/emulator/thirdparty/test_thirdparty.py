@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of others, unmodified, give the right values on the emulator, and its checks find nothing wrong in them."""
+"""Kernels of others, unmodified, give the right values on the emulator, and its checks find nothing wrong in them.
+
+Those for SM90 give what they gave on a chip, as far as `peer_rules` says. The chip's answers are golden_sm90.npz of
+tests/emulator/golden/thirdparty, which on_chip.py makes.
+"""
 
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from peer_cases import SCHEDULES
+from peer_answers import Answers
+from peer_cases import SCHEDULES, SM90, SM100
 from run_case import CASES, PEERS
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 600
+# By arch, so that the first of them are those that a chip is asked for.
 ALL = [
     pytest.param(arch, name, marks=() if arch in case.quick else pytest.mark.full, id=f"{name}-{arch}")
+    for arch in (SM90, SM100)
     for name, case in CASES.items()
-    for arch in case.archs
+    if arch in case.archs
 ]
+ON_CHIP = [one for one in ALL if one.values[0] == SM90]
+# What no chip has answered yet: the next run of on_chip.py does.
+AWAITED = [one.values[1] for one in ON_CHIP]
 
 
 @pytest.fixture(autouse=True)
@@ -25,20 +37,43 @@ def _peers_are_installed() -> None:
         pytest.skip(f"{PEERS} does not hold the kernels: `make peers` installs them")
 
 
-@pytest.mark.parametrize(("arch", "name"), ALL)
-def test_values_and_findings(arch: str, name: str) -> None:
+@cache
+def ran(arch: str, name: str) -> dict[str, Any]:
+    """What run_case.py tells; the scope of the tests' parameters lets those of a case come one after the other."""
     command = [sys.executable, "-W", "ignore", str(HERE / "run_case.py"), arch, name, "--schedules", *SCHEDULES]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    report = json.loads(ran.stdout.splitlines()[-1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert list(report["schedules"]) == list(SCHEDULES)
-    for schedule, told in report["schedules"].items():
+    return report
+
+
+@pytest.mark.parametrize(("arch", "name"), ALL, scope="module")
+def test_values_and_findings(arch: str, name: str) -> None:
+    for schedule, told in ran(arch, name)["schedules"].items():
         for output, verdict in told["outputs"].items():
             assert verdict["wrong"] == 0, f"{schedule}: {output}: {verdict}"
         assert told["findings"].keys() == set(CASES[name].known.get(arch, ())), (
             f"{schedule}: {told['findings']}: {told['errors']}"
         )
         assert told["instructions"] > 0, f"{schedule}: nothing was launched"
+
+
+@pytest.mark.parametrize(("arch", "name"), ON_CHIP, scope="module")
+def test_as_the_chip(arch: str, name: str) -> None:
+    if name in AWAITED:
+        pytest.skip("awaits a chip")
+    for schedule, told in ran(arch, name)["schedules"].items():
+        assert told["chip"].keys() == told["outputs"].keys()
+        for output, likeness in told["chip"].items():
+            assert not likeness["wrong"], f"{schedule}: {output}: {likeness}"
+
+
+def test_it_is_a_chips_file() -> None:
+    answers = Answers.load()
+    assert {one.values[1] for one in ON_CHIP} - set(answers.cases) == set(AWAITED)
+    if answers.cases:
+        assert "H200" in answers.source["gpu"] or "H100" in answers.source["gpu"]
 
 
 def test_every_case_says_what_it_is() -> None:

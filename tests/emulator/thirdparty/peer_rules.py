@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the emulator's results may be from a chip's, kernel by kernel, and why.
+
+All instructions of these kernels are fixed by the ISA to the bit but three kinds. Approximate units (ex2, lg2, rcp,
+rsqrt, tanh) are within what it says of them: 2 units in the last place of float32, tanh 2^-11. wgmma may cut off what a
+term has behind the 23rd bit of the largest one (fp8: the 13th), where the emulator rounds the exact sum. And mul.f32,
+add.f32 and sub.f32 without .rn may be contracted to fma by the assembler.
+
+An error of 2^-22 turns one of 2^13 roundings to bfloat16, of 2^10 to float16. So results of 16 bits are the same but
+for a few, which are neighbours; float32 results show the errors themselves. The numbers below are twice what was seen
+when the emulator had all of these errors at once, in pseudo-random directions, rounded up; a product of 8-bit factors
+is summed in 4 steps of 32, each with terms that lose half of 2^-13 of the largest.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from peer_answers import Output, places
+from peer_budgets import row_most
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is allowed.
+
+    Attributes:
+        ulps: of an element, in units in the last place of its row's largest, and of what that is the sum of.
+        share: of the elements, those that may have other bits.
+    """
+
+    ulps: float
+    share: float
+    why: str
+
+
+BITS = Rule(0, 0, "additions, comparisons and conversions, which are exact or rounded as the ISA says")
+ROUNDED = Rule(1, 0.01, "errors of 2^-22 that a rounding to 16 bits shows now and then")
+# By pattern of case/output, the first that fits.
+RULES = {
+    r"topk/.*|rmsnorm-residual/residual": BITS,
+    r"gemm-fp8/out": Rule(2, 0.1, "sums of products of 8-bit factors are cut off at 13 bits"),
+}
+
+
+def rule_of(case: str, output: str) -> Rule:
+    """Raises KeyError where there is none."""
+    for pattern, rule in RULES.items():
+        if re.fullmatch(pattern, f"{case}/{output}"):
+            return rule
+    raise KeyError(f"no rule for {case}/{output}")
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """An output of the emulator beside that of a chip.
+
+    Attributes:
+        compared: elements.
+        unequal: those of them with other bits.
+        worst: the largest difference, in the rule's units.
+        identical: whether all elements have the same bits, those that are not in the sample as well.
+        wrong: what the rule does not allow, in words.
+    """
+
+    compared: int
+    unequal: int
+    worst: float
+    identical: bool
+    wrong: str = ""
+
+
+def compare(emulated: torch.Tensor, chip: Output, rule: Rule, magnitude: float = 0.0) -> Likeness:
+    """An output of a case.
+
+    Args:
+        magnitude: of what was summed on the way, where that is larger than the result (`Expected`).
+    """
+    own = Output.of(emulated)
+    if (own.dtype, own.shape) != (chip.dtype, chip.shape):
+        raise AssertionError(f"{own.dtype} {own.shape}, and {chip.dtype} {chip.shape} on the chip")
+    identical = own.digest == chip.digest
+    unequal = own.sample != chip.sample
+    found, right = own.values().double(), chip.values().double()
+    same = torch.from_numpy(~unequal) | (found.isnan() & right.isnan())
+    size = torch.where(emulated.isfinite(), emulated.double().abs(), 0.0)
+    unit = torch.finfo(emulated.dtype).eps * (row_most(size) + magnitude)
+    parts = (found - right).abs() / unit.expand_as(size).flatten()[places(size.numel())]
+    parts = torch.where(same, 0.0, parts.nan_to_num(nan=torch.inf))
+    worst, count = float(parts.max()), int(unequal.sum())
+    wrong = ""
+    if worst > rule.ulps:
+        at = int(parts.argmax())
+        place = int(places(size.numel())[at])
+        wrong = f"element {place}: emulator {float(found[at])}, chip {float(right[at])}"
+    elif count > rule.share * len(unequal):
+        wrong = f"{count} of {len(unequal)} elements have other bits"
+    elif not rule.share and not identical:
+        wrong = "elements that are not in the sample have other bits"
+    return Likeness(len(unequal), count, worst, identical, wrong)
