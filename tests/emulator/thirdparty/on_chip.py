@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -64,13 +64,20 @@ def device(emulate: bool) -> Iterator[str]:
 
 
 def source(emulate: bool, commit: str) -> dict[str, str]:
-    versions = {package: version(package) for package in PACKAGES}
     return {
         "gpu": "emulator" if emulate else f"{torch.cuda.get_device_name()}, CUDA driver {driver()}",
-        **versions,
+        **{package: version_of(package) for package in PACKAGES},
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
     }
+
+
+def version_of(package: str) -> str:
+    """The answers are worth keeping where a package has no metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def driver() -> int:

@@ -18,7 +18,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from peer_cases import SCHEDULES  # noqa: E402  of this folder
+from peer_answers import Answers  # noqa: E402  of this folder
+from peer_cases import SCHEDULES  # noqa: E402
+from peer_rules import rule_of  # noqa: E402
 from run_case import CASES  # noqa: E402
 
 HEAD = """# Others' kernels on the emulator
@@ -100,6 +102,32 @@ def lines(reports: list[dict[str, Any]]) -> Iterator[str]:
     yield LEFT_OUT.rstrip()
 
 
+CHIP = """
+## Beside a chip
+
+The same inputs on {gpu} ({date}, commit {commit}, torch {torch}). Of each output some elements are kept
+and a digest of all. Largest difference: in units in the last place of its row's largest, beside what is allowed
+(`tests/emulator/thirdparty/peer_rules.py`, with reasons); the worst of three schedules.
+"""
+
+
+def chip_lines(reports: list[dict[str, Any]], answers: Answers) -> Iterator[str]:
+    if not answers.cases:
+        return
+    yield CHIP.format(**answers.source)
+    yield "| case | output | elements | with other bits | largest difference | allowed | all bits the same |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"
+    for report in reports:
+        each = [told["chip"] for told in report["schedules"].values() if "chip" in told]
+        for output in each[0] if each else ():
+            some = [one[output] for one in each]
+            unequal, worst = max(one["unequal"] for one in some), max(one["worst"] for one in some)
+            same = "yes" if all(one["identical"] for one in some) else ""
+            cells = (output, f"{some[0]['compared']:,}", f"{unequal:,}", f"{worst:.2f}")
+            allowed = f"{rule_of(report['case'], output).ulps:g}"
+            yield f"| {' | '.join((report['case'], *cells, allowed, same))} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run all cases and print the table of what came out.")
     parser.add_argument("--reports", nargs="*", type=Path, help="what run_case.py printed, in place of running it")
@@ -110,7 +138,7 @@ def main() -> None:
         known[report["case"], report["arch"]] = report
     every = [(name, arch) for name, case in CASES.items() for arch in case.archs]
     reports = [known[name, arch] if options.reports else ran(arch, name) for name, arch in every]
-    sys.stdout.write("\n".join(lines(reports)) + "\n")
+    sys.stdout.write("\n".join([*lines(reports), *chip_lines(reports, Answers.load())]) + "\n")
 
 
 if __name__ == "__main__":

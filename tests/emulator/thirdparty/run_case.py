@@ -93,10 +93,12 @@ def beside(name: str, problem: Problem, outputs: dict[str, torch.Tensor], answer
     answer = answers.cases[name]
     assert answer.inputs == problem.digest(), "the inputs are not those that the chip had: run on_chip.py again"
     assert outputs.keys() == answer.outputs.keys()
-    return {
-        key: asdict(compare(x, answer.outputs[key], rule_of(name, key), problem.expected[key].magnitude))
-        for key, x in outputs.items()
-    }
+    likeness = {}
+    for key, x in outputs.items():
+        expected = problem.expected[key]
+        found = compare(x, answer.outputs[key], rule_of(name, key), expected.magnitude, expected.absolute)
+        likeness[key] = asdict(found)
+    return likeness
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from peer_answers import SAMPLE, Answer, Answers, Output, places
 from peer_cases import SM90, Problem, normal
 from peer_rules import BITS, ROUNDED, Rule, compare, rule_of
-from run_case import PEERS
+from run_case import CASES, PEERS
 
 HERE = Path(__file__).resolve().parent
 SMALL, OTHER = "topk", "flash-hd256"
@@ -89,11 +89,11 @@ def test_inputs_are_the_same_everywhere() -> None:
     torch.manual_seed(0)
     x = normal(256, 128)
     assert x.std() == pytest.approx(1, abs=0.01)
-    problem = Problem(lambda x: {"x": x}, {"x": x, "number": 3}, {})
+    problem = Problem(lambda x, number: {"x": x + number}, {"x": x, "number": 3}, {})
     assert problem.digest()[:16] == "21662ce9f0d69f50"
     assert Problem(lambda x: {}, {"x": x + 1}, {}).digest() != problem.digest()
     assert Problem(lambda x: {}, {"x": x.mT}, {}).digest() != problem.digest()
-    assert torch.equal(problem.run()["x"], x)
+    assert torch.equal(problem.run()["x"], x + 3)
 
 
 def changed(x: torch.Tensor, count: int, ulps: int = 1) -> torch.Tensor:
@@ -144,9 +144,27 @@ def test_what_is_no_number(value: float) -> None:
     assert not compare(own, Output.of(chip), loose).wrong
 
 
+def test_what_does_not_count() -> None:
+    """A row of zeros has no unit; what a case's budget adds for such is no difference here either."""
+    own = torch.zeros(2, 3)
+    chip = own + 1e-6
+    loose = Rule(1e9, 1, "")
+    assert compare(own, Output.of(chip), loose).worst == torch.inf
+    assert not compare(own, Output.of(chip), loose, absolute=1e-5).wrong
+    assert not compare(own, Output.of(chip), Rule(10, 1, ""), magnitude=1.0).wrong
+    assert compare(own, Output.of(chip), Rule(1, 1, ""), magnitude=1.0).wrong
+
+
 def test_other_shapes_and_dtypes() -> None:
     for other in (ONES[:1], ONES.float()):
         with pytest.raises(AssertionError, match="on the chip"):
             compare(ONES, Output.of(other), BITS)
+
+
+def test_every_kernel_has_a_rule() -> None:
+    outputs = {"flash": ("out", "lse"), "topk": ("values", "indices"), "softmax-backward": ("dx",)}
+    for name, case in CASES.items():
+        for output in next((some for start, some in outputs.items() if name.startswith(start)), ("out",)):
+            assert SM90 not in case.archs or rule_of(name, output).why
     with pytest.raises(KeyError, match="no rule for some/thing"):
         rule_of("some", "thing")
