@@ -63,7 +63,9 @@ def test_values_and_findings(arch: str, name: str) -> None:
 def test_as_the_chip(arch: str, name: str) -> None:
     if name in AWAITED:
         pytest.skip("awaits a chip")
-    for schedule, told in ran(arch, name)["schedules"].items():
+    report = ran(arch, name)
+    assert report["inputs"] == Answers.load().cases[name].inputs, "the chip had other inputs: run on_chip.py again"
+    for schedule, told in report["schedules"].items():
         assert told["chip"].keys() == told["outputs"].keys()
         for output, likeness in told["chip"].items():
             assert not likeness["wrong"], f"{schedule}: {output}: {likeness}"
