@@ -108,7 +108,7 @@ def theirs(shape: Shape, keys: int) -> None:
     import_module("stand_in").pretend(ARCH, ROOT / ".peers")
     cases = import_module("cases_flash")
     problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, absorbed=shape.absorbed)
-    cases.attention(ARCH, problem).call()
+    cases.attention(ARCH, problem).run()
 
 
 def run(provider: str, name: str, keys: int) -> list[dict[str, Any]]:

@@ -11,6 +11,16 @@ import cutlass
 from cutlass import cute
 
 
+def stage_of(position, stages: int):
+    """Of a position from 0 on. Unsigned, since a signed remainder of a power of two is ten instructions, not one."""
+    return cutlass.Int32(cutlass.Uint32(position) % stages)
+
+
+def phase_of(position, stages: int):
+    """The parity of the round of a position."""
+    return cutlass.Int32(cutlass.Uint32(position) // stages & 1)
+
+
 @dataclass(frozen=True)
 class Ring:
     """Barriers of the ring: `full` counts a producer and its bytes, `empty` the consumers of every block it writes to.

@@ -16,6 +16,7 @@ from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
 from dsl_backend.attention.parts.sizes import chunk
 from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.attention.parts.widen import Tiles, bytes_boxed, bytes_staged
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +217,10 @@ class LatentLoader(Loader):
     @cute.jit
     def load_rows(self, work, tile, pages, count):
         """A key tile, part by part as they become free."""
-        stage = count % self.stages
+        stage = stage_of(count, self.stages)
         for part in cutlass.range_constexpr(PARTS):
             place = stage * PARTS + part
-            cute.arch.mbarrier_wait(self.barriers.k_empty + place, ((count // self.stages) & 1) ^ 1)
+            cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase_of(count, self.stages) ^ 1)
             full = self.barriers.k_full + place
             self.expect(full, len(self.parts[part]) * self.chunk_bytes)
             chunks = self.parts[part]

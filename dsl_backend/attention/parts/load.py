@@ -7,6 +7,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
+from dsl_backend.primitives.ring import phase_of, stage_of
+
 
 def box_rows(page_size: int, tile_n: int) -> int:
     """Keys of one tensor copy: as many of a tile as lie in one page."""
@@ -103,8 +105,8 @@ class Loader:
 
     @cute.jit
     def load_queries(self, work, count):
-        stage = count % self.config.query_stages
-        cute.arch.mbarrier_wait(self.barriers.q_empty + stage, ((count // self.config.query_stages) & 1) ^ 1)
+        stage = stage_of(count, self.config.query_stages)
+        cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ 1)
         full = self.barriers.q_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
@@ -127,8 +129,8 @@ class Loader:
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
-        stage = count % self.stages
-        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.stages) & 1) ^ 1)
+        stage = stage_of(count, self.stages)
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.stages) ^ 1)
         full = self.barriers.k_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
@@ -137,8 +139,8 @@ class Loader:
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
-        stage = count % self.stages
-        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.stages) & 1) ^ 1)
+        stage = stage_of(count, self.stages)
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
         full = self.barriers.v_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)

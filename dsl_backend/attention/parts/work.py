@@ -6,6 +6,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.ring import phase_of, stage_of
+
 SLOTS = 2  # the next item is found while the last one is worked on
 WHOLE = -1
 
@@ -58,8 +60,8 @@ class Mailbox:
     @cute.jit
     def post(self, count: cutlass.Int32, work: Work):
         """By all lanes of the writing warp; count: of the items before."""
-        slot = count % SLOTS
-        cute.arch.mbarrier_wait(self.empty + slot, ((count // SLOTS) & 1) ^ 1)
+        slot = stage_of(count, SLOTS)
+        cute.arch.mbarrier_wait(self.empty + slot, phase_of(count, SLOTS) ^ 1)
         with cute.arch.elect_one():
             for field in cutlass.range_constexpr(FIELDS):
                 self.items[field, slot] = work[field]
@@ -68,8 +70,8 @@ class Mailbox:
     @cute.jit
     def read(self, count: cutlass.Int32):
         """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
-        slot = count % SLOTS
-        cute.arch.mbarrier_wait(self.full + slot, (count // SLOTS) & 1)
+        slot = stage_of(count, SLOTS)
+        cute.arch.mbarrier_wait(self.full + slot, phase_of(count, SLOTS))
         work = Work(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
         cute.arch.sync_warp()
         with cute.arch.elect_one():

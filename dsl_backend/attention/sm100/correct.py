@@ -15,6 +15,7 @@ from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, mul_pair
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 OWN = 1  # named barrier of the warpgroup
 PIECE = 16  # columns of sums in registers at a time
@@ -39,19 +40,24 @@ class Corrector:
         while valid != 0:
             self.clear_past(work, tiles)
             count = work.end - work.begin
-            stage = items % self.config.query_stages
+            stage = stage_of(items, self.config.query_stages)
             if cutlass.const_expr(self.kernel.alternate):
-                for step in cutlass.range((count + 1) // 2, unroll=1):
-                    self.correct(0, step, even + step + items)
+                self.begin(0, even + items)
+                if count > 1:
+                    self.begin(1, odd + items)
+                for step in cutlass.range(1, (count + 1) // 2, unroll=1):
+                    self.correct(0, even + step + items)
                     if 2 * step + 1 < count:
-                        self.correct(1, step, odd + step + items)
+                        self.correct(1, odd + step + items)
                 even += (count + 1) // 2
                 odd += count // 2
                 self.finish_together(work, stage, items, even + items, odd + items)
             else:
-                for step in cutlass.range(count, unroll=1):
+                for g in cutlass.range_constexpr(self.kernel.halves):
+                    self.begin(g, tiles + items)
+                for step in cutlass.range(1, count, unroll=1):
                     for g in cutlass.range_constexpr(self.kernel.halves):
-                        self.correct(g, step, tiles + step + items)
+                        self.correct(g, tiles + step + items)
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     total, top = self.told(g, tiles + count + items)
                     self.wait_sums(g, items)
@@ -76,12 +82,20 @@ class Corrector:
             cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
 
     @cute.jit
-    def correct(self, g: cutlass.Constexpr[int], step, count):
-        """The half's sums are made ready for the weights of its tile `step` of the item."""
+    def begin(self, g: cutlass.Constexpr[int], count):
+        """The half's sums are free for the weights of an item's first tile; count: of messages before."""
         self.wait_told(g, count)
-        factor = self.statistics[self.thread, SHRINK, g]
-        if step > 0:
-            self.shrink(g, factor)
+        self.ready(g)
+
+    @cute.jit
+    def correct(self, g: cutlass.Constexpr[int], count):
+        """The half's sums are brought to the scale of the weights of the next tile."""
+        self.wait_told(g, count)
+        self.shrink(g, self.statistics[self.thread, SHRINK, g])
+        self.ready(g)
+
+    @cute.jit
+    def ready(self, g: cutlass.Constexpr[int]):
         cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
         tensor_memory.before_sync()
         cute.arch.mbarrier_arrive(self.barriers.p_full + g)
@@ -216,8 +230,8 @@ class Corrector:
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
         kept = work.keys - (work.end - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            buffer = count % self.config.stages
-            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
+            buffer = stage_of(count, self.config.stages)
+            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
             values = self.sV[None, None, buffer]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")

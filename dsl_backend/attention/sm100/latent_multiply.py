@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import tcgen05
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
 from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 
 class LatentMultiplier:
@@ -54,7 +55,7 @@ class LatentMultiplier:
         """Scores of the tile, part by part as they arrive; first, last: of its item. Their place was read before the
         weights of the tile but one were there.
         """
-        stage, round_ = tile % self.config.stages, (tile // self.config.stages) & 1
+        stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         place = tile % SCORES
         S = cute.make_tensor(self.base + place * self.kernel.tile_n, self.scores)
         product = self.product.with_()
@@ -73,7 +74,7 @@ class LatentMultiplier:
     @cute.jit
     def sum(self, tile, adds):
         """Sums of the tile, once its weights are there and earlier sums are at their scale; adds: to those."""
-        stage = tile % self.config.stages
+        stage = stage_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
         weighing = self.weighing.with_()

@@ -30,6 +30,7 @@ from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 PAIR = 2
 BOTH = 0b11  # blocks of the pair, as a mask
@@ -75,16 +76,16 @@ class PairLoader(LatentLoader):
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
-        stage = count % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        stage = stage_of(count, self.config.stages)
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.config.stages) ^ 1)
         full = self.barriers.k_full + stage
         self.expect(full, self.chunks * self.chunk_bytes)
         self.load_boxes(self.sK, self.first_box, self.own_boxes, 0, self.chunks, work, tile, pages, stage, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
-        stage, own = count % self.config.stages, cutlass.const_expr(self.chunks_v // PAIR)
-        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, ((count // self.config.stages) & 1) ^ 1)
+        stage, own = stage_of(count, self.config.stages), cutlass.const_expr(self.chunks_v // PAIR)
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.config.stages) ^ 1)
         full = self.barriers.v_full + stage
         self.expect(full, self.chunks_v * self.chunk_bytes)
         self.load_boxes(self.sV, 0, self.boxes, self.rank * own, own, work, tile, pages, stage, full)
@@ -124,7 +125,7 @@ class PairMultiplier(LatentMultiplier):
 
     @cute.jit
     def score(self, tile, first: cutlass.Constexpr[bool], last):
-        stage, round_ = tile % self.config.stages, (tile // self.config.stages) & 1
+        stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         place = tile % SCORES
         S = cute.make_tensor(self.base + place * (self.kernel.tile_n // PAIR), self.scores)
         product = self.product.with_()
@@ -142,8 +143,8 @@ class PairMultiplier(LatentMultiplier):
 
     @cute.jit
     def sum(self, tile, adds):
-        stage = tile % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage, (tile // self.config.stages) & 1)
+        stage = stage_of(tile, self.config.stages)
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(tile, self.config.stages))
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
         weighing = self.weighing.with_()
@@ -256,7 +257,7 @@ class PairWeigher:
         """
         kept = work.keys - tile * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            values = self.sV[None, None, count % self.config.stages]
+            values = self.sV[None, None, stage_of(count, self.config.stages)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
 
     @cute.jit

@@ -19,6 +19,7 @@ from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
 from dsl_backend.attention.sm100.latent_multiply import sums_at
 from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 WARP = 32
 OWN = 1  # named barrier of the warpgroup
@@ -116,7 +117,7 @@ class LatentWeigher:
         """
         kept = work.keys - tile * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            stage, round_ = count % self.config.stages, (count // self.config.stages) & 1
+            stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
             # Not of what is only key: its room may be full of a later tile already.
             for part in cutlass.range_constexpr(1, PARTS):
                 cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)

@@ -6,12 +6,15 @@ softmax works, the tensor cores work for the other. Products of one thread execu
 overwrite weights that were just read.
 """
 
+from collections.abc import Sequence
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 
@@ -45,8 +48,8 @@ class Multiplier:
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            stage = items % self.config.query_stages
-            cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+            stage = stage_of(items, self.config.query_stages)
+            cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
             count = work.end - work.begin
             self.wait_keys(tiles)
             for g in cutlass.range_constexpr(self.kernel.halves):
@@ -57,7 +60,7 @@ class Multiplier:
                 self.sum(g, tiles, tiles, False)
                 if count > 1:
                     self.follow(g, stage, tiles)
-            self.release_both(tiles, count > 1)
+            self.release_last(tiles, count == 1)
             for step in cutlass.range(1, count, unroll=1):
                 tile = tiles + step
                 self.wait_values(tile)
@@ -65,7 +68,7 @@ class Multiplier:
                     self.sum(g, tile, tile, True)
                     if step < count - 1:
                         self.follow(g, stage, tile)
-                self.release_both(tile, step < count - 1)
+                self.release_last(tile, step == count - 1)
             for g in cutlass.range_constexpr(self.kernel.halves):
                 self.commit(self.barriers.o_full + g)
             tiles += count
@@ -75,29 +78,38 @@ class Multiplier:
 
     @cute.jit
     def follow(self, g: cutlass.Constexpr[int], stage, tile):
-        """The half's scores of the tile after this one."""
+        """The half's scores of the tile after this one; the last half's free the places of what was read."""
         if cutlass.const_expr(g == 0):
             self.wait_keys(tile + 1)
-        self.score(g, stage, tile + 1)
+        free = []
+        if cutlass.const_expr(g == self.kernel.halves - 1):
+            keys, values = self.barriers.k_empty, self.barriers.v_empty
+            stages = self.config.stages
+            free = [keys + stage_of(tile + 1, stages), values + stage_of(tile, stages)]
+        self.score(g, stage, tile + 1, free)
 
     @cute.jit
-    def release_both(self, tile, followed):
-        if followed:
-            self.release(self.barriers.k_empty, tile + 1)
-        self.release(self.barriers.v_empty, tile)
+    def release_last(self, tile, last):
+        """The place of values that no scores follow."""
+        if last:
+            self.release(self.barriers.v_empty, tile)
 
     @cute.jit
     def wait_keys(self, tile):
-        cute.arch.mbarrier_wait(self.barriers.k_full + tile % self.config.stages, (tile // self.config.stages) & 1)
+        cute.arch.mbarrier_wait(
+            self.barriers.k_full + stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
+        )
 
     @cute.jit
     def wait_values(self, tile):
-        cute.arch.mbarrier_wait(self.barriers.v_full + tile % self.config.stages, (tile // self.config.stages) & 1)
+        cute.arch.mbarrier_wait(
+            self.barriers.v_full + stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
+        )
 
     @cute.jit
     def release(self, empty, tile):
         """The ring's place is free when all products so far are done."""
-        self.commit(empty + tile % self.config.stages)
+        self.commit(empty + stage_of(tile, self.config.stages))
 
     @cute.jit
     def commit(self, barrier):
@@ -105,17 +117,17 @@ class Multiplier:
             tcgen05.commit(barrier)
 
     @cute.jit
-    def score(self, g: cutlass.Constexpr[int], stage, tile):
+    def score(self, g: cutlass.Constexpr[int], stage, tile, then: cutlass.Constexpr[Sequence] = ()):
         queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
-        keys = self.fK[None, None, None, tile % self.config.stages]
-        self.product.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g])
+        keys = self.fK[None, None, None, stage_of(tile, self.config.stages)]
+        self.product.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g, *then])
 
     @cute.jit
     def sum(self, g: cutlass.Constexpr[int], tile, turn, adds: cutlass.Constexpr[bool]):
         """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
-        values = self.fV[None, None, None, tile % self.config.stages]
+        values = self.fV[None, None, None, stage_of(tile, self.config.stages)]
         self.weighing.issue(self.O[g], self.P[g], values, adds)
 
 
@@ -129,8 +141,8 @@ class AlternatingMultiplier(Multiplier):
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            stage = items % self.config.query_stages
-            cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+            stage = stage_of(items, self.config.query_stages)
+            cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
             count = work.end - work.begin
             self.begin(0, stage, tiles, 0, count)
             self.begin(1, stage, tiles, 1, count)
