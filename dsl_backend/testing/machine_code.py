@@ -45,6 +45,7 @@ class Code:
         stack: bytes of local memory of a thread: what spills, and arrays that are indexed at run time.
         products: warpgroup products of SM90; None where no disassembler is at hand.
         waits: for products. Where products run one at a time there are as many.
+        shared_bytes, tensor_columns: of a block, by its configuration; None for the merge kernel.
     """
 
     id: str
@@ -55,6 +56,8 @@ class Code:
     stack: int
     products: int | None
     waits: int | None
+    shared_bytes: int | None = None
+    tensor_columns: int | None = None
 
     @property
     def serialised(self) -> bool:
@@ -134,6 +137,7 @@ def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
     (file,) = folder.glob("*.cubin")
     for place, (registers, stack) in enumerate(kernels_of(file.read_bytes())):
         products, waits = counted(file) if place == 0 else (None, None)
+        shared, columns = budgets(kernel.config, subject) if place == 0 else (None, None)
         yield Code(
             id=subject.id,
             arch=subject.arch,
@@ -143,7 +147,15 @@ def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
             stack=stack,
             products=products,
             waits=waits,
+            shared_bytes=shared,
+            tensor_columns=columns,
         )
+
+
+def budgets(config: Any, subject: Subject) -> tuple[int, int | None]:
+    """(bytes of shared memory, columns of tensor memory) of a block."""
+    spec = subject.case.spec
+    return config.smem_bytes(spec), None if subject.arch == "sm_90a" else config.columns(spec)
 
 
 def kernels_of(image: bytes) -> list[tuple[int, int]]:

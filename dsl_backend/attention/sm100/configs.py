@@ -72,9 +72,9 @@ class ForwardConfig:
     def registers(self) -> Registers:
         return WIDENING_REGISTERS if self.staging else REGISTERS
 
-    def columns(self, head_dim_v: int) -> int:
+    def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
-        return self.halves * (self.tile_n + padded(head_dim_v))
+        return self.halves * (self.tile_n + padded(spec.head_dim_v))
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
@@ -98,8 +98,8 @@ class ForwardConfig:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
-        if self.columns(spec.head_dim_v) > TENSOR_COLUMNS:
-            reasons.append(f"{self.columns(spec.head_dim_v)} columns of tensor memory: there are {TENSOR_COLUMNS}")
+        if self.columns(spec) > TENSOR_COLUMNS:
+            reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
             reasons.append("one product cannot alternate")
         needed = self.smem_bytes(spec)
