@@ -129,7 +129,7 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if widest <= 128:
         return ForwardConfig(stages=2, polynomial=2)
     if spec.head_dim_v <= 128:
-        return ForwardConfig(tile_n=64, stages=2, polynomial=2)
+        return ForwardConfig(tile_n=96, stages=2, polynomial=2)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
 
 
