@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import count, islice
 
 import pytest
-from tests.attention.emulated import SCHEDULES, SMS
 
 import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check, fuzz
 from dsl_backend.testing.cases import Case
+from tests.attention.emulated import SCHEDULES, SMS
 
 pytest.importorskip("cutlass")
 
