@@ -28,7 +28,7 @@ class Shape:
     Attributes:
         queries: tokens.
         heads, kv_heads, dims: of queries, of keys, of keys and of values.
-        keys: few and many; all full tiles.
+        keys: few and many; full tiles of 96 as well as of 128.
         rows: query rows of a work item's products, which a tile's cost is for.
         absorbed: MLA, whose values are a part of its keys.
     """
@@ -36,7 +36,7 @@ class Shape:
     queries: int
     heads: tuple[int, int]
     dims: tuple[int, int]
-    keys: tuple[int, int] = (512, 1536)
+    keys: tuple[int, int] = (768, 1536)
     absorbed: bool = False
 
     @property
