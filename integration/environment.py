@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checks depend on: the device and its own backends."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,7 @@ class Device:
         dense, alibi, mla: vLLM's own backends that `dsl` is compared with.
         dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
         dtypes: what `dsl` is compared in; float32 is for CPUs.
+        kernels: that serve attention with the cache's dtype that is the queries' own.
         flags: for every server on this device.
         environment: of servers whose start is not what is checked.
         load: how much the checks under load ask for.
@@ -54,9 +56,20 @@ class Device:
     dense_truth: tuple[str, str]
     mla_truth: tuple[str, str]
     dtypes: tuple[str, ...]
+    kernels: str
     flags: tuple[str, ...]
     environment: dict[str, str]
     load: Load
+
+    def serves(self, line: str, fp8: bool = False) -> bool:
+        """Whether a line of a log says that the kernels of this device serve a layer's prefill and decode.
+
+        Args:
+            fp8: keys and values are of 8 bits, for which kernels in CuTe DSL are not the first choice.
+        """
+        name = "triton" if fp8 and self.kernels == "cute" else self.kernels
+        found = re.findall(r"attention\.(?:prefill|decode|mla_decode) by (\w+)", line)
+        return bool(found) and set(found) == {name}
 
 
 @cache
@@ -73,6 +86,7 @@ def device() -> Device:
             # No MLA backend for GPUs computes in float32.
             mla_truth=("TRITON_MLA", "bfloat16"),
             dtypes=("bfloat16",),
+            kernels="cute" if hopper else "triton",
             flags=("--gpu-memory-utilization", "0.3"),
             environment={},
             load=Load(streams=256, sequences=128, longest=128, pages=768, alone=16, soak=2000),
@@ -85,6 +99,7 @@ def device() -> Device:
         dense_truth=("CPU_ATTN", "float32"),
         mla_truth=("CPU_MLA", "float32"),
         dtypes=("float32", "bfloat16"),
+        kernels="reference",
         flags=(),
         environment={
             # vLLM compiles helpers of its sampler at every start, which takes as long as all the rest of it.

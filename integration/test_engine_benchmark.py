@@ -22,11 +22,13 @@ def measure(path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_engine(tmp_path: Path) -> None:
-    environment, engine, *results = measure(tmp_path / "out", "--backends", "dsl", "--scenarios", "prefill,long-b1")
+    scenarios = "sampled,prefill,long-b1"
+    environment, engine, *results, compiled = measure(tmp_path / "out", "--backends", "dsl", "--scenarios", scenarios)
     assert environment["kind"] == "environment"
     assert engine["served_by"] == {"DSL": 2}
     assert any("dsl serves attention" in line for line in engine["told"])
-    assert [result["scenario"] for result in results] == ["prefill", "long-b1"]
+    assert [result["scenario"] for result in results] == scenarios.split(",")
+    assert compiled["while_serving"] == 0
     assert all(len(result["rates"]) == 2 and min(result["rates"]) > 0 for result in results)
 
 

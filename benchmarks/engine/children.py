@@ -71,7 +71,7 @@ class Settings:
             "max_model_len": self.shape.max_model_len,
             "max_num_seqs": 8 if self.shape.small else 256,
             "gpu_memory_utilization": 0.85,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,  # no two prompts begin alike, but for those that are asked twice
         }
         return given | ({"enforce_eager": True} if self.eager else {}) | self.engine
 

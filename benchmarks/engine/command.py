@@ -77,6 +77,8 @@ def describe(event: Record) -> str:
         return f"{event['scenario']}: {event['kind']} run {event['seconds']:.2f} s"
     if name == "result":
         return f"{event['scenario']}: {statistics.median(event['rates']):.1f} {event['unit']}"
+    if name == "compiled":
+        return f"kernels compiled: {event['in_warmup']} in warm-up, {event['while_serving']} while serving"
     if name in ("failed", "error"):
         where = f"{event['scenario']}: " if event.get("scenario") else ""
         return f"{where}ERROR {event['message']}"
@@ -95,6 +97,8 @@ def take(column: Column, event: Record) -> Record | None:
         column.units[scenario] = event["unit"]
         rest = {key: value for key, value in event.items() if key not in ("event", "at_s", "scenario")}
         return {"kind": "result", "scenario": scenario, "value": column.values[scenario], **rest}
+    if name == "compiled":
+        return {"kind": "compiled", "in_warmup": event["in_warmup"], "while_serving": event["while_serving"]}
     if name in ("failed", "error"):
         column.errors.setdefault(scenario, event["message"])
         return {"kind": "error", **{key: value for key, value in event.items() if key not in ("event", "at_s")}}

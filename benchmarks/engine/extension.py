@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method for vLLM's worker that says what serves its layers; vLLM imports it by name."""
+"""Methods for vLLM's worker that say what serves its layers and what was compiled; vLLM imports them by name."""
 
 from collections import Counter
 from typing import Any
+
+from dsl_backend.runtime.compiles import compiles
 
 
 class WorkerFacts:
@@ -25,6 +27,10 @@ class WorkerFacts:
             "kv_dtype": str(config.cache_config.cache_dtype),
             "devices": config.parallel_config.world_size_across_dp,
         }
+
+    def compile_facts(self) -> dict[str, int]:
+        """CuTe DSL kernels of ours that this process compiled, in its warm-up and while it served."""
+        return {"in_warmup": compiles.during_warmup, "while_serving": compiles.after_warmup}
 
 
 def objection(backend: str, served_by: dict[str, int]) -> str | None:

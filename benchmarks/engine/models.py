@@ -57,6 +57,27 @@ LLAMA: dict[str, Any] = {
     },
 }
 
+# Qwen3-0.6B's.
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -113,6 +134,7 @@ TINY_SIZES: dict[str, Any] = {
 
 SHAPES = {
     "llama-8b": Shape(config=LLAMA, max_model_len=40960, backends=("dsl", "FLASH_ATTN", "TRITON_ATTN")),
+    "qwen3-0.6b": Shape(config=QWEN, max_model_len=40960, backends=("dsl", "FLASH_ATTN", "TRITON_ATTN")),
     "deepseek-v2-lite": Shape(config=DEEPSEEK, max_model_len=40960, backends=("dsl", "FLASH_ATTN_MLA", "TRITON_MLA")),
     "tiny": Shape(
         config=LLAMA | TINY_SIZES | {"num_key_value_heads": 2, "head_dim": 64},

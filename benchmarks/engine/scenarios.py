@@ -26,6 +26,7 @@ class Scenario:
         requests: how many.
         prompt, output: tokens of each request.
         warm_requests, warm_output: the same of the run before, which is not timed.
+        sampled: tokens are drawn with SAMPLING; the likeliest is taken otherwise.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Scenario:
     output: int
     warm_requests: int
     warm_output: int
+    sampled: bool = False
 
     def small(self) -> "Scenario":
         """The same at a size that a CPU runs in a second."""
@@ -48,11 +50,24 @@ class Scenario:
         )
 
 
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+B256 = Scenario(
+    id="b256", figure=Figure.OUTPUT, requests=256, prompt=128, output=256, warm_requests=256, warm_output=16
+)
+LONG = Scenario(
+    id="long-b1", figure=Figure.DECODE, requests=1, prompt=32768, output=128, warm_requests=1, warm_output=16
+)
 SCENARIOS = (
     Scenario(id="b1", figure=Figure.OUTPUT, requests=1, prompt=16, output=256, warm_requests=1, warm_output=32),
-    Scenario(id="b256", figure=Figure.OUTPUT, requests=256, prompt=128, output=256, warm_requests=256, warm_output=16),
+    replace(B256, id="b16", requests=16, warm_requests=16),
+    replace(B256, id="b64", requests=64, warm_requests=64),
+    B256,
+    replace(B256, id="sampled", sampled=True),
+    replace(B256, id="chat", prompt=1024, output=128),
     Scenario(id="prefill", figure=Figure.INPUT, requests=64, prompt=4096, output=1, warm_requests=8, warm_output=1),
-    Scenario(id="long-b1", figure=Figure.DECODE, requests=1, prompt=32768, output=128, warm_requests=1, warm_output=16),
+    Scenario(id="prompt-16k", figure=Figure.INPUT, requests=1, prompt=16384, output=1, warm_requests=1, warm_output=1),
+    LONG,
+    replace(LONG, id="long-b32", requests=32, prompt=16384),
 )
 TIMED_RUNS = 2
 

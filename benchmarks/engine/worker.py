@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .extension import WorkerFacts, objection
-from .scenarios import TIMED_RUNS, Figure, Scenario, prompts, rates
+from .scenarios import SAMPLING, TIMED_RUNS, Figure, Scenario, prompts, rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Events:
             file.write(json.dumps(entry) + "\n")
 
 
-def generate(llm: Any, prompts: list[list[int]], output: int) -> float:
+def generate(llm: Any, prompts: list[list[int]], output: int, sampled: bool = False) -> float:
     """Seconds until every prompt has that many tokens.
 
     Raises:
@@ -67,9 +67,10 @@ def generate(llm: Any, prompts: list[list[int]], output: int) -> float:
     """
     from vllm import SamplingParams
 
-    greedy = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+    choice = SAMPLING if sampled else {"temperature": 0}
+    sampling = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, **choice)
     began = time.perf_counter()
-    done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     seconds = time.perf_counter() - began
     given = [len(request.outputs[0].token_ids) for request in done]
     if given != [output] * len(prompts):
@@ -81,15 +82,20 @@ def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
     def requests(count: int, turn: int) -> list[list[int]]:
         return prompts(count, scenario.prompt, job.vocabulary, job.seed * 1000 + turn)
 
-    warm = generate(llm, requests(scenario.warm_requests, 0), scenario.warm_output)
-    events.add("run", scenario=scenario.id, kind="warm-up", seconds=warm)
+    def run(kind: str, asked: list[list[int]], output: int) -> float:
+        seconds = generate(llm, asked, output, scenario.sampled)
+        events.add("run", scenario=scenario.id, kind=kind, seconds=seconds)
+        return seconds
+
+    warm = run("warm-up", requests(scenario.warm_requests, 0), scenario.warm_output)
     seconds, first_seconds = [], []
     for turn in range(1, TIMED_RUNS + 1):
+        asked = requests(scenario.requests, turn)
         if scenario.figure is Figure.DECODE:
-            first_seconds.append(generate(llm, requests(scenario.requests, turn), 1))
-            events.add("run", scenario=scenario.id, kind="first token", seconds=first_seconds[-1])
-        seconds.append(generate(llm, requests(scenario.requests, turn), scenario.output))
-        events.add("run", scenario=scenario.id, kind="timed", seconds=seconds[-1])
+            # The prefix cache holds the prompts from then on.
+            run("prompts", asked, 1)
+            first_seconds.append(run("first token", asked, 1))
+        seconds.append(run("timed", asked, scenario.output))
     events.add(
         "result",
         scenario=scenario.id,
@@ -132,6 +138,7 @@ def main() -> None:
         return
     for scenario in job.scenarios:
         attempt(llm, scenario, job, events)
+    events.add("compiled", **llm.collective_rpc("compile_facts")[0])
 
 
 def message(error: BaseException) -> str:
