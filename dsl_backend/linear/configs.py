@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARPGROUP, ceil_div
+from dsl_backend.linear.parts.stream_tiles import StreamTiles
 from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
@@ -103,7 +104,7 @@ class GemmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamConfig:
+class StreamConfig(StreamTiles):
     """The kernel for few rows: weights are wgmma's rows, and every block reads an equal share of all of them.
 
     A tile's weights are two boxes of rows: gate and up rows of the same columns, or neighbours.
@@ -112,14 +113,15 @@ class StreamConfig:
         tokens: rows of x that a consumer multiplies with; 8, or a multiple of 16 up to 128.
         groups: consumer warp groups, 1 or 2.
         split_tokens: two consumers have the same weights and tokens of their own, instead of the reverse.
-        tile_k: columns of x and the weights of a stage.
     """
 
-    tokens: int = 16
     groups: int = 1
     split_tokens: bool = False
-    tile_k: int = 64
     stages: int = 10
+
+    @property
+    def warpgroups(self) -> int:
+        return self.groups
 
     @property
     def box(self) -> int:
@@ -146,24 +148,6 @@ class StreamConfig:
         """Of a block: consumers, and a producer's warp, which is a whole group where registers are traded."""
         return self.groups * WARPGROUP + (WARPGROUP if self.trades_registers else 32)
 
-    @property
-    def stage_bytes(self) -> int:
-        return (2 * self.box + self.tile_tokens) * self.tile_k * ELEMENT_BYTES
-
-    @property
-    def smem_bytes(self) -> int:
-        """Stages, barriers, alignment."""
-        return self.stages * (self.stage_bytes + 16) + 1024
-
-    @property
-    def partials(self) -> int:
-        """Float32 partial sums of a block."""
-        return self.accumulators * WARPGROUP * self.groups
-
-    def tiles(self, spec: LinearSpec, rows: int) -> int:
-        """Tiles of the output."""
-        return ceil_div(spec.n * spec.parts, 2 * self.box) * ceil_div(rows, self.tile_tokens)
-
     def objections(self, spec: LinearSpec, smem_bytes: int) -> list[str]:
         """Why a problem cannot be run so; empty where it can.
 
@@ -178,13 +162,7 @@ class StreamConfig:
             reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
         if self.split_tokens and self.groups == 1:
             reasons.append("one consumer has no tokens to split")
-        if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
-            reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
-        if self.stages < 2:
-            reasons.append(f"{self.stages} stages: 2 are the least")
-        if self.smem_bytes > smem_bytes:
-            reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
-        return reasons
+        return reasons + self.stage_objections(smem_bytes)
 
 
 Streams = StreamConfig | sm100.StreamConfig

@@ -42,10 +42,10 @@ class Ring:
             cute.arch.mbarrier_init(self.empty + stage, self.consumers)
 
     def stage(self, position):
-        return position % self.stages
+        return stage_of(position, self.stages)
 
     def phase(self, position):
-        return position // self.stages % 2
+        return phase_of(position, self.stages)
 
     def acquire(self, position, size: int):
         """The producer's warp: wait until the stage is empty, expect so many bytes, and return what counts them."""

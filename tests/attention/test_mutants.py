@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in the main kernels' PTX are found on the emulator: by a wrong value or by a check.
 
-Quick: some of each kernel. Full: all that docs/attention-mutants.md counts.
+Quick: some of each kernel. Full: all of them.
 """
 
 import pytest

@@ -137,11 +137,11 @@ class Corrector:
         if cute.arch.vote_any_sync(factor != 1.0):
             tensor_memory.after_sync()
             base = self.base + sums_at(self.kernel, g)
-            for first, width in tensor_memory.pieces(self.kernel.dims_v, PIECE):
-                held = cute.make_rmem_tensor(width, cutlass.Float32)
+            for first in cutlass.range_constexpr(0, self.kernel.dims_v, PIECE):
+                held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
                 tensor_memory.load(base, first, held, self.thread)
                 cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(0, width, 2):
+                for j in cutlass.range_constexpr(0, PIECE, 2):
                     held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
                 tensor_memory.store(held, base, first, self.thread)
             cute.arch.fence_view_async_tmem_store()

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARP, WARPGROUP, ceil_div
+from dsl_backend.linear.parts.stream_tiles import StreamTiles
 from dsl_backend.linear.spec import LinearSpec
 
 ROWS = 128  # of a block in one product
@@ -103,19 +104,20 @@ class GemmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamConfig:
+class StreamConfig(StreamTiles):
     """The kernel for few rows: weights are the products' rows, and every block reads an equal share of all of them.
 
     A tile's weights are two boxes of 128 rows: gate and up rows of the same columns, or neighbours.
 
     Attributes:
         tokens: rows of x of a tile; a multiple of 16 up to 64, or of 32 up to 128, which two warpgroups store.
-        tile_k: columns of x and the weights of a stage.
     """
 
-    tokens: int = 16
-    tile_k: int = 64
     stages: int = 6
+
+    @property
+    def warpgroups(self) -> int:
+        return self.groups
 
     @property
     def groups(self) -> int:
@@ -150,24 +152,6 @@ class StreamConfig:
     def tensor_columns(self) -> int:
         return allocated(BUFFERS * 2 * self.tokens)
 
-    @property
-    def stage_bytes(self) -> int:
-        return (2 * self.box + self.tokens) * self.tile_k * ELEMENT_BYTES
-
-    @property
-    def smem_bytes(self) -> int:
-        """Stages, barriers, alignment."""
-        return self.stages * (self.stage_bytes + 16) + 1024
-
-    @property
-    def partials(self) -> int:
-        """Float32 partial sums of a block."""
-        return self.accumulators * WARPGROUP * self.groups
-
-    def tiles(self, spec: LinearSpec, rows: int) -> int:
-        """Tiles of the output."""
-        return ceil_div(spec.n * spec.parts, 2 * self.box) * ceil_div(rows, self.tokens)
-
     def objections(self, spec: LinearSpec, smem_bytes: int) -> list[str]:
         """Why a problem cannot be run so; empty where it can.
 
@@ -177,13 +161,7 @@ class StreamConfig:
         reasons = []
         if not 16 <= self.tokens <= 2 * MOST_HELD or self.tokens % (16 * self.groups):
             reasons.append(f"{self.tokens} tokens are neither a multiple of 16 up to 64 nor of 32 up to 128")
-        if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
-            reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
-        if self.stages < 2:
-            reasons.append(f"{self.stages} stages: 2 are the least")
-        if self.smem_bytes > smem_bytes:
-            reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
-        return reasons
+        return reasons + self.stage_objections(smem_bytes)
 
 
 # Tiles, with as many stages as fit; 112 columns for the waves that 128 leave unfilled. Arithmetic, none of it timed.
