@@ -8,13 +8,14 @@ from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero
+from dsl_backend.primitives.math import exp2, finite_or_zero, tree
 
 WARP = 32
 VECTOR = 4  # columns of a thread
 THREADS, THREADS_WIDE = 256, 512
 WIDE = 256  # columns beyond which a block has more threads
 DEPTH = 8  # parts of which a thread has values in flight
+FEW = 4  # parts that a team merges by itself
 MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
 
 
@@ -24,9 +25,10 @@ def partial_size(rows: int, columns: int) -> int:
 
 
 class Merge:
-    """One block for some rows of a range. Teams of its threads, a thread for four columns, share a row's parts.
+    """One block for some rows of a range, in teams of threads, a thread for four columns.
 
-    A part's values are under way while the parts' maxima and totals are merged, which tell their weights.
+    Where a range has few parts, every team has rows of its own: most are so where many requests are served. Otherwise
+    teams share a row's parts, whose values are under way while their maxima and totals are merged, which tell weights.
 
     A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit.
 
@@ -88,10 +90,19 @@ class Merge:
             parts, query, unit, rows = (merges[place, field] for field in range(MERGE_FIELDS))
         if parts == 0:
             rows = cutlass.Int32(0)
-        held = requests.rows
-        for row in cutlass.range(first, rows, cute.arch.grid_dim()[1], unroll=1):
-            top, total, own = self.add_parts(partials, held, place, row, parts, weights, warps)
-            self.finish(own, sums, top, total, query, unit, row, out, lse, scoring)
+        held, step = requests.rows, cute.arch.grid_dim()[1]
+        thread = cute.arch.thread_idx()[0]
+        if parts <= FEW:
+            team, column = thread // self.lanes, thread % self.lanes * VECTOR
+            if team < self.teams:
+                for row in cutlass.range(first + team * step, rows, self.teams * step, unroll=1):
+                    top, total, own = self.add_few(partials, held, place, row, parts, column)
+                    self.write(own, top, total, query, unit, row, column, out, lse, scoring)
+        else:
+            for row in cutlass.range(first, rows, step, unroll=1):
+                top, total, own = self.add_parts(partials, held, place, row, parts, weights, warps)
+                own = self.add_teams(own, sums)
+                self.write(own, top, total, query, unit, row, thread * VECTOR, out, lse, scoring)
 
     @cute.jit
     def own_parts(self, requests: Requests, place):
@@ -102,6 +113,34 @@ class Merge:
         if parts == 1 or queries < requests.shortest or queries > requests.longest:
             parts = cutlass.Int32(0)
         return parts, first, place % self.units, queries * self.key.pack
+
+    @cute.jit
+    def add_few(self, partials, held, range_, row, parts, column):
+        """(a row's largest base-2 score, its total, the sums of this thread's columns)."""
+        size = partial_size(held, self.columns)
+        tops, totals = cute.make_rmem_tensor(FEW, cutlass.Float32), cute.make_rmem_tensor(FEW, cutlass.Float32)
+        values = cute.make_rmem_tensor((VECTOR, FEW), cutlass.Float32)
+        tops.fill(-cutlass.Float32.inf)
+        totals.fill(0.0)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(FEW):
+            if i < parts:
+                place = self.place(range_, i, size)
+                source = partials.iterator + (place + held * self.columns + row)
+                tops[i] = cute.make_tensor(source, cute.make_layout(1))[0]
+                totals[i] = cute.make_tensor(source + held, cute.make_layout(1))[0]
+                load_vector(partials.iterator, place + row * self.columns + column, values[None, i])
+        top = tree([tops[i] for i in range(FEW)], cute.arch.fmax)
+        reference = finite_or_zero(top)
+        total = cutlass.Float32(0.0)
+        own = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        own.fill(0.0)
+        for i in cutlass.range_constexpr(FEW):
+            weight = exp2(tops[i] - reference)
+            total += totals[i] * weight
+            for j in cutlass.range_constexpr(VECTOR):
+                own[j] += values[j, i] * weight
+        return top, total, own
 
     @cute.jit
     def add_parts(self, partials, held, range_, row, parts, weights, warps):
@@ -118,11 +157,12 @@ class Merge:
         values = cute.make_rmem_tensor((VECTOR, self.depth), cutlass.Float32)
         at_a_time = cutlass.const_expr(self.teams * self.depth)
         for first in cutlass.range(0, parts, at_a_time, unroll=1):
+            values.fill(0.0)
             for i in cutlass.range_constexpr(self.depth):
-                # Past the last part, one that is there.
-                part = cutlass.min(first + i * self.teams + team, parts - 1)
-                source = self.place(range_, part, size) + row * self.columns + column
-                load_vector(partials.iterator, source, values[None, i])
+                part = first + i * self.teams + team
+                if part < parts:
+                    source = self.place(range_, part, size) + row * self.columns + column
+                    load_vector(partials.iterator, source, values[None, i])
             here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
             if thread < at_a_time and first + thread < parts:
                 place = self.place(range_, first + thread, size)
@@ -138,9 +178,9 @@ class Merge:
             for j in cutlass.range_constexpr(VECTOR):
                 own[j] *= shrink
             for i in cutlass.range_constexpr(self.depth):
-                weight, there = weights[i * self.teams + team], first + i * self.teams + team < parts
+                weight = weights[i * self.teams + team]
                 for j in cutlass.range_constexpr(VECTOR):
-                    own[j] += values[j, i] * weight if there else 0.0
+                    own[j] += values[j, i] * weight
             cute.arch.sync_threads()
         return top, total, own
 
@@ -157,33 +197,39 @@ class Merge:
         return value
 
     @cute.jit
-    def finish(self, own, sums, top, total, query, unit, row, out, lse, scoring: Scoring):
-        """The teams' sums, divided, into the row's place."""
+    def add_teams(self, own, sums: cute.Tensor):
+        """The sums of all teams: a thread's columns are `thread * VECTOR` and those after it from then on."""
         thread = cute.arch.thread_idx()[0]
         if thread < self.teams * self.lanes:
             for j in cutlass.range_constexpr(VECTOR):
                 sums[j, thread % self.lanes, thread // self.lanes] = own[j]
         cute.arch.sync_threads()
+        added = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        added.fill(0.0)
+        if thread < self.lanes:
+            for j in cutlass.range_constexpr(VECTOR):
+                added[j] = tree([sums[j, thread, team] for team in range(self.teams)], lambda a, b: a + b)
+        cute.arch.sync_threads()
+        return added
+
+    @cute.jit
+    def write(self, own, top, total, query, unit, row, column, out, lse, scoring: Scoring):
+        """Sums, divided, into the row's place, where the column is one."""
         head = unit * self.key.pack + row % self.key.pack
         token = query + row // self.key.pack
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = scoring.sinks[head].to(cutlass.Float32)
         factor, row_lse = normalized(top, total, sink, scoring.v_scale)
-        column = thread * VECTOR
         if column < self.key.head_dim_v:
             result = cute.make_rmem_tensor(VECTOR, out.element_type)
             for j in cutlass.range_constexpr(VECTOR):
-                value = sums[j, thread, 0]
-                for team in cutlass.range_constexpr(1, self.teams):
-                    value += sums[j, thread, team]
-                result[j] = (value * factor).to(out.element_type)
+                result[j] = (own[j] * factor).to(out.element_type)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column
             store_vector(result, out.iterator, offset)
         if cutlass.const_expr(self.key.lse):
-            if thread == 0:
+            if column == 0:
                 lse[token, head] = row_lse
-        cute.arch.sync_threads()
 
     @cute.jit
     def place(self, range_, part, size):

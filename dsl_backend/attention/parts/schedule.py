@@ -9,6 +9,7 @@ from cutlass import cute
 from dsl_backend.attention.parts.work import WHOLE, Work
 
 FAR = 1 << 30  # a window that ends nowhere
+IDLE = 16  # one of so many blocks' time is given up for ranges that are not cut
 WARP = 32
 
 
@@ -289,11 +290,7 @@ class KeyShares:
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        total = cutlass.Int32(0)
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            total += self.read(chunk * WARP + lane, count)[4]
-        total = cute.arch.warp_reduction_sum(total)
-        share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        total, share = self.even_share(count, lane, blocks)
         place = block * share
         end = cutlass.min(place + share, total)
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
@@ -330,6 +327,25 @@ class KeyShares:
             merge[mine, 0] = parts
         nothing = cutlass.Int32(0)
         self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+
+    @cute.jit
+    def even_share(self, count, lane, blocks):
+        """All key tiles, and those of a block."""
+        total, ranges, longest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1)
+        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+            _, _, _, tiles, work = self.read(chunk * WARP + lane, count)
+            total += work
+            if work > 0:
+                ranges += work // tiles
+                longest = cutlass.max(longest, tiles)
+        total = cute.arch.warp_reduction_sum(total)
+        ranges, longest = cute.arch.warp_reduction_sum(ranges), cute.arch.warp_reduction_max(longest)
+        share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
+        whole = (ranges + blocks - 1) // blocks * longest
+        if ranges * longest == total and whole <= share + share // IDLE:
+            share = whole
+        return total, share
 
     @cute.jit
     def piece(self, request, first, queries, keys, unit, row, rows, tile, taken, slot):
