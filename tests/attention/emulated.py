@@ -23,7 +23,7 @@ SMS = 4
 Maker = Callable[[Planner, bool], Kernel]
 
 
-def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> Profile:
+def emulate(case: Case, arch: str, make: Maker, index: int, sms: int = SMS, **device: Any) -> Profile:
     """Run a case on kernels of the maker's, and judge the result; any finding or warning raises."""
     problem = case.problem()
 
@@ -31,9 +31,9 @@ def emulate(case: Case, arch: str, make: Maker, index: int, **device: Any) -> Pr
         planner.short = (*planner.short[:2], make(planner, True))
         planner.long = (*planner.long[:2], make(planner, False))
 
-    target = replace(from_arch(arch), sm_count=SMS)
+    target = replace(from_arch(arch), sm_count=sms)
     schedule = SCHEDULES[index % len(SCHEDULES)]
-    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=index, strict=True, **device) as machine:
+    with emulator.device(arch=arch, sms=sms, schedule=schedule, seed=index, strict=True, **device) as machine:
         result = check.run(problem, "cute", adjust=adjust, target=target)
     check.judge(result, problem.expected(), problem.score_magnitude())
     assert machine.profile is not None

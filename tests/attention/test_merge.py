@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key ranges that are cut, and what is left of them: few and many parts, and ranges that had better stay whole."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.parts.merge import FEW
+from dsl_backend.attention.parts.schedule import IDLE, MERGE_FIELDS
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm90.configs import ForwardConfig
+from dsl_backend.attention.sm90.launch import SplitKV
+from dsl_backend.testing.cases import Case
+from tests.attention.emulated import emulate, scratch
+
+TILE = 16  # keys
+
+
+def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
+    """Parts of the range that begins in each block's share, after the case has run and was right."""
+    made: list[SplitKV] = []
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        config = ForwardConfig(groups=1, tile_n=TILE, stages=2, least_share=1)
+        made.append(SplitKV(planner.spec, planner.target, scratch(), config))
+        return made[-1]
+
+    emulate(case, "sm_90a", make, index, sms=sms)
+    fields = made[0].workspace.integers(sms * MERGE_FIELDS)[: sms * MERGE_FIELDS].view(sms, MERGE_FIELDS)
+    return [int(parts) for parts in fields[:, 0]]
+
+
+@pytest.mark.parametrize("parts", [2, FEW, FEW + 1, 11])
+@pytest.mark.parametrize("dim", [48, 128, 256])
+def test_parts_of_one_range(parts: int, dim: int) -> None:
+    """Rows of neighbouring heads and tokens; a part more than a block's team merges alone."""
+    case = Case(q_lens=(2,), kv_lens=(2 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
+    assert parts_of(case, parts, parts) == [parts] + [0] * (parts - 1)
+
+
+def test_many_parts_in_turns() -> None:
+    """More than a block has weights of at once."""
+    parts = 70
+    case = Case(q_lens=(1,), kv_lens=(parts * TILE,), heads=(1, 1), dim=64)
+    assert parts_of(case, parts)[0] == parts
+
+
+def test_ranges_of_one_length_stay_whole() -> None:
+    """Where blocks that idle cost less than a merge: one of IDLE, not more."""
+    ranges = IDLE - 1
+    case = Case(q_lens=(1,) * ranges, kv_lens=((IDLE + 1) * TILE,) * ranges, heads=(1, 1), dim=16)
+    assert not any(parts_of(case, IDLE))
+    shorter = replace(case, kv_lens=(*case.kv_lens[1:], IDLE * TILE))
+    assert any(parts_of(shorter, IDLE))
+    assert any(parts_of(case, IDLE + 2))
