@@ -19,7 +19,7 @@ from dsl_backend.attention.sm90.configs import (
 from dsl_backend.attention.sm90.launch import Prefill, SplitKV
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.cases import Case, by_id
+from dsl_backend.testing.cases import FP16, Case, by_id
 from tests.attention.emulated import FP8_CASES, SERVED, SERVED_FP8, emulate, scratch, widening_conflicts
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
@@ -38,7 +38,13 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     groups = 1 if spec.is_fp8_kv and spec.head_dim_v > 192 else index % 2 + 1
     turns = groups == 2
     config = ForwardConfig(
-        groups=groups, tile_n=tile_n, stages=2, query_stages=groups, take_turns=turns, staging=staging
+        groups=groups,
+        tile_n=tile_n,
+        stages=2,
+        query_stages=groups,
+        take_turns=turns,
+        guesses=index // 2 % 2 == 0,
+        staging=staging,
     )
     return Prefill(spec, target, scratch(), config)
 
@@ -56,6 +62,17 @@ def test_case(index: int, case: Case) -> None:
 
 def test_quick_cases_exist() -> None:
     assert set(QUICK) <= {case.id for case in ALL}
+
+
+@pytest.mark.parametrize("guesses", [True, False])
+@pytest.mark.parametrize("name", ["large-scores", "negative-scale", "window-sinks", "fp16-growing", "no-number"])
+def test_weights_by_guess(name: str, guesses: bool) -> None:
+    """Scores that exceed those before them by far, that a row has not seen any of, and that are no number."""
+    growing = Case(q_lens=(40,), kv_lens=(200,), heads=(1, 1), dim=64, dtype=FP16, scale=4.0)
+    more = {"fp16-growing": growing, "no-number": Case(q_lens=(70, 3), kv_lens=(200, 70), nan_request=0)}
+    config = ForwardConfig(groups=2, tile_n=32, stages=2, take_turns=True, guesses=guesses)
+    make = lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config)  # noqa: E731
+    emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
 
 
 @pytest.mark.full

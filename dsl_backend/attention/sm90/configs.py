@@ -30,6 +30,8 @@ class ForwardConfig:
         resident: blocks on an SM side by side.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
         take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
+        guesses: a tile's weights are taken by the largest scores before it, which costs no maximum; only where one of
+            them exceeds those by far, the tile's own are found.
         staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
             keys and values have 16 bits.
     """
@@ -41,6 +43,7 @@ class ForwardConfig:
     resident: int = 1
     least_share: int = 2
     take_turns: bool = False
+    guesses: bool = False
     staging: int = 0
 
     @property
@@ -92,7 +95,7 @@ class ForwardConfig:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
-        held = padded(spec.head_dim_v) // 2 + 3 * self.tile_n // 4
+        held = padded(spec.head_dim_v) // 2 + (4 if self.guesses else 3) * self.tile_n // 4
         most = 0 if reasons else self.registers[0]
         if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")

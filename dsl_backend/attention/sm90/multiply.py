@@ -17,13 +17,17 @@ from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
-from dsl_backend.primitives.accumulators import narrow, settle
+from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.math import exp2
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
 TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
 # Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
 SLACK = 8.0
+# A thread's weights of a tile, by the tops before it, are at most so much together: then none exceeds 2^SLACK.
+MOST_GUESSED = 2.0**SLACK
 
 
 class Multiplier:
@@ -68,6 +72,8 @@ class Multiplier:
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32)
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype_v)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
+        # Weights on their way to P, while products read it.
+        self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
@@ -100,11 +106,11 @@ class Multiplier:
     @cute.jit
     def attend(self, work, items, tiles):
         """One item; tiles: key tiles before it. Returns those after it."""
-        stage = items % self.config.query_stages
+        stage = stage_of(items, self.config.query_stages)
         self.softmax.start()
         self.O.fill(0.0)
         self.rows.start(work)
-        cute.arch.mbarrier_wait(self.barriers.q_full + stage, (items // self.config.query_stages) & 1)
+        cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
         last = work.end - 1
         self.first(work, last, stage, tiles)
         tiles += 1
@@ -132,8 +138,8 @@ class Multiplier:
     @cute.jit
     def issue_scores(self, stage, count):
         """S = Q K^T of the count-th key tile, in flight."""
-        buffer = count % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.k_full + buffer, (count // self.config.stages) & 1)
+        buffer = stage_of(count, self.config.stages)
+        cute.arch.mbarrier_wait(self.barriers.k_full + buffer, phase_of(count, self.config.stages))
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.fQ, mode=[2])):
             product = self.adding_product if cutlass.const_expr(k > 0) else self.product
@@ -143,8 +149,8 @@ class Multiplier:
     @cute.jit
     def issue_sums(self, count):
         """O += P V of the count-th value tile, in flight."""
-        buffer = count % self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
+        buffer = stage_of(count, self.config.stages)
+        cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
             cute.gemm(self.adding_weighing, self.O, self.P[None, None, k], self.fV[None, None, k, buffer], self.O)
@@ -155,7 +161,7 @@ class Multiplier:
         """This warp has read a buffer."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + count % self.config.stages)
+            cute.arch.mbarrier_arrive(empty + stage_of(count, self.config.stages))
 
     @cute.jit
     def take_turn(self):
@@ -193,12 +199,18 @@ class Multiplier:
         warpgroup.wait_group(1)
         settle(self.S)
         self.release(self.barriers.k_empty, count)
-        self.weigh(work, tile, masked)
+        if cutlass.const_expr(self.config.guesses):
+            self.weigh_by_guess(work, tile, masked)
+        else:
+            self.weigh(work, tile, masked)
         warpgroup.wait_group(0)
         settle(self.O)
         self.release(self.barriers.v_empty, count - 1)
         shrink_rows(self.O, self.shrink)
-        narrow(self.S, self.P)
+        if cutlass.const_expr(self.config.guesses):
+            take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
+        else:
+            narrow(self.S, self.P)
 
     @cute.jit
     def last(self, count):
@@ -210,19 +222,40 @@ class Multiplier:
 
     @cute.jit
     def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
+        self.softmax.weigh(self.scores(work, tile, masked), self.shrink)
+
+    @cute.jit
+    def weigh_by_guess(self, work, tile, masked: cutlass.Constexpr[bool]):
+        """Narrow weights by the tops so far; by the tile's own where a row of this warp needs that."""
+        scores = self.scores(work, tile, masked)
+        total, shrink, guessed = self.softmax.total, self.shrink, self.guessed
+        added = guess(scores, guessed, self.softmax)
+        shrink.fill(1.0)
+        # A top of -inf makes the guess +inf or no number.
+        fits = added[0] <= MOST_GUESSED and added[1] <= MOST_GUESSED
+        if cute.arch.vote_all_sync(fits):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                total[row] += added[row]
+        else:
+            self.softmax.weigh(scores, shrink)
+            narrow(self.S, guessed)
+
+    @cute.jit
+    def scores(self, work, tile, masked: cutlass.Constexpr[bool]):
+        """The products [row, column] as scores."""
         scores = by_row(self.S)
         self.rows.bend(scores, work, tile)
         if cutlass.const_expr(masked):
             self.rows.mask(scores, work, tile)
-        self.softmax.weigh(scores, self.shrink)
+        return scores
 
     @cute.jit
     def clear_past(self, work, tile, count):
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
         kept = work.keys - tile * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            buffer = count % self.config.stages
-            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, (count // self.config.stages) & 1)
+            buffer = stage_of(count, self.config.stages)
+            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
             values, threads = self.sV[None, None, buffer], self.config.groups * WARPGROUP
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, threads)
             self.publish()
@@ -296,6 +329,43 @@ def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
     changed = product.with_()
     changed.set(warpgroup.Field.ACCUMULATE, adds)
     return changed
+
+
+@cute.jit
+def guess(scores: cute.Tensor, weights: cute.Tensor, softmax: OnlineSoftmax):
+    """Scores [row, column] as narrow weights by the tops so far. Returns their sums, [row]."""
+    columns = cutlass.const_expr(cute.size(scores, mode=[1]))
+    words = words_of(weights)
+    added = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+    # Two chains a row: the exponentials are slower than they.
+    sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
+    sums.fill(0.0)
+    for j in cutlass.range_constexpr(0, columns, 2):
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            reference = softmax.top[row] * softmax.factor
+            low = exp2(scores[row, j] * softmax.factor - reference)
+            high = exp2(scores[row, j + 1] * softmax.factor - reference)
+            words[j + row] = packed(low, high, weights.element_type)
+            sums[row, 0] += low
+            sums[row, 1] += high
+    for row in cutlass.range_constexpr(THREAD_ROWS):
+        added[row] = sums[row, 0] + sums[row, 1]
+    return added
+
+
+def take_words(source: cute.Tensor, to: cute.Tensor, zero: cutlass.Int32):
+    """An operand's registers, which products read until here, anew.
+
+    Args:
+        zero: 0, which ptxas must not know: it sees through copies, finds that a product's operands were made beside
+            the products before it, and lets them run one at a time (C7513: CUDA 13.0).
+    """
+    words, taken = words_of(source), words_of(to)
+    for i in range(cute.size(words)):
+        # Else the source would get the same registers: the compiler does not know that the products still read them.
+        keep(taken[i])
+    for i in range(cute.size(words)):
+        taken[i] = settled(words[i] | zero)
 
 
 @cute.jit
