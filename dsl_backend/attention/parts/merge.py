@@ -15,8 +15,9 @@ VECTOR = 4  # columns of a thread
 THREADS, THREADS_WIDE = 256, 512
 WIDE = 256  # columns beyond which a block has more threads
 DEPTH = 8  # parts of which a thread has values in flight
-FEW = 4  # parts that a team merges by itself
+FEW = 8  # parts that a team merges by itself
 MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
+FEW_RANGES = 8  # that leave so many blocks idle that each row gets its own
 
 
 def partial_size(rows: int, columns: int) -> int:
@@ -59,9 +60,10 @@ class Merge:
         blocks: cutlass.Int32,
         stream,
     ):
-        ranges = cute.size(requests.lengths) * self.units if cutlass.const_expr(self.key.shares) else blocks
+        ranges = cute.size(requests.lengths) * self.units
+        rows = requests.rows if ranges <= FEW_RANGES else cutlass.min(requests.rows, MOST_ROWS)
         self.kernel(partials, merges, requests, out, lse, scoring).launch(
-            grid=(ranges, cutlass.min(requests.rows, MOST_ROWS), 1),
+            grid=(ranges if cutlass.const_expr(self.key.shares) else blocks, rows, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
