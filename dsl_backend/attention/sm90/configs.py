@@ -124,12 +124,12 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
             return ForwardConfig(groups=2, tile_n=128, stages=2, staging=2, take_turns=True)
         return ForwardConfig(groups=2 if widest <= 192 else 1, tile_n=64, stages=2, staging=2)
     if widest <= 64:
-        return ForwardConfig(groups=2, tile_n=128, stages=6, query_stages=2, take_turns=True)
+        return ForwardConfig(groups=2, tile_n=128, stages=6, query_stages=2, take_turns=True, guesses=True)
     if widest <= 128:
-        return ForwardConfig(groups=2, tile_n=128, stages=2, query_stages=2, take_turns=True)
+        return ForwardConfig(groups=2, tile_n=128, stages=2, query_stages=2, take_turns=True, guesses=True)
     if spec.head_dim_v <= 128:
-        return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True)
-    return ForwardConfig(groups=2, tile_n=64, stages=2, query_stages=1)
+        return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True, guesses=True)
+    return ForwardConfig(groups=2, tile_n=64, stages=2, query_stages=1, guesses=True)
 
 
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
