@@ -113,6 +113,22 @@ def largest_by_threes(values: Sequence, nan: bool):
 
 
 @dsl_user_op
+def larger_pair(a, b, kind: str, *, loc=None, ip=None) -> cutlass.Uint32:
+    """The larger ones of the two 16-bit numbers of a word each, in one instruction; a NaN beside a number is left out.
+
+    Args:
+        kind: bf16x2 or f16x2.
+    """
+    return cute.arch.inline_ptx(
+        f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[cutlass.Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def shift_exponent(value, rounded, *, loc=None, ip=None) -> cutlass.Float32:
     """Value times 2^n, n in the low bits of `rounded`."""
     return cute.arch.inline_ptx(

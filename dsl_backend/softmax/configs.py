@@ -33,6 +33,7 @@ class RowConfig:
         streamed: rows are longer than what is held: read twice, in a loop.
         recompute: what is held is the input, and exponentials are computed twice: fewer registers, so more blocks.
         resident: blocks on an SM that registers are kept for.
+        overlap: the next launch's blocks may start beside the last ones of this (programmatic dependent launch).
     """
 
     vector: int
@@ -43,6 +44,7 @@ class RowConfig:
     streamed: bool = False
     recompute: bool = False
     resident: int = 1
+    overlap: bool = False
 
     @property
     def threads(self) -> int:

@@ -50,6 +50,7 @@ class Softmax:
         self.threads_per_row, self.rows_per_block = config.threads_per_row, config.rows_per_block
         self.cluster, self.warps_per_row, self.tile = config.cluster, config.warps_per_row, config.tile
         self.threads, self.resident, self.recompute = config.threads, config.resident, config.recompute
+        self.overlap = config.overlap
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
     @cute.jit
@@ -62,6 +63,7 @@ class Softmax:
             # Percent: states are all that is there. Without it CuTe DSL asks a GPU, which need not be one's own.
             preferred_smem_carveout=25,
             stream=stream,
+            use_pdl=self.overlap,
         )
 
     @cute.kernel
@@ -69,11 +71,16 @@ class Softmax:
         slots, barrier = self.shared()
         if cutlass.const_expr(self.cluster > 1):
             reduce.open_exchange(barrier)
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         rows, width = mX.shape
         thread = cute.arch.thread_idx()[0]
         row = cute.arch.block_idx()[0] * self.rows_per_block + thread // self.threads_per_row
-        # Threads of a row that is not there follow the last one: all of a warp take part in shuffles.
-        source = cutlass.min(row, rows - 1)
+        source, wanted = row, True
+        if cutlass.const_expr(self.rows_per_block > 1):
+            # Threads of a row that is not there follow the last one: all of a warp take part in shuffles.
+            source, wanted = cutlass.min(row, rows - 1), row < rows
         from_x = cutlass.Int64(source) * mX.stride[0]
         to_out = cutlass.Int64(row) * mOut.stride[0]
         first = (cute.arch.block_idx()[1] * self.threads_per_row + thread % self.threads_per_row) * self.vector
@@ -85,25 +92,31 @@ class Softmax:
             for tile in cutlass.range(tiles, unroll=1):
                 start = first + tile * self.tile
                 self.load(mX.iterator, from_x, rX, start, width)
-                values = widened(rX)
-                self.store(self.result(values, state), mOut.iterator, to_out, start, row < rows, width)
+                self.store(
+                    lambda i: self.result(widened(rX[None, i]), state), mOut.iterator, to_out, start, wanted, width
+                )
         else:
             self.load(mX.iterator, from_x, rX, first, width)
-            values = widened(rX)
-            maximum = math.largest(elements(values))
-            weights = math.weight(values, math.finite_or_zero(maximum))
-            state = self.merged(MaxSum(maximum, math.total(elements(weights))), slots, barrier)
-            if cutlass.const_expr(self.recompute):
-                if cutlass.const_expr(cute.size(rX) * self.dtype.width % 32 == 0):
+            maximum = largest(rX)
+            safe = math.finite_or_zero(maximum)
+            weights = cute.make_rmem_tensor(rX.shape, cutlass.Float32)
+            totals = []
+            # One vector after the other here and below, or the wider values of all would be held at once.
+            for i in cutlass.range_constexpr(self.vectors):
+                weights[None, i].store(math.weight(widened(rX[None, i]), safe))
+                totals.append(math.total(elements(weights[None, i].load())))
+            state = self.merged(MaxSum(maximum, math.total(totals)), slots, barrier)
+            if cutlass.const_expr(self.recompute or self.log):
+                if cutlass.const_expr(self.recompute and cute.size(rX) * self.dtype.width % 32 == 0):
                     # Or the compiler would hold the wider values as well.
-                    settle(cute.recast_tensor(rX, cutlass.Uint32))
-                self.store(self.result(widened(rX), state), mOut.iterator, to_out, first, row < rows, width)
-            elif cutlass.const_expr(self.log):
-                self.store(self.result(values, state), mOut.iterator, to_out, first, row < rows, width)
+                    settle(words(rX))
+                self.store(
+                    lambda i: self.result(widened(rX[None, i]), state), mOut.iterator, to_out, first, wanted, width
+                )
             else:
                 # NaN where the whole row is -inf.
                 factor = math.weight(maximum, state.maximum) * cute.arch.rcp_approx(state.total)
-                self.store(weights * factor, mOut.iterator, to_out, first, row < rows, width)
+                self.store(lambda i: weights[None, i].load() * factor, mOut.iterator, to_out, first, wanted, width)
 
     def shared(self):
         """Slots for the states of warps, and the mbarrier of their exchange; None where they are not needed."""
@@ -127,10 +140,13 @@ class Softmax:
 
         What lies past it is loaded from the row's start, so that no load waits for a branch.
         """
+        own = row_start + first
         for i in cutlass.range_constexpr(self.vectors):
-            column = first + i * (self.tile // self.vectors)
-            inside = column if cutlass.const_expr(self.exact) else (column if column < width else 0)
-            load_vector(base, row_start + inside, rX[None, i])
+            offset = i * (self.tile // self.vectors)
+            if cutlass.const_expr(self.exact):
+                load_vector(base, own + offset, rX[None, i])
+            else:
+                load_vector(base, own + offset if first + offset < width else row_start, rX[None, i])
         if cutlass.const_expr(not self.exact):
             for i in cutlass.range_constexpr(self.vectors):
                 if first + i * (self.tile // self.vectors) >= width:
@@ -138,13 +154,17 @@ class Softmax:
 
     @cute.jit
     def store(self, values, base: cute.Pointer, row_start: cutlass.Int64, first, wanted, width):
-        """A thread's vectors of a tile, as the output's type, where there are such columns."""
-        rOut = cute.make_rmem_tensor((self.vector, self.vectors), self.out_dtype)
-        narrow(values, rOut)
+        """A thread's vectors of a tile, as the output's type, where there are such columns.
+
+        Args:
+            values: from the number of a vector to its float32.
+        """
         for i in cutlass.range_constexpr(self.vectors):
-            column = first + i * (self.tile // self.vectors)
-            if wanted and (cutlass.const_expr(self.exact) or column < width):
-                store_vector(rOut[None, i], base, row_start + column)
+            rOut = cute.make_rmem_tensor(self.vector, self.out_dtype)
+            narrow(values(i), rOut)
+            offset = i * (self.tile // self.vectors)
+            if wanted and (cutlass.const_expr(self.exact) or first + offset < width):
+                store_vector(rOut, base, row_start + first + offset)
 
     @cute.jit
     def scan(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width, tiles) -> MaxSum:
@@ -153,7 +173,7 @@ class Softmax:
         for tile in cutlass.range(tiles, unroll=1):
             self.load(base, row_start, rX, first + tile * self.tile, width)
             values = widened(rX)
-            larger = cute.arch.fmax(maximum, math.largest(elements(values)))
+            larger = cute.arch.fmax(maximum, largest(rX))
             safe = math.finite_or_zero(larger)
             total = total * math.weight(maximum, safe) + math.total(elements(math.weight(values, safe)))
             maximum = larger
@@ -166,17 +186,41 @@ class Softmax:
         return math.weight(values, state.maximum) * cute.arch.rcp_approx(state.total)
 
 
+def largest(held: cute.Tensor) -> cutlass.Float32:
+    """The maximum of registers of the input's type, NaN left out; of 16-bit ones two at a time, before they are wider."""
+    if held.element_type.width == 32 or cute.size(held) % 2:
+        return math.largest(elements(widened(held)))
+    kind = "bf16x2" if held.element_type is cutlass.BFloat16 else "f16x2"
+    pairs = words(held)
+    two = cute.make_rmem_tensor(2, held.element_type)
+    words(two)[0] = math.tree([pairs[i] for i in range(cute.size(pairs))], lambda a, b: math.larger_pair(a, b, kind))
+    return math.largest(elements(widened(two)))
+
+
 def widened(held: cute.Tensor) -> cute.TensorSSA:
     """Registers of the input's type as float32.
 
-    libNVVM does not compile bfloat16 vectors of an odd length for sm_100a (CuTe DSL 4.6.0): those go one by one.
+    libNVVM does not compile bfloat16 vectors of an odd length for sm_100a (CuTe DSL 4.6.0): those go one by one. Of an
+    even length it takes three instructions for two, which a shift and a mask do in two.
     """
-    if cute.size(held) % 2 == 0:
-        return held.load().to(cutlass.Float32)
     wide = cute.make_rmem_tensor(held.shape, cutlass.Float32)
-    for i in range(cute.size(held)):
-        wide[i] = held[i].to(cutlass.Float32)
+    if cute.size(held) % 2:
+        for i in range(cute.size(held)):
+            wide[i] = held[i].to(cutlass.Float32)
+    elif held.element_type is cutlass.BFloat16:
+        pairs, halves = words(held), words(wide)
+        for i in range(cute.size(pairs)):
+            halves[2 * i] = pairs[i] << cutlass.Uint32(16)
+            halves[2 * i + 1] = pairs[i] & cutlass.Uint32(0xFFFF0000)
+    else:
+        wide.store(held.load().to(cutlass.Float32))
     return wide.load()
+
+
+def words(held: cute.Tensor) -> cute.Tensor:
+    """The same registers as 32 bits each; 16-bit ones are an even number."""
+    flat = cute.make_tensor(held.iterator, cute.make_layout(cute.size(held)))
+    return cute.recast_tensor(flat, cutlass.Uint32)
 
 
 def narrow(values: cute.TensorSSA, held: cute.Tensor):
