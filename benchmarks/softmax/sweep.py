@@ -15,7 +15,7 @@ import torch
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.softmax import api
-from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, widest_vector
+from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, power_of_2, widest_vector
 from dsl_backend.softmax.sm90 import launch
 from dsl_backend.softmax.spec import SoftmaxSpec
 
@@ -25,39 +25,47 @@ from ..sweep import Contest, Ready
 from .problems import Problem, build, reference
 from .rows import cases
 
-FEWEST, MOST = 8, 96  # elements of a thread
+FEWEST, MOST = 32, 128  # elements of a thread
+NARROW = 1024  # elements of a row that threads have fewer of
+PART = 8192  # elements of a cluster's block
 
 
 def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
-    """Configurations worth a try that fit, the default first."""
+    """Configurations worth a try that fit, the default first: as many blocks on an SM as registers are there for."""
     default = default_config(spec)
     yield default
+    yield dataclasses.replace(default, overlap=not default.overlap)
     vector = widest_vector(spec)
     count = spec.width // vector
-    clusters = (1, 2, 4, 8, 16) if spec.width > 8192 else (1,)
-    for threads, cluster, recompute in itertools.product((32, 64, 128, 256, 512, 1024), clusters, (False, True)):
+    fewest = FEWEST if spec.width > NARROW else vector
+    clusters = [cluster for cluster in (1, 2, 4, 8, 16) if cluster == 1 or power_of_2(spec.width) >= PART * cluster]
+    for threads, cluster in itertools.product((32, 64, 128, 256, 512, 1024), clusters):
         vectors = ceil_div(count, threads * cluster)
-        if not FEWEST <= vector * vectors <= MOST or threads > count:
+        if not fewest <= vector * vectors <= MOST or threads > count or (threads < 128 and cluster > 1):
             continue
-        one = RowConfig(
+        held = RowConfig(
             vector=vector,
             vectors=vectors,
             threads_per_row=threads,
-            rows_per_block=max(1, 128 // threads) if cluster == 1 else 1,
+            rows_per_block=max(1, 128 // threads),
             cluster=cluster,
-            recompute=recompute,
         )
-        # As many blocks as the registers are worth, and half of them.
-        most = min(REGISTERS_PER_SM // (one.registers * one.threads), 2048 // one.threads)
-        for resident in sorted({1, most // 2, most}):
-            config = dataclasses.replace(one, resident=resident)
-            if resident and config != default and not config.objections(spec, smem_bytes):
-                yield config
+        again = dataclasses.replace(held, recompute=True)
+        kept, most = (blocks(one, spec) for one in (held, again))
+        found = [dataclasses.replace(held, resident=kept, overlap=overlap) for overlap in (True, False)]
+        # Exponentials are computed twice only for more blocks.
+        found += [dataclasses.replace(again, resident=most, overlap=True)] if most > kept else []
+        yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
+
+
+def blocks(config: RowConfig, spec: SoftmaxSpec) -> int:
+    """That an SM has registers and threads for; one at least."""
+    return max(1, min(REGISTERS_PER_SM // (config.registers(spec) * config.threads), 2048 // config.threads))
 
 
 def contest(case: Case[Problem], target: targets.Target, device: torch.device) -> Contest:
     spec = spec_of(case.problem)
-    configs = list(candidates(spec, target.smem_bytes))
+    configs = sweep.unique(candidates(spec, target.smem_bytes))
 
     def prepare() -> Ready:
         layers = timing.layers_needed(case.problem.traffic_bytes, timing.l2_bytes(device))

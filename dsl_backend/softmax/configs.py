@@ -18,6 +18,9 @@ PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
 # Rows for eight blocks of 512 threads or more get sixteen of 256, which leave an SM less idle while they wait for each
 # other: 12.2 us and not 12.6 for 64 rows of 128256, 51 us and not 67 for 256 rows of 151936 (H200, bfloat16).
 WIDE_THREADS, WIDE_ELEMENTS = 256, 40
+# Rows for two or four blocks of 512 threads get as many of 256, whose registers leave room for three on an SM: 96 KB of
+# 16-bit input in flight and not 64, which hide that a cluster starts and merges together.
+PAIRED_THREADS, PAIRED_RESIDENT = 256, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +71,10 @@ class RowConfig:
             return 0
         return 8 * self.warps_per_row * self.cluster * self.rows_per_block + (8 if self.cluster > 1 else 0)
 
-    @property
-    def registers(self) -> int:
-        """Estimate for a thread: float32 values, what 16-bit ones were loaded as, and 24 for addresses and states.
-
-        Where exponentials are computed twice, what is held is the input alone.
-        """
+    def registers(self, spec: SoftmaxSpec) -> int:
+        """Of a thread, so that ptxas need not spill: float32 exponentials and 16 more, or the input and 32 more."""
         elements = self.vector * self.vectors
-        return (elements if self.recompute else 3 * elements // 2) + 24
+        return elements * spec.dtype.itemsize // 4 + 32 if self.recompute else elements + 16
 
     def objections(self, spec: SoftmaxSpec, smem_bytes: int) -> list[str]:
         """Why a problem cannot be run so; empty where it can.
@@ -102,9 +101,10 @@ class RowConfig:
             reasons.append(f"a cluster shares one row, with whole warps: not {self.rows_per_block} rows a block")
         if not self.streamed and self.tile < spec.width:
             reasons.append(f"holds {self.tile} elements of {spec.width}")
-        if self.registers > MOST_REGISTERS or self.registers * self.threads * self.resident > REGISTERS_PER_SM:
+        registers = self.registers(spec)
+        if registers > MOST_REGISTERS or registers * self.threads * self.resident > REGISTERS_PER_SM:
             reasons.append(
-                f"{self.registers} registers for each of {self.threads} threads, {self.resident} blocks on an SM: "
+                f"{registers} registers for each of {self.threads} threads, {self.resident} blocks on an SM: "
                 f"{MOST_REGISTERS} a thread and {REGISTERS_PER_SM} an SM are the most"
             )
         if self.smem_bytes > smem_bytes:
@@ -142,6 +142,9 @@ def default_config(spec: SoftmaxSpec) -> RowConfig:
         cluster = MOST_CLUSTER
         if vector * ceil_div(count, WIDE_THREADS * cluster) <= WIDE_ELEMENTS:
             threads = WIDE_THREADS
+    resident = 1
+    if 1 < cluster < PORTABLE_CLUSTER and vector == ACCESS_BYTES // 2:
+        threads, resident = PAIRED_THREADS, PAIRED_RESIDENT
     vectors = ceil_div(count, threads * cluster)
     held = RowConfig(
         vector=vector,
@@ -149,6 +152,8 @@ def default_config(spec: SoftmaxSpec) -> RowConfig:
         threads_per_row=threads,
         rows_per_block=max(1, BLOCK_THREADS // threads),
         cluster=cluster,
+        resident=resident,
+        overlap=True,
     )
     if vector * vectors <= MOST_ELEMENTS:
         return held

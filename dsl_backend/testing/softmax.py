@@ -157,6 +157,22 @@ CASES = [
         why="no column outside; 8 slots",
     ),
     SoftmaxCase(
+        id="cluster-overlap",
+        rows=3,
+        width=512,
+        config=spread(512, 2, 64, resident=3, overlap=True),
+        why="16-bit maxima two at a time, no column outside; launches overlap",
+    ),
+    SoftmaxCase(
+        id="overlap-special",
+        rows=9,
+        width=300,
+        dtype=F16,
+        config=spread(300, 1, 64, overlap=True),
+        special=True,
+        why="float16 maxima two at a time beside NaN and infinities",
+    ),
+    SoftmaxCase(
         id="recompute",
         rows=3,
         width=1030,

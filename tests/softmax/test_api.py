@@ -48,6 +48,32 @@ def test_offsets_past_32_bits(device: torch.device) -> None:
             torch.testing.assert_close(out[chosen].float(), x[chosen].float().softmax(-1), rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(2000, 4096), (600, 32768), (3, 128256)])
+def test_launches_wait_for_each_other(rows: int, width: int, device: torch.device) -> None:
+    """Their blocks start beside the last ones of the launch before, and read and overwrite what that has."""
+    start = torch.randn(rows, width, dtype=BF16, device=device)
+    x, between = torch.empty_like(start), torch.empty_like(start)
+
+    def chain(wait: bool) -> None:
+        for source, out, log in ((x, between, False), (between, between, True), (between, x, False)):
+            api.softmax(source, out, log=log, kernel="cute")
+            if wait:
+                torch.cuda.synchronize()
+
+    x.copy_(start)
+    chain(wait=True)
+    expected = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(wait=False)
+    for _ in range(20):
+        x.copy_(start)
+        between.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_do(shape: tuple[int, int]) -> None:
     assert api.softmax(torch.empty(shape)).shape == shape

@@ -52,7 +52,8 @@ def test_levels() -> None:
     assert level(1024) == (32, 1)
     assert level(4096) == (128, 1)
     assert level(16384) == (512, 1)
-    assert level(32768) == (512, 2)
+    assert level(32768) == (256, 2)
+    assert level(65536) == (256, 4)
     assert level(128256) == (256, 16)
     assert level(262144) == (512, 16)
 
@@ -69,7 +70,7 @@ FITS = RowConfig(vector=8, vectors=4, threads_per_row=32, rows_per_block=4)
         ({"rows_per_block": 64}, "2048 threads a block are not a multiple of 32 up to 1024"),
         ({"cluster": 32, "rows_per_block": 1}, "clusters of 32 blocks: 16 are the most"),
         ({"cluster": 2}, "a cluster shares one row, with whole warps: not 4 rows a block"),
-        ({"vectors": 40}, "504 registers for each of 128 threads, 1 blocks on an SM: 255 a thread"),
+        ({"vectors": 40}, "336 registers for each of 128 threads, 1 blocks on an SM: 255 a thread"),
         ({"vectors": 0}, "0 vectors a thread: one is needed"),
     ],
 )

@@ -187,7 +187,7 @@ class Softmax:
 
 
 def largest(held: cute.Tensor) -> cutlass.Float32:
-    """The maximum of registers of the input's type, NaN left out; of 16-bit ones two at a time, before they are wider."""
+    """The maximum of registers of the input's type, NaN left out; 16-bit ones are compared in pairs, as they are."""
     if held.element_type.width == 32 or cute.size(held) % 2:
         return math.largest(elements(widened(held)))
     kind = "bf16x2" if held.element_type is cutlass.BFloat16 else "f16x2"
