@@ -26,8 +26,11 @@ WIDENING = LatentConfig(tile_n=32, stages=2, staging=3, least_share=1)
 SCORES_FIRST = LatentConfig(least_share=1, scores_first=True)
 CLUSTERS = LatentConfig(least_share=1, scores_first=True, cluster=2)
 
+GUESSES = LatentConfig(least_share=1, guesses=True)
+
 QUICK = (
     Run(latent.RAGGED, "random"),
+    Run(replace(latent.RAGGED, id="ragged-guesses"), "random", config=GUESSES),
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(latent.HEADS_128, "lazy", config=replace(CLUSTERS, ahead=1)),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(stages=4)),
@@ -54,6 +57,13 @@ FULL = (
         SCORES_FIRST,
     ),
     Run(latent.PAGES_OF_16, "random", config=CLUSTERS),
+    Run(
+        mla(
+            16, id="guesses", q_lens=(1, 4), kv_lens=(65, 330), nan_request=1, window=(70, None), why="rows see nothing"
+        ),
+        "lazy",
+        config=replace(GUESSES, scores_first=True),
+    ),
     Run(latent.CLUSTERS, "random", False, CLUSTERS),
     Run(
         mla(16, id="sinks", q_lens=(1, 4), kv_lens=(300, 150), sinks=True, softcap=5.0, why="bent scores, made early"),

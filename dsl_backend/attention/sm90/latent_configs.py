@@ -25,9 +25,11 @@ class LatentConfig(LatentSizes):
     Attributes:
         scores_first: the second warpgroup issues its tile's scores before it sums the first one's tile, so that the
             sums run beside its softmax. Otherwise after it, and the first tile's room is free sooner.
+        guesses: as ForwardConfig has it.
     """
 
     scores_first: bool = False
+    guesses: bool = False
 
     @property
     def threads(self) -> int:

@@ -16,9 +16,10 @@ from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.attention.sm90.latent_configs import GROUPS
 from dsl_backend.attention.sm90.multiply import SLACK, accumulating, shrink_rows
 from dsl_backend.primitives.accumulators import narrow, settle
@@ -77,7 +78,7 @@ class LatentMultiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
     @cute.jit
     def run(self):
@@ -221,8 +222,11 @@ class LatentMultiplier:
         self.rows.bend(scores, work, tile)
         if tile >= work.whole_end or tile < work.whole_begin:
             self.rows.mask(scores, work, tile)
-        self.softmax.weigh(scores, self.shrink)
-        narrow(self.S, self.P)
+        if cutlass.const_expr(self.config.guesses):
+            self.softmax.weigh_by_guess(scores, self.S, self.P, self.shrink, step > 0)
+        else:
+            self.softmax.weigh(scores, self.shrink)
+            narrow(self.S, self.P)
 
     @cute.jit
     def give(self, work, step, count):

@@ -13,21 +13,19 @@ from cutlass.cute.nvgpu import warpgroup
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
-from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
+from dsl_backend.attention.sm90.guess import GuessingSoftmax
+from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import exp2
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
 TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
 # Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
 SLACK = 8.0
-# A thread's weights of a tile, by the tops before it, are at most so much together: then none exceeds 2^SLACK.
-MOST_GUESSED = 2.0**SLACK
 
 
 class Multiplier:
@@ -75,7 +73,7 @@ class Multiplier:
         # Weights on their way to P, while products read it.
         self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
     @cute.jit
     def run(self):
@@ -200,7 +198,7 @@ class Multiplier:
         settle(self.S)
         self.release(self.barriers.k_empty, count)
         if cutlass.const_expr(self.config.guesses):
-            self.weigh_by_guess(work, tile, masked)
+            self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink)
         else:
             self.weigh(work, tile, masked)
         warpgroup.wait_group(0)
@@ -223,22 +221,6 @@ class Multiplier:
     @cute.jit
     def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
         self.softmax.weigh(self.scores(work, tile, masked), self.shrink)
-
-    @cute.jit
-    def weigh_by_guess(self, work, tile, masked: cutlass.Constexpr[bool]):
-        """Narrow weights by the tops so far; by the tile's own where a row of this warp needs that."""
-        scores = self.scores(work, tile, masked)
-        total, shrink, guessed = self.softmax.total, self.shrink, self.guessed
-        added = guess(scores, guessed, self.softmax)
-        shrink.fill(1.0)
-        # A top of -inf makes the guess +inf or no number.
-        fits = added[0] <= MOST_GUESSED and added[1] <= MOST_GUESSED
-        if cute.arch.vote_all_sync(fits):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
-                total[row] += added[row]
-        else:
-            self.softmax.weigh(scores, shrink)
-            narrow(self.S, guessed)
 
     @cute.jit
     def scores(self, work, tile, masked: cutlass.Constexpr[bool]):
@@ -329,28 +311,6 @@ def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
     changed = product.with_()
     changed.set(warpgroup.Field.ACCUMULATE, adds)
     return changed
-
-
-@cute.jit
-def guess(scores: cute.Tensor, weights: cute.Tensor, softmax: OnlineSoftmax):
-    """Scores [row, column] as narrow weights by the tops so far. Returns their sums, [row]."""
-    columns = cutlass.const_expr(cute.size(scores, mode=[1]))
-    words = words_of(weights)
-    added = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-    # Two chains a row: the exponentials are slower than they.
-    sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
-    sums.fill(0.0)
-    for j in cutlass.range_constexpr(0, columns, 2):
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            reference = softmax.top[row] * softmax.factor
-            low = exp2(scores[row, j] * softmax.factor - reference)
-            high = exp2(scores[row, j + 1] * softmax.factor - reference)
-            words[j + row] = packed(low, high, weights.element_type)
-            sums[row, 0] += low
-            sums[row, 1] += high
-    for row in cutlass.range_constexpr(THREAD_ROWS):
-        added[row] = sums[row, 0] + sums[row, 1]
-    return added
 
 
 def take_words(source: cute.Tensor, to: cute.Tensor, zero: cutlass.Int32):

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a tile by the largest scores before it: a third of a softmax's instructions look for maxima.
+
+The largest score of a row seldom moves after its first tile, and it need not be the reference of the exponentials:
+anything close will do. So a tile's weights are taken by the old reference, and their sum, which is needed anyway, tells
+whether that was close: where it is no more than 2^slack, no weight is. Else the tile's maxima are found after all.
+"""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.attention.parts.rows import THREAD_ROWS
+from dsl_backend.attention.parts.softmax import OnlineSoftmax
+from dsl_backend.primitives.accumulators import narrow, packed, words_of
+from dsl_backend.primitives.math import exp2
+
+
+class GuessingSoftmax(OnlineSoftmax):
+    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by."""
+
+    @cute.jit
+    def weigh_by_guess(self, scores: cute.Tensor, products: cute.Tensor, weights: cute.Tensor, shrink, known=None):
+        """Scores become narrow weights, by the tops so far where they will do for all rows of the warp.
+
+        Args:
+            scores: [row, column] of `products`, the registers that hold them.
+            weights: a product's operand.
+            shrink: [row], as `weigh` has it.
+            known: whether there are tops, where that is not known already. A row without one costs its warp time alone.
+        """
+        added, total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.total
+        added.fill(cutlass.Float32.inf)
+        if cutlass.const_expr(known is None):
+            self.guess(scores, weights, added)
+        elif known:
+            self.guess(scores, weights, added)
+        shrink.fill(1.0)
+        # A top of -inf makes the sum +inf or no number.
+        most = cutlass.const_expr(2.0**self.slack)
+        fits = added[0] <= most and added[1] <= most
+        if cute.arch.vote_all_sync(fits):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                total[row] += added[row]
+        else:
+            self.weigh(scores, shrink)
+            narrow(products, weights)
+
+    @cute.jit
+    def guess(self, scores: cute.Tensor, weights: cute.Tensor, added: cute.Tensor):
+        """Scores as narrow weights by the tops so far; added: their sums, [row]."""
+        words = words_of(weights)
+        # Two chains a row: the exponentials are slower than they.
+        sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
+        sums.fill(0.0)
+        for j in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                reference = self.top[row] * self.factor
+                low = exp2(scores[row, j] * self.factor - reference)
+                high = exp2(scores[row, j + 1] * self.factor - reference)
+                words[j + row] = packed(low, high, weights.element_type)
+                sums[row, 0] += low
+                sums[row, 1] += high
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            added[row] = sums[row, 0] + sums[row, 1]
