@@ -13,9 +13,10 @@ from dsl_backend.primitives.math import exp2, finite_or_zero, tree
 WARP = 32
 VECTOR = 4  # columns of a thread
 THREADS, THREADS_WIDE = 256, 512
+SM_THREADS = 1024  # at least, for which 64 registers each are left
 WIDE = 256  # columns beyond which a block has more threads
-DEPTH = 8  # parts of which a thread has values in flight
-FEW = 8  # parts that a team merges by itself
+DEPTH = 4  # parts of which a thread has values in flight
+FEW, AT_A_TIME = 8, 4  # parts that a team merges by itself, and so many of them at once
 MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
 FEW_RANGES = 8  # that leave so many blocks idle that each row gets its own
 
@@ -67,6 +68,9 @@ class Merge:
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=SM_THREADS // self.threads,
+            # Must be named then (runtime/compile.py).
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -120,28 +124,35 @@ class Merge:
     def add_few(self, partials, held, range_, row, parts, column):
         """(a row's largest base-2 score, its total, the sums of this thread's columns)."""
         size = partial_size(held, self.columns)
-        tops, totals = cute.make_rmem_tensor(FEW, cutlass.Float32), cute.make_rmem_tensor(FEW, cutlass.Float32)
-        values = cute.make_rmem_tensor((VECTOR, FEW), cutlass.Float32)
-        tops.fill(-cutlass.Float32.inf)
-        totals.fill(0.0)
-        values.fill(0.0)
-        for i in cutlass.range_constexpr(FEW):
-            if i < parts:
-                place = self.place(range_, i, size)
-                source = partials.iterator + (place + held * self.columns + row)
-                tops[i] = cute.make_tensor(source, cute.make_layout(1))[0]
-                totals[i] = cute.make_tensor(source + held, cute.make_layout(1))[0]
-                load_vector(partials.iterator, place + row * self.columns + column, values[None, i])
-        top = tree([tops[i] for i in range(FEW)], cute.arch.fmax)
-        reference = finite_or_zero(top)
-        total = cutlass.Float32(0.0)
+        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
         own = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
         own.fill(0.0)
-        for i in cutlass.range_constexpr(FEW):
-            weight = exp2(tops[i] - reference)
-            total += totals[i] * weight
+        tops = cute.make_rmem_tensor(AT_A_TIME, cutlass.Float32)
+        totals = cute.make_rmem_tensor(AT_A_TIME, cutlass.Float32)
+        values = cute.make_rmem_tensor((VECTOR, AT_A_TIME), cutlass.Float32)
+        for first in cutlass.range(0, parts, AT_A_TIME, unroll=1):
+            tops.fill(-cutlass.Float32.inf)
+            totals.fill(0.0)
+            values.fill(0.0)
+            for i in cutlass.range_constexpr(AT_A_TIME):
+                if first + i < parts:
+                    place = self.place(range_, first + i, size)
+                    source = partials.iterator + (place + held * self.columns + row)
+                    tops[i] = cute.make_tensor(source, cute.make_layout(1))[0]
+                    totals[i] = cute.make_tensor(source + held, cute.make_layout(1))[0]
+                    load_vector(partials.iterator, place + row * self.columns + column, values[None, i])
+            higher = cute.arch.fmax(top, tree([tops[i] for i in range(AT_A_TIME)], cute.arch.fmax))
+            reference = finite_or_zero(higher)
+            shrink = exp2(top - reference)
+            total *= shrink
             for j in cutlass.range_constexpr(VECTOR):
-                own[j] += values[j, i] * weight
+                own[j] *= shrink
+            for i in cutlass.range_constexpr(AT_A_TIME):
+                weight = exp2(tops[i] - reference)
+                total += totals[i] * weight
+                for j in cutlass.range_constexpr(VECTOR):
+                    own[j] += values[j, i] * weight
+            top = higher
         return top, total, own
 
     @cute.jit

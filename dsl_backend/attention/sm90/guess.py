@@ -32,7 +32,7 @@ class GuessingSoftmax(OnlineSoftmax):
         added.fill(cutlass.Float32.inf)
         if cutlass.const_expr(known is None):
             self.guess(scores, weights, added)
-        elif known:
+        elif known:  # noqa: SIM114 - one is decided when the kernel is compiled, the other when it runs
             self.guess(scores, weights, added)
         shrink.fill(1.0)
         # A top of -inf makes the sum +inf or no number.
