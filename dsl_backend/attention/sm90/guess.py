@@ -30,9 +30,10 @@ class GuessingSoftmax(OnlineSoftmax):
         """
         added, total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.total
         added.fill(cutlass.Float32.inf)
-        if cutlass.const_expr(known is None):
-            self.guess(scores, weights, added)
-        elif known:  # noqa: SIM114 - one is decided when the kernel is compiled, the other when it runs
+        if cutlass.const_expr(known is not None):
+            if known:
+                self.guess(scores, weights, added)
+        else:
             self.guess(scores, weights, added)
         shrink.fill(1.0)
         # A top of -inf makes the sum +inf or no number.
