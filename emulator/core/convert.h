@@ -107,8 +107,7 @@ static void put_doubles(const Warp *w, const Instr *in, const double *values, u3
     }
     if (type == F32) {
         EACH t[i] = bits_f32((float)values[i]);
-        // As FLOATS: before it is rounded.
-        if (in->flags & FTZ) EACH t[i] &= fabs(values[i]) < 0x1p-126 ? 0x80000000 : FULL;
+        if (in->flags & FTZ) EACH t[i] &= is_tiny(values[i]) ? 0x80000000 : FULL;
         finish_f32(in, t, LANES);
     } else
         EACH {

@@ -46,10 +46,10 @@ static inline const u32 *load_as(const Warp *w, const Instr *in, int k, u32 *buf
     return buffer;
 }
 
-// Results below the smallest normal number are flushed even if they would be rounded to it. An H200 does so with those
-// that 24 bits hold exactly; of what lies between these and the smallest normal number nothing is known, here it is
-// flushed as well.
+// .ftz flushes what is below the smallest normal number once it is rounded to 24 bits (f16: 11), as if exponents went on
+// below; so does an H200. Rounded among the subnormal numbers, which lie twice as far apart, more would come up to it.
 #define SMALLEST 0x00800000u
+static inline int is_tiny(double x) { return fabsf((float)(x * 0x1p64)) < 0x1p-62f; }
 static inline int any_smallest(const u32 *t, int n) {
     u32 found = 0;
     for (int i = 0; i < n; i++) found |= (t[i] & 0x7FFFFFFF) == SMALLEST;
@@ -83,7 +83,7 @@ static inline void finish_f32(const Instr *in, u32 *t, int n) {
             for (int i = 0; i < n; i++) {                                                                              \
                 double x = as_f32(a[i]), y = as_f32(b[i]), z = as_f32(c[i]);                                           \
                 (void)y, (void)z;                                                                                      \
-                if ((t[i] & 0x7FFFFFFF) == SMALLEST && fabs(__VA_ARGS__) < 0x1p-126) t[i] &= 0x80000000;               \
+                if ((t[i] & 0x7FFFFFFF) == SMALLEST && is_tiny(__VA_ARGS__)) t[i] &= 0x80000000;                       \
             }                                                                                                          \
         finish_f32(in, t, n);                                                                                          \
     }                                                                                                                  \
@@ -296,7 +296,8 @@ static inline void load_half(const Warp *w, const Instr *in, int k, double *out,
 static inline u32 code_half(const Instr *in, double x) {
     int type = (in->extra[1] & 3) == AS_F16 ? F16 : BF16;
     u32 h = narrow(x, type, RN, 0);
-    if (in->flags & FTZ && fabs(x) < (type == F16 ? 0x1p-14 : 0x1p-126)) h &= 0x8000;
+    // As is_tiny: times 2^16, the smallest normal number has the exponent 17.
+    if (in->flags & FTZ && (narrow(x * 0x1p16, type, RN, 0) & 0x7FFF) < 17u << FORMATS[type].mantissa) h &= 0x8000;
     if (in->flags & SAT) h = x != x || h >> 15 ? 0 : MIN(h, 0x3C00u);
     if (in->flags & RELU && x == x && h >> 15) h = 0;
     return h;

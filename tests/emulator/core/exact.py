@@ -12,7 +12,8 @@ class Format:
     """Bits of exponent and mantissa, as in IEEE 754, with a sign.
 
     Attributes:
-        flushes: as with `.ftz`, what is below the smallest normal number becomes zero instead of being rounded.
+        flushes: as with `.ftz`, what is below the smallest normal number becomes zero. It is rounded before, to as many
+            bits as a normal number has.
     """
 
     exponent: int
@@ -66,9 +67,7 @@ class Format:
         sign, size = (self.sign if exact < 0 else 0), abs(exact)
         power = size.numerator.bit_length() - size.denominator.bit_length()
         power -= size < Fraction(2) ** power
-        if self.flushes and power < 1 - self.bias:
-            return sign
-        power = max(power, 1 - self.bias)
+        power = power if self.flushes else max(power, 1 - self.bias)
         units = size / Fraction(2) ** (power - self.mantissa)
         whole, rest = divmod(units, 1)
         up = {
@@ -79,6 +78,8 @@ class Format:
             "rp": bool(not sign and rest),
         }[mode]
         code = int(whole) + up + ((power + self.bias - 1) << self.mantissa)
+        if code < self.smallest_normal and self.flushes:
+            return sign
         if code >= self.infinity:
             stays = mode == "rz" or (mode == "rm" and not sign) or (mode == "rp" and sign)
             code = self.infinity - 1 if stays else self.infinity

@@ -155,9 +155,12 @@ def test_modifiers_of_float_conversions():
     assert sat == [1, 0, 0x3F000000, 0x3F800000, 0, 0, 0x3F800000, 0]
     assert half == [0, 0, 0x3800, 0x3C00, 0, 0, 0x3C00, 0]
     assert up[:2] == [1, 0x8000]
-    below = [F64.rounded(sign * Fraction(2) ** -126 * (1 - Fraction(2) ** -30)) for sign in (1, -1)]
-    assert run("cvt.rn.ftz.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"]) == [[0, 0x80000000]]
-    assert run("cvt.rn.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"]) == [[0x800000, 0x80800000]]
+    # From the smallest normal number less than half a unit down, half a unit, more, and a whole one.
+    parts = (2.0**-30, 2.0**-25, 1.25 * 2.0**-25, 2.0**-24)
+    below = [F64.rounded(sign * Fraction(2) ** -126 * (1 - Fraction(part))) for part in parts for sign in (1, -1)]
+    found = run("cvt.rn.ftz.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"])
+    assert found == [[0x800000, 0x80800000] * 2 + [0, 0x80000000] * 2]
+    assert run("cvt.rn.f32.f64 %r1, %rd1;", {"%rd1": below}, ["%r1"]) == [[0x800000, 0x80800000] * 4]
     body = "cvt.rn.relu.f16.f32 %rs1, %r9; cvt.rn.satfinite.f16.f32 %rs2, %r9; cvt.rz.relu.bf16.f32 %rs3, %r9;"
     relu, finite, b = run(body, {"%r9": values}, ["%rs1", "%rs2", "%rs3"])
     assert relu == [0, 0, 0x3800, 0x4000, 0, 0x7FFF, 0x7C00, 0]
