@@ -7,9 +7,8 @@ term has behind the 23rd bit of the largest one (fp8: the 13th), where the emula
 add.f32 and sub.f32 without .rn may be contracted to fma by the assembler.
 
 An error of 2^-22 turns one in some 2^13 roundings to bfloat16, one in 2^10 to float16: results of 16 bits are the same
-but for a few, which are neighbours. float32 shows the errors themselves. The numbers below are about twice what was
-seen when the emulator had all of these errors at once, in pseudo-random directions: a unit in the last place for the
-approximate units (tanh: 2^-16) and for mul.f32, and every term and sum of wgmma cut off.
+but for a few, which are neighbours. float32 shows the errors themselves. The numbers below are about twice the most that
+an H200 gave (2026-11-22), which stands beside them; of float32, whose bits are rarely the same, any share of the elements.
 """
 
 import re
@@ -35,19 +34,21 @@ class Rule:
 
 
 BITS = Rule(0, 0, "additions, comparisons and conversions, which are exact or rounded as the ISA says")
-ROUNDED = Rule(1, 0.01, "errors of 2^-22 that a rounding to bfloat16 shows now and then")
+ROUNDED = Rule(1, 0.005, "errors of 2^-22 that a rounding to bfloat16 shows now and then: 0.45 units, 0.22 %")
 # By pattern of case/output, the first that fits.
 RULES = {
     "topk/.*|rmsnorm-residual/residual": BITS,
-    "gemm-fp8/out": Rule(2, 0.1, "sums of products of 8-bit factors are cut off at 13 bits"),
-    "flash-f16/out": Rule(2, 0.06, "roundings to float16, of weights and results, show 8 times as many errors"),
-    "flash-softcap/out": Rule(2, 0.15, "scores by way of tanh.approx"),
-    "flash-.*/lse": Rule(4, 1, "scores are sums of products that are cut off; ex2 and lg2 are approximate"),
-    "flash-.*/(out|dq|dk|dv)": ROUNDED,
-    "softmax-f32/out": Rule(8, 1, "logits up to 16 times log2(e), whose rounding a contraction leaves out; ex2, rcp"),
-    "softmax-backward/dx": Rule(2, 1, "products that are subtracted may be contracted, in sums of 512"),
-    "cross-entropy/(loss|lse)": Rule(2, 1, "ex2 and lg2 are approximate; products may be contracted"),
-    "(softmax|cross-entropy|rmsnorm|gemm)(-.*)?/(out|dx|product)": ROUNDED,
+    "softmax-backward/dx": Rule(0, 0, "sums of products of float32, which the assembler did not contract"),
+    "gemm-fp8/out": Rule(2, 0.09, "sums of products of 8-bit factors are cut off at 13 bits: 0.96 units, 4.2 %"),
+    "flash-f16/out": Rule(1, 0.025, "roundings to float16 show 8 times as many errors: 0.59 units, 1.2 %"),
+    "flash-softcap/out": Rule(1, 0.025, "scores by way of tanh.approx: 0.41 units, 1.3 %"),
+    "flash-softcap/lse": Rule(7, 1, "scores by way of tanh.approx: 3.63 units"),
+    "flash-.*/lse": Rule(2.5, 1, "scores are sums of products that are cut off, ex2 and lg2 approximate: 1.19 units"),
+    "flash-.*/(dq|dk|dv)": Rule(1, 0.0125, "as ROUNDED, of weights and of their gradients: 0.22 units, 0.61 %"),
+    "flash-.*/out": ROUNDED,
+    "softmax-f32/out": Rule(2, 1, "ex2 and rcp are approximate: 1.03 units"),
+    "cross-entropy/(loss|lse)": Rule(1, 0.4, "ex2 and lg2 are approximate: 0.47 units, 17 %"),
+    "(softmax|cross-entropy|rmsnorm|gemm)(-.*)?/(out|dx|product)": Rule(1, 0.001, "as ROUNDED: 0.08 units, 0.05 %"),
 }
 
 
@@ -84,7 +85,8 @@ def compare(
     """An output of a case.
 
     Args:
-        magnitude, absolute: as of `Expected`; differences up to `absolute` do not count.
+        magnitude: as of `Expected`.
+        absolute: as of `Expected`; up to it, differences do not count in rows that have nothing larger.
 
     Raises:
         AssertionError: another shape or dtype.
@@ -100,7 +102,8 @@ def compare(
     unit = torch.finfo(emulated.dtype).eps * (row_most(size) + magnitude)
     error = (found - right).abs()
     parts = error / unit.expand_as(size).flatten()[places(size.numel())]
-    parts = torch.where(same | (error <= absolute), 0.0, parts.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    nothing = (row_most(size) <= absolute).expand_as(size).flatten()[places(size.numel())]
+    parts = torch.where(same | (nothing & (error <= absolute)), 0.0, parts.nan_to_num(nan=torch.inf, posinf=torch.inf))
     worst, count = float(parts.max()), int(unequal.sum())
     wrong = ""
     if worst > rule.ulps:

@@ -106,8 +106,9 @@ CHIP = """
 ## Beside a chip
 
 The same inputs on {gpu} ({date}, commit {commit}, torch {torch}). Of each output some elements are kept
-and a digest of all. Largest difference: in units in the last place of its row's largest, beside what is allowed
-(`tests/emulator/thirdparty/peer_rules.py`, with reasons); the worst of three schedules.
+and a digest of all. Largest difference: in units in the last place of its row's largest; the worst of three schedules.
+Allowed: so many units, and of the elements such a part with other bits (`tests/emulator/thirdparty/peer_rules.py`, with
+reasons).
 """
 
 
@@ -124,7 +125,8 @@ def chip_lines(reports: list[dict[str, Any]], answers: Answers) -> Iterator[str]
             unequal, worst = max(one["unequal"] for one in some), max(one["worst"] for one in some)
             same = "yes" if all(one["identical"] for one in some) else ""
             cells = (output, f"{some[0]['compared']:,}", f"{unequal:,}", f"{worst:.2f}")
-            allowed = f"{rule_of(report['case'], output).ulps:g}"
+            rule = rule_of(report["case"], output)
+            allowed = f"{rule.ulps:g}, {rule.share:.4g}"
             yield f"| {' | '.join((report['case'], *cells, allowed, same))} |"
 
 

@@ -111,8 +111,8 @@ ONES = torch.ones(100, 100, dtype=torch.bfloat16)
     [
         (BITS, 1, 1, "element 0"),
         (BITS, 0, 0, ""),
-        (ROUNDED, 40, 1, ""),
-        (ROUNDED, 41, 1, "41 of 4096 elements have other bits"),
+        (ROUNDED, 20, 1, ""),
+        (ROUNDED, 21, 1, "21 of 4096 elements have other bits"),
         (ROUNDED, 1, 2, "element 0"),
         (Rule(2, 1, ""), SAMPLE, 2, ""),
         (Rule(2, 1, ""), 1, 3, "element 0"),
@@ -151,6 +151,7 @@ def test_what_does_not_count() -> None:
     loose = Rule(1e9, 1, "")
     assert compare(own, Output.of(chip), loose).worst == torch.inf
     assert not compare(own, Output.of(chip), loose, absolute=1e-5).wrong
+    assert compare(own + 1, Output.of(chip + 1 + 1e-6), Rule(1, 1, ""), absolute=1e-5).wrong
     assert not compare(own, Output.of(chip), Rule(10, 1, ""), magnitude=1.0).wrong
     assert compare(own, Output.of(chip), Rule(1, 1, ""), magnitude=1.0).wrong
 
