@@ -105,10 +105,10 @@ def lines(reports: list[dict[str, Any]]) -> Iterator[str]:
 CHIP = """
 ## Beside a chip
 
-The same inputs on {gpu} ({date}, commit {commit}, torch {torch}). Of each output some elements are kept
-and a digest of all. Largest difference: in units in the last place of its row's largest; the worst of three schedules.
-Allowed: so many units, and of the elements such a part with other bits (`tests/emulator/thirdparty/peer_rules.py`, with
-reasons).
+The same inputs on {gpu} ({date}, commit {commit}, torch {torch}).
+Of each output some elements are kept and a digest of all. Largest difference: in units in the last place of its row's
+largest; the worst of three schedules. Allowed: so many units, and of the elements such a part with other bits
+(`tests/emulator/thirdparty/peer_rules.py`, with reasons).
 """
 
 
