@@ -12,13 +12,12 @@ from dsl_backend.primitives.math import exp2, finite_or_zero, tree
 
 WARP = 32
 VECTOR = 4  # columns of a thread
-THREADS, THREADS_WIDE = 256, 512
+THREADS, THREADS_WIDE = 512, 1024
 SM_THREADS = 1024  # at least, for which 64 registers each are left
 WIDE = 256  # columns beyond which a block has more threads
 DEPTH = 4  # parts of which a thread has values in flight
 FEW, AT_A_TIME = 8, 4  # parts that a team merges by itself, and so many of them at once
 MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
-FEW_RANGES = 8  # that leave so many blocks idle that each row gets its own
 
 
 def partial_size(rows: int, columns: int) -> int:
@@ -61,10 +60,9 @@ class Merge:
         blocks: cutlass.Int32,
         stream,
     ):
-        ranges = cute.size(requests.lengths) * self.units
-        rows = requests.rows if ranges <= FEW_RANGES else cutlass.min(requests.rows, MOST_ROWS)
+        ranges = cute.size(requests.lengths) * self.units if cutlass.const_expr(self.key.shares) else blocks
         self.kernel(partials, merges, requests, out, lse, scoring).launch(
-            grid=(ranges if cutlass.const_expr(self.key.shares) else blocks, rows, 1),
+            grid=(ranges, cutlass.min(requests.rows, MOST_ROWS), 1),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,

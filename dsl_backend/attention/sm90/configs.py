@@ -124,12 +124,12 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
             return ForwardConfig(groups=2, tile_n=128, stages=2, staging=2, take_turns=True)
         return ForwardConfig(groups=2 if widest <= 192 else 1, tile_n=64, stages=2, staging=2)
     if widest <= 64:
-        return ForwardConfig(groups=2, tile_n=128, stages=6, query_stages=2, take_turns=True, guesses=True)
+        return ForwardConfig(groups=2, tile_n=128, stages=6, query_stages=2, take_turns=True)
     if widest <= 128:
-        return ForwardConfig(groups=2, tile_n=128, stages=2, query_stages=2, take_turns=True, guesses=True)
+        return ForwardConfig(groups=2, tile_n=128, stages=2, query_stages=2, take_turns=True)
     if spec.head_dim_v <= 128:
-        return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True, guesses=True)
-    return ForwardConfig(groups=2, tile_n=64, stages=2, query_stages=1, guesses=True)
+        return ForwardConfig(groups=2, tile_n=112, stages=2, query_stages=1, take_turns=True)
+    return ForwardConfig(groups=2, tile_n=64, stages=2, query_stages=1)
 
 
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
@@ -168,10 +168,17 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """Configurations for long queries that are worth a try and fit."""
     tiles = TRIED_TILES[next(width for width in TRIED_TILES if width >= max(spec.head_dim, spec.head_dim_v))]
     staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
-    for (groups, tile_n), query_stages, turns, staged in itertools.product(tiles, (1, 2), (False, True), staging):
-        if groups == 2 or not turns:
+    choices = itertools.product(tiles, (1, 2), (False, True), (False, True), staging)
+    for (groups, tile_n), query_stages, turns, guesses, staged in choices:
+        if groups > 1 or not turns:
             made = ForwardConfig(
-                groups=groups, tile_n=tile_n, stages=2, query_stages=query_stages, take_turns=turns, staging=staged
+                groups=groups,
+                tile_n=tile_n,
+                stages=2,
+                query_stages=query_stages,
+                take_turns=turns,
+                guesses=guesses,
+                staging=staged,
             )
             yield from deepest(made, spec, smem_bytes)
 
@@ -179,6 +186,6 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
 def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """The same for short queries over long key ranges."""
     staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
-    for tile_n, resident, staged in itertools.product(TRIED_SPLIT_TILES, (1, 2), staging):
-        made = ForwardConfig(groups=1, tile_n=tile_n, stages=2, resident=resident, staging=staged)
+    for tile_n, resident, guesses, staged in itertools.product(TRIED_SPLIT_TILES, (1, 2), (False, True), staging):
+        made = ForwardConfig(groups=1, tile_n=tile_n, stages=2, resident=resident, guesses=guesses, staging=staged)
         yield from deepest(made, spec, smem_bytes, 2)
