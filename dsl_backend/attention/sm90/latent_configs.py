@@ -62,8 +62,8 @@ class LatentConfig(LatentSizes):
 def default_latent_config(spec: AttentionSpec) -> LatentConfig:
     """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile.
 
-    Several row tiles leave so many partial results that four key tiles a part are the better bargain: 128 heads' parts of
-    8192 keys are 16.8 MB, written and read, where a part has two. Arithmetic, not measured.
+    Several row tiles leave so many partial results that four key tiles a part are the better bargain: those of 128
+    heads and 8192 keys are 16.8 MB, written and read, where a part has two tiles. Arithmetic, not measured.
 
     Of fp8, a tile's bytes and two tiles of 16 bits must be there: of 576 elements, 64 keys take 108 KB of that with one
     tile in flight, and queries 72 KB.
