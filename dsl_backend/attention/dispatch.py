@@ -107,7 +107,7 @@ def cute_storage(spec: AttentionSpec, fp8: bool = False) -> list[str]:
 
 def cute_mla(spec: AttentionSpec, fp8: bool = False) -> list[str]:
     """What the CuTe DSL kernels of absorbed MLA need; fp8: keys of e4m3 are served."""
-    return [*toolkit.missing(), *cute_storage(spec, fp8), *latent_only(spec), *shares_of_batch(spec)]
+    return [*toolkit.missing(), *cute_storage(spec, fp8), *latent_only(spec)]
 
 
 def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs as vllm_envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -80,6 +81,11 @@ class DSLMLABackend(MLACommonBackend):
             return False
         model_dtype = torch.float16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
         return not latent_probe(dtype=model_dtype, kv_dtype=kv_dtype)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        # Prefills are vLLM's own, which then fixes their splits as it does for its other backends.
+        return not latent_probe(batch_invariant=True)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -258,6 +264,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             page_size=validation.ANY_PAGE_SIZE,
             scale=self.scale,
             latent=True,
+            batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
         self._specs: dict[tuple[int, Causality], AttentionSpec] = {}
 

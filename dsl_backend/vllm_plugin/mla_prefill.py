@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from vllm import envs as vllm_envs
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from dsl_backend.attention import api
@@ -27,6 +28,7 @@ def prefill_spec(
         page_size=None,
         scale=scale,
         causality=causality,
+        batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
     )
 
 

@@ -13,8 +13,12 @@ from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.kernel import Kernel, Operands
 from dsl_backend.attention.sm90 import configs as sm90
+from dsl_backend.attention.sm90 import latent_configs as latent_sm90
+from dsl_backend.attention.sm90 import latent_launch as latent_sm90_launch
 from dsl_backend.attention.sm90 import launch as sm90_launch
 from dsl_backend.attention.sm100 import configs as sm100
+from dsl_backend.attention.sm100 import latent_configs as latent_sm100
+from dsl_backend.attention.sm100 import latent_launch as latent_sm100_launch
 from dsl_backend.attention.sm100 import launch as sm100_launch
 from dsl_backend.attention.spec import Batch
 from dsl_backend.errors import Unsupported
@@ -27,6 +31,9 @@ from tests.attention.emulated import SCHEDULES, scratch
 SMS = 8
 DECODE = Case(q_lens=(1, 3, 0, 1, 2), kv_lens=(700, 200, 0, 33, 400), heads=(8, 2))
 PREFILL = Case(q_lens=(70, 3, 0, 90), kv_lens=(200, 140, 0, 90), heads=(2, 1))
+# Requests of several row tiles, of four tokens each and of one.
+LATENT = mla(16, (288, 256), q_lens=(1, 6, 0, 1), kv_lens=(420, 200, 0, 33))
+LATENT_128 = mla(128, (288, 256), q_lens=(2, 1), kv_lens=(200, 140), page=64)
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,14 @@ class Run:
     case: Case
     arch: str = "sm_90a"
     split: bool = True
+    latent: Any = None
 
     def kernel(self, spec: Any) -> Kernel:
         target = replace(from_arch(self.arch), sm_count=SMS)
+        if self.latent is not None:
+            latent_launch: Any = latent_sm90_launch if self.arch == "sm_90a" else latent_sm100_launch
+            assert not self.latent.objections(spec, target.smem_bytes)
+            return latent_launch.LatentSplitKV(spec, target, scratch(), self.latent)  # type: ignore[no-any-return]
         launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
         config: Any = sm90.ForwardConfig(
             groups=1, tile_n=64, stages=2, least_share=1, staging=2 if spec.is_fp8_kv else 0
@@ -60,8 +72,13 @@ RUNS = (
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
+    Run("mla", LATENT, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1)),
+    Run("mla-128", LATENT_128, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1, cluster=2)),
+    Run("mla-fp8", replace(LATENT, fp8=True), latent=latent_sm90.LatentConfig(tile_n=32, staging=2, least_share=1)),
+    Run("mla-sm100", LATENT, "sm_100a", latent=latent_sm100.LatentConfig(tile_n=32, stages=3, least_share=1)),
+    Run("mla-128-sm100", LATENT_128, "sm_100a", latent=latent_sm100.PairConfig(least_share=1)),
 )
-QUICK = ("decode", "prefill")
+QUICK = ("decode", "prefill", "mla", "mla-128-sm100")
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]
@@ -162,10 +179,19 @@ def test_triton_is_passed_over(operation: Operation) -> None:
         dispatch.choose(operation, spec, from_arch("sm_80"))
 
 
-def test_mla_is_not_served() -> None:
-    spec = replace(mla(16, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
-    with pytest.raises(Unsupported, match="is not batch-invariant"):
-        dispatch.choose(Operation.MLA_DECODE, spec, from_arch("sm_90a"))
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_mla_has_fewer_shares_of_more_heads(arch: str, heads: int) -> None:
+    """A token's partial results take 1 MB a unit at most."""
+    spec = replace(mla(heads, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
+    kernel: Any = dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch)).load()(spec, from_arch(arch), scratch())
+    assert kernel.shares == {16: 32, 128: 8}[heads]
+
+
+def test_a_guess_is_not_batch_invariant() -> None:
+    spec = replace(DECODE.spec, batch_invariant=True)
+    config = sm90.ForwardConfig(groups=1, tile_n=64, stages=2, guesses=True)
+    assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
 
 def test_scratch_grows_with_requests_and_not_with_keys() -> None:

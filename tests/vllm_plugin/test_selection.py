@@ -81,7 +81,6 @@ def test_served(plain_config: VllmConfig, capability: DeviceCapability, changes:
         ({"use_mm_prefix": True}, ["prefix-LM", "TRITON_ATTN"]),
         ({"use_sparse": True, "use_mla": True, "head_size": 576}, ["sparse MLA", "FLASHMLA_SPARSE"]),
         ({"use_per_head_quant_scales": True}, ["scale for each head", "--kv-cache-dtype auto"]),
-        ({"use_batch_invariant": True, "use_mla": True, "head_size": 576}, ["VLLM_BATCH_INVARIANT"]),
         ({"use_pcp": True}, ["--prefill-context-parallel-size 1"]),
         ({"use_pcp": True, "use_mla": True, "head_size": 576}, ["--prefill-context-parallel-size 1"]),
         ({"use_dcp": True}, ["--decode-context-parallel-size 1"]),
@@ -120,9 +119,10 @@ def test_every_reason_is_given(plain_config: VllmConfig) -> None:
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_batch_invariance_is_for_the_kernels_that_have_it(plain_config: VllmConfig) -> None:
-    for capability in (HOPPER, BLACKWELL):
-        assert reasons(capability, use_batch_invariant=True) == []
-    assert "is not batch-invariant" in "\n".join(reasons(AMPERE, use_batch_invariant=True))
+    for changes in ({}, {"use_mla": True, "head_size": 576}):
+        for capability in (HOPPER, BLACKWELL):
+            assert reasons(capability, use_batch_invariant=True, **changes) == []
+        assert "is not batch-invariant" in "\n".join(reasons(AMPERE, use_batch_invariant=True, **changes))
 
 
 def test_old_chips_are_told_about_bfloat16(plain_config: VllmConfig) -> None:

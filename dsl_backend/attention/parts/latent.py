@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes
 from dsl_backend.attention.parts.load import Loader, box_rows, query_box
-from dsl_backend.attention.parts.schedule import KeyShares, QueryTiles, Requests
+from dsl_backend.attention.parts.schedule import KeyShares, OwnShares, QueryTiles, Requests
 from dsl_backend.attention.parts.sizes import chunk
 from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.attention.parts.widen import Tiles, bytes_boxed, bytes_staged
@@ -110,6 +110,9 @@ class LatentTiled:
     def schedule(self, mailbox, requests: Requests, merges):
         """The role that finds work."""
         tokens, config = self.tokens_per_tile, self.config
+        if self.key.shares:
+            # Neighbouring blocks have neighbouring units of a share: those of a cluster load the same keys.
+            return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
         if self.key.split:
             return KeyShares(
                 self.key, mailbox, tokens, self.tile_n, requests, merges, config.least_share, config.cluster

@@ -14,7 +14,7 @@ from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.schedule import MERGE_FIELDS
+from dsl_backend.attention.parts.schedule import MERGE_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
@@ -27,6 +27,8 @@ from dsl_backend.runtime.target import Target
 
 # Of a request's key range where its shares are its own: more would take more room for every request, and more merging.
 MOST_SHARES = 32
+# And of the room for the partial results of a token and a unit: 64 heads of 512 columns have 8 shares.
+MOST_SHARES_BYTES = 1 << 20
 ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
 
 
@@ -239,7 +241,8 @@ class LayerKernel:
         """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
         if not (self.split and self.spec.batch_invariant):
             return 0
-        return min(MOST_SHARES, max(1, self.blocks // self.units))
+        held = MOST_SHARES_BYTES // (4 * self.pack * padded(self.spec.head_dim_v))
+        return max(1, min(MOST_SHARES, held, self.blocks // self.units))
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and what the merge kernel must do with them."""
@@ -247,7 +250,8 @@ class LayerKernel:
             return None, None
         columns = padded(self.spec.head_dim_v)
         if self.shares:
-            slots = batch.num_requests * self.units * self.shares
+            tokens = self.tile_m // self.pack if self.longest_query() is None else None
+            slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.units * self.shares
             return self.workspace.partials(slots * partial_size(rows, columns)), None
         merges = self.workspace.integers(self.blocks * MERGE_FIELDS)[: self.blocks * MERGE_FIELDS]
         # Of whole row tiles: the same for every batch.

@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths_of, own_range
+from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths_of, own_range, row_tile_of
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
@@ -31,14 +31,17 @@ class Merge:
     Where a range has few parts, every team has rows of its own: most are so where many requests are served. Otherwise
     teams share a row's parts, whose values are under way while their maxima and totals are merged, which tell weights.
 
-    A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit.
+    A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit,
+    with the rows of all its row tiles.
 
     Args:
         tile_n, least: keys of a tile, and tiles of a share at least, as the schedule has them.
+        tile_tokens: of a row tile; None where one has all of a request.
     """
 
-    def __init__(self, key, tile_n: int, least: int, columns: int):
+    def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
+        self.tile_tokens = tile_tokens
         self.units = key.heads_q // key.pack
         self.lanes = columns // VECTOR
         most = THREADS if columns <= WIDE else THREADS_WIDE
@@ -100,11 +103,13 @@ class Merge:
             team, column = thread // self.lanes, thread % self.lanes * VECTOR
             if team < self.teams:
                 for row in cutlass.range(first + team * step, rows, self.teams * step, unroll=1):
-                    top, total, own = self.add_few(partials, held, place, row, parts, column)
+                    base, m = self.held_at(place, query, row)
+                    top, total, own = self.add_few(partials, held, base, m, parts, column)
                     self.write(own, top, total, query, unit, row, column, out, lse, scoring)
         else:
             for row in cutlass.range(first, rows, step, unroll=1):
-                top, total, own = self.add_parts(partials, held, place, row, parts, weights, warps)
+                base, m = self.held_at(place, query, row)
+                top, total, own = self.add_parts(partials, held, base, m, parts, weights, warps)
                 own = self.add_teams(own, sums)
                 self.write(own, top, total, query, unit, row, thread * VECTOR, out, lse, scoring)
 
@@ -119,7 +124,7 @@ class Merge:
         return parts, first, place % self.units, queries * self.key.pack
 
     @cute.jit
-    def add_few(self, partials, held, range_, row, parts, column):
+    def add_few(self, partials, held, base, row, parts, column):
         """(a row's largest base-2 score, its total, the sums of this thread's columns)."""
         size = partial_size(held, self.columns)
         top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
@@ -134,7 +139,7 @@ class Merge:
             values.fill(0.0)
             for i in cutlass.range_constexpr(AT_A_TIME):
                 if first + i < parts:
-                    place = self.place(range_, first + i, size)
+                    place = self.place(base, first + i, size)
                     source = partials.iterator + (place + held * self.columns + row)
                     tops[i] = cute.make_tensor(source, cute.make_layout(1))[0]
                     totals[i] = cute.make_tensor(source + held, cute.make_layout(1))[0]
@@ -154,7 +159,7 @@ class Merge:
         return top, total, own
 
     @cute.jit
-    def add_parts(self, partials, held, range_, row, parts, weights, warps):
+    def add_parts(self, partials, held, base, row, parts, weights, warps):
         """(a row's largest base-2 score, its total, this thread's sums of its team's parts)."""
         thread = cute.arch.thread_idx()[0]
         team, column = thread // self.lanes, thread % self.lanes * VECTOR
@@ -172,11 +177,11 @@ class Merge:
             for i in cutlass.range_constexpr(self.depth):
                 part = first + i * self.teams + team
                 if part < parts:
-                    source = self.place(range_, part, size) + row * self.columns + column
+                    source = self.place(base, part, size) + row * self.columns + column
                     load_vector(partials.iterator, source, values[None, i])
             here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
             if thread < at_a_time and first + thread < parts:
-                place = self.place(range_, first + thread, size)
+                place = self.place(base, first + thread, size)
                 here = cute.make_tensor(tops + place, cute.make_layout(1))[0]
                 mine = cute.make_tensor(tops + place + held, cute.make_layout(1))[0]
             higher = cute.arch.fmax(top, self.over_block(here, warps[None, 0], cute.arch.fmax))
@@ -243,9 +248,22 @@ class Merge:
                 lse[token, head] = row_lse
 
     @cute.jit
-    def place(self, range_, part, size):
-        """Where part `part` of a range lies."""
-        slot = 2 * (range_ + part) + (1 if part == 0 else 0)
+    def held_at(self, range_, query, row):
+        """What `place` takes for the tile of a range's row, and which of the tile's rows it is."""
+        base, m = range_, row
         if cutlass.const_expr(self.key.shares):
-            slot = range_ * self.key.shares + part
+            tile = cutlass.Int32(0)
+            if cutlass.const_expr(self.tile_tokens is not None):
+                rows = cutlass.const_expr(self.tile_tokens * self.key.pack)
+                tile, m = row // rows, row % rows
+            number = row_tile_of(query, range_ // self.units, tile, self.tile_tokens)
+            base = (number * self.units + range_ % self.units) * self.key.shares
+        return base, m
+
+    @cute.jit
+    def place(self, base, part, size):
+        """Where part `part` of a range lies."""
+        slot = 2 * (base + part) + (1 if part == 0 else 0)
+        if cutlass.const_expr(self.key.shares):
+            slot = base + part
         return cutlass.Int64(slot) * size

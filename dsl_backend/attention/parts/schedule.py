@@ -189,40 +189,76 @@ def own_range(key: cutlass.Constexpr, tile_n: cutlass.Constexpr[int], requests: 
     return begin, tiles, cutlass.max((tiles + key.shares - 1) // key.shares, least)
 
 
+@cute.jit
+def row_tile_of(first, request, tile, tile_tokens: cutlass.Constexpr):
+    """A number for a request's row tile that no other tile of the batch has, whatever lies before it.
+
+    Below `row_tiles` of the batch.
+
+    Args:
+        first: the request's first query row.
+        tile_tokens: tokens of a row tile; None where one has all of a request.
+    """
+    number = request
+    if cutlass.const_expr(tile_tokens == 1):
+        number = first + tile
+    elif cutlass.const_expr(tile_tokens is not None):
+        number = request + first // tile_tokens + tile
+    return number
+
+
+def row_tiles(requests: int, tokens: int, tile_tokens: int | None) -> int:
+    """Bound of a batch's row tiles."""
+    if tile_tokens is None:
+        return requests
+    return tokens if tile_tokens == 1 else requests + -(-tokens // tile_tokens)
+
+
 class OwnShares(QueryTiles):
-    """Shares of each request's own key range, dealt out in turn; a request's queries fill one row tile at most.
+    """Shares of each request's own key range, dealt out in turn, all heads of a share side by side.
 
     What is summed in one piece, and what is merged in which order, then depends on the request's lengths alone. Share
-    `part` of range request * units + unit leaves its partial result in slot range * shares + part.
+    `part` of a unit's row tile leaves its partial result in slot (row tile * units + unit) * shares + part.
+
+    Args:
+        several: whether a request may have several row tiles.
     """
 
-    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, least: int):
+    def __init__(
+        self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, least: int, several: bool = False
+    ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
-        self.least = least
+        self.least, self.tile_tokens = least, tokens_per_tile if several else None
 
     @cute.jit
     def items_of(self, queries, keys):
         _, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, queries, keys)
-        return (tiles + share - 1) // share * self.units
+        row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
+        return row_tiles * ((tiles + share - 1) // share) * self.units
 
     @cute.jit
     def item(self, place, request, first, queries, keys, items, through):
-        local, parts = place - (through - items), items // self.units
-        unit, part = local // parts, local % parts
+        local = place - (through - items)
         first_tile, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, queries, keys)
+        parts = (tiles + share - 1) // share
+        unit, local = local % self.units, local // self.units
+        part, tile = local % parts, local // parts
         begin = first_tile + part * share
         end = cutlass.min(begin + share, first_tile + tiles)
         slot = cutlass.Int32(WHOLE)
         if parts > 1:
-            slot = (request * self.units + unit) * self.key.shares + part
-        rows, position = queries * self.key.pack, keys - queries
+            number = row_tile_of(first, request, tile, self.tile_tokens)
+            slot = (number * self.units + unit) * self.key.shares + part
+        row = tile * self.tokens_per_tile
+        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
+        position = keys - queries + row
         right = window_right(self.key, self.requests, request)
         return work_of(
             self.key,
             self.requests,
             self.tile_n,
             request,
-            first,
+            first + row,
             rows,
             unit,
             position,

@@ -16,6 +16,8 @@ WIDENING_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (20
 SM_REGISTERS = 1 << 16
 # ptxas refuses a product whose accumulator and so many registers more are not there when the kernel starts (C7602).
 PRODUCT_REGISTERS = 30
+# A batch-invariant layer's.
+GUESSES_VARY = "guesses are not batch-invariant: whether one holds depends on all rows of a warp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ class ForwardConfig:
             )
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
+        if self.guesses and spec.batch_invariant:
+            reasons.append(GUESSES_VARY)
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:

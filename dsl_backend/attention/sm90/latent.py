@@ -109,7 +109,7 @@ class LatentForward(LatentTiled):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
             merge(partials, merges, requests, out, lse, scoring, blocks, stream)
 
     def product(self, groups, columns, b_major, a_source):

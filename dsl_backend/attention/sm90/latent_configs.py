@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dsl_backend.attention.parts.latent_configs import ROWS, LatentSizes, row_tiles
 from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
+from dsl_backend.attention.sm90.configs import GUESSES_VARY
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
@@ -54,9 +55,10 @@ class LatentConfig(LatentSizes):
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_USES
+        reasons = [GUESSES_VARY] if self.guesses and spec.batch_invariant else []
         if held > most:
-            return [f"sums, scores and weights take {held} registers of a thread: it has {most} for them"]
-        return []
+            reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most} for them")
+        return reasons
 
 
 def default_latent_config(spec: AttentionSpec) -> LatentConfig:
