@@ -247,7 +247,7 @@ def test_questions_without_a_configuration(backend: Any) -> None:
         lambda: not backend.supports_kv_cache_dtype("fp8_e5m2"),
         lambda: backend.supports_block_size(128),
         lambda: backend.supports_non_causal(),
-        lambda: backend.supports_batch_invariance() is not issubclass(backend, DSLMLABackend),
+        lambda: backend.supports_batch_invariance(),
         lambda: not backend.supports_pcp(),
         lambda: not backend.is_sparse(),
         lambda: not backend.supports_mm_prefix(),
