@@ -19,12 +19,19 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# LLVM counts the lines of inline assembly as lines of the source, from that of the call on; the call's stands before.
+ASSEMBLY = re.compile(r"// begin inline asm\n.*?// end inline asm", re.DOTALL)
+PLACE = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.MULTILINE)
 PUNCTUATION = frozenset("{}()[]<>,;:+-|!@=_")
 
 
 def _blank(match: re.Match[str]) -> str:
     text = match[0]
     return text if text[0] == '"' else "\n" * text.count("\n") or " "
+
+
+def _without_places(match: re.Match[str]) -> str:
+    return PLACE.sub("", match[0])
 
 
 class Tokens:
@@ -39,7 +46,7 @@ class Tokens:
         self.items: list[str] = []
         self._starts: list[int] = []
         self._lines: list[int] = []
-        for number, line in enumerate(COMMENT.sub(_blank, text).split("\n"), 1):
+        for number, line in enumerate(COMMENT.sub(_blank, ASSEMBLY.sub(_without_places, text)).split("\n"), 1):
             if found := TOKEN.findall(line):
                 self._starts.append(len(self.items))
                 self._lines.append(number)

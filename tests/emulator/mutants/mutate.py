@@ -7,11 +7,13 @@ moves an instruction behind the next one that it has to do with; or swizzles a t
 descriptors: PTX ISA 9.2, 9.7.15.5.1.2 (wgmma), 9.7.16.4 (tcgen05).
 """
 
+import ast
 import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from emulator.host.launch import Launch, Parameter
@@ -394,14 +396,29 @@ def mutants(launch: Launch, lines: Collection[int]) -> Iterator[Mutant]:
 
 
 def place(module: Module, code: Sequence[Instr], at: int) -> str:
-    """` (file.py:12)` of the kernel's source, where the PTX says; of a helper also what comes before its call."""
+    """` (file.py:12 in function)` of the kernel's source, where the PTX says; of a helper also what comes before it."""
     names = [
-        (Path(module.files[one.loc.file]).name, one.loc.line) if one.loc and one.loc.file in module.files else ("", 0)
+        (module.files[one.loc.file], one.loc.line) if one.loc and one.loc.file in module.files else ("", 0)
         for one in code[max(at - 1, 0) : at + 1]
     ]
     (file, line), (before, its_line) = names[-1], names[0]
-    behind = f", behind {before}:{its_line}" if before and before != file else ""
-    return f" ({file}:{line}{behind})" if file else ""
+    behind = f", behind {spot(before, its_line)}" if before and before != file else ""
+    return f" ({spot(file, line)}{behind})" if file else ""
+
+
+def spot(path: str, line: int) -> str:
+    """`file.py:12 in function`; without the function where the source is not there, or the line is in none."""
+    inside = [name for first, last, name in functions(path) if first <= line <= last]
+    return f"{Path(path).name}:{line}" + (f" in {inside[-1]}" if inside else "")
+
+
+@cache
+def functions(path: str) -> list[tuple[int, int, str]]:
+    """First line, last line and name of each function of a Python file, an inner one behind that around it."""
+    if not Path(path).is_file():
+        return []
+    nodes = [one for one in ast.walk(ast.parse(Path(path).read_text())) if isinstance(one, ast.FunctionDef)]
+    return sorted((one.lineno, one.end_lineno or one.lineno, one.name) for one in nodes)
 
 
 def shortened(instr: Instr) -> str:

@@ -245,6 +245,28 @@ def test_lines_of_the_source():
     assert found.where(code[1]) == "helper.py:20, inlined at kernel.py:10"
 
 
+def test_inline_assembly_has_the_line_of_its_call():
+    """LLVM counts on within the text, and leaves out the place of what follows if that is the call's."""
+    found = module(
+        """
+        .loc 1 10 5
+        // begin inline asm
+        {
+        .loc 1 12 5
+        mov.b32 %r1, 1;
+        .loc 1 13 5
+        }
+        // end inline asm
+        mov.b32 %r1, 2;
+        .loc 1 11 5
+        mov.b32 %r1, 3;
+        """,
+    )
+    code = found.entries["k"].code
+    assert code is not None
+    assert [instr.loc for instr in code] == [Loc(1, 10, 5), Loc(1, 10, 5), Loc(1, 11, 5)]
+
+
 def test_lines_of_the_ptx_survive_comments():
     text = HEADER + "// one\n/* two\nthree */ .visible .entry k()\n{\n // five \n ret; }\n"
     (instr,) = parse(text).entries["k"].code or ()
