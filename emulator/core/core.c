@@ -77,9 +77,21 @@ static inline int is_destination(const Instr *in, int slot) {
 }
 // Registers that were never written, or that asynchronous work owns or reads.
 static void check_row(Warp *w, const Instr *in, int slot, u32 of, u32 mask, int reads) {
-    int busy = w->busy[of];
-    if (busy && (busy != BUSY_READ || is_destination(in, slot))) report(w, in, slot, of, mask, BUSY);
+    int busy = w->busy[of], free = is_destination(in, slot) ? BUSY_COPY : BUSY_READ;
+    if (busy && busy != free) report(w, in, slot, of, mask, BUSY);
     if (reads && mask & ~w->init[of]) report(w, in, slot, of, mask & ~w->init[of], UNWRITTEN);
+}
+// A copy of what a load brings is as little there as that itself, until something else is written to it.
+static void follow_copies(Warp *w, const Instr *in) {
+    int copies = 0;
+    if (in->code >= CONTROLS && flows[in->code - CONTROLS].copies)
+        for (int k = 0; k < 4; k++) copies |= w->busy[in->args[SOURCES + k]] >= BUSY_LOAD;
+    for (int slot = 0; slot < SLOTS; slot++) {
+        u32 of = in->args[slot];
+        int busy = w->busy[of];
+        if (of != ROW_SINK && is_destination(in, slot) && (!busy || busy == BUSY_COPY))
+            w->busy[of] = copies ? BUSY_COPY : 0;
+    }
 }
 static void check_rows(Warp *w, const Instr *in, u32 mask) {
     // What is done here - branches, loads, stores - uses all that it reads.
@@ -88,6 +100,7 @@ static void check_rows(Warp *w, const Instr *in, u32 mask) {
         int is_source = slot >= SOURCES && slot < SOURCES + 4, is_use = is_source && uses >> (slot - SOURCES) & 1;
         check_row(w, in, slot, in->args[slot], mask, is_use || (slot == 6 && stores(in)));
     }
+    if (w->any_busy) follow_copies(w, in);
 }
 // The lanes in which every source is defined.
 static inline u32 defined(const Warp *w, const Instr *in) {

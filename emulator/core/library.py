@@ -30,7 +30,7 @@ FLAGS = (
 )
 
 LANES = 32
-MAX_FAULTS = 64
+MAX_FAULTS = 512
 INSTR = np.dtype(
     [("code", "u2"), ("flags", "u2"), ("guard", "u4"), ("args", "u4", (8,)), ("extra", "u4", (2,))], align=True
 )

@@ -21,7 +21,7 @@ typedef int64_t s64;
 typedef unsigned __int128 u128;
 typedef __int128 s128;
 
-enum { LANES = 32, SOURCES = 2, SLOTS = 8, MAX_FAULTS = 64 };
+enum { LANES = 32, SOURCES = 2, SLOTS = 8, MAX_FAULTS = 512 };
 #define FULL 0xFFFFFFFFu
 #define NONE 0xFFFFFFFFu
 #define EACH for (int i = 0; i < LANES; i++)
@@ -42,7 +42,8 @@ enum {
     GATHERS = 1 << 15,
 };
 enum { RN, RZ, RM, RP, RNA };
-enum { BUSY_READ = 2 };  // warp.py has the same
+// What asynchronous work does with a register, as in warp.py: reads it; loads into it; or loaded what was copied to it.
+enum { BUSY_READ = 2, BUSY_LOAD, BUSY_COPY };
 enum { ROW_ZERO = 0, ROW_SINK = 1, ROW_CLOCK = 5 };
 
 // args: rows. 0, 1, 6, 7 are destinations, 2 to 5 sources; what is absent is the row of zeros or the sink.

@@ -32,15 +32,16 @@ typedef struct {
     u8 how;
     u8 uses;  // a bit a source: those that must be defined
     u8 controls;  // of BITS, a bit a source: those that say what moves where
+    u8 copies;  // and does nothing else
 } Flow;
 
 static const struct {
     const char *name;
     Flow flow;
 } FLOWS[] = {
-    {"mov_", {BITS, 0, 0}},
-    {"pack_", {BITS, 0, 0}},
-    {"unpack_", {BITS, 0, 0}},
+    {"mov_", {BITS, 0, 0, 1}},
+    {"pack_", {BITS, 0, 0, 1}},
+    {"unpack_", {BITS, 0, 0, 1}},
     {"brev_", {BITS, 0, 0}},
     {"convert_integer", {BITS, 0, 0}},
     {"selp_", {BITS, 0, 1 << 2}},

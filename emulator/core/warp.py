@@ -18,7 +18,7 @@ from emulator.errors import Unsupported
 from emulator.ptx import special
 from emulator.ptx.ir import BITS, Address, Imm, Not, Operand, Reg, Sink, Special, Symbol
 
-BUSY_READ = 2  # rows.h has the same
+BUSY_READ, BUSY_LOAD, BUSY_COPY = 2, 3, 4  # rows.h has the same
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
 
@@ -93,7 +93,8 @@ class Warp:
             until it is written, nor what is computed from undefined bits: undefined.h says how far they spread. That
             is no fault; their use is: in a guard or a branch, as an address, a member mask or a divisor, in a vote or
             a match of lanes, and in whatever the machine takes, such as values to be stored.
-        busy: uint8[rows], rows that asynchronous work has: BUSY_READ if it only reads them, so that others may as well.
+        busy: uint8[rows], rows that asynchronous work has: BUSY_READ if it only reads them, so that others may as well;
+            BUSY_LOAD if it loads into them, and BUSY_COPY what a move took from there, until it is written anew.
         counts: uint32[instructions], how often each was executed.
         local: uint8[32, bytes], local memory.
     """
@@ -236,7 +237,7 @@ class Warp:
         return np.array(self._state.pc, np.uint32)
 
     def faults(self) -> list[Fault]:
-        """What was found since the last call; of more than 64 between two calls the rest is dropped, but counted."""
+        """What was found since the last call; of more than MAX_FAULTS between two calls the rest is dropped, but counted."""
         state, names = self._state, self.program.names
         kept = state.faults[: min(state.fault_count, MAX_FAULTS)]
         found = [Fault(f.index, FAULT_KINDS[f.kind], names.get(f.row, ""), f.lanes) for f in kept]
@@ -250,7 +251,9 @@ class Warp:
 
     def _check(self, row: int, mask: int, reads: bool) -> None:
         busy = self.busy[row]
-        if busy and not (busy == BUSY_READ and reads):
+        if busy == BUSY_COPY and not reads:
+            self.busy[row] = 0
+        elif busy and not (busy == BUSY_READ and reads):
             self._report(row, mask, FaultKind.BUSY)
         if reads and not self._passing:
             missing = mask & ~int(self.init[row])

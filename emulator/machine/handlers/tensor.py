@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.core.program import FULL, Program
-from emulator.core.warp import Fault, lanes_of
+from emulator.core.warp import BUSY_LOAD, Fault, lanes_of
 from emulator.errors import Unsupported
 from emulator.machine.access import by_space, store
 from emulator.machine.clocks import Knowledge, Source
@@ -57,7 +57,6 @@ from emulator.machine.tensor_memory import (
 )
 from emulator.ptx.ir import Address, Imm, Instr, Reg, Sink
 
-OWNED = 3  # mark of a register in Warp.busy
 LOADS = ("tcgen05.ld", "tcgen05.ld.red")
 
 # Allocation.
@@ -225,7 +224,7 @@ def execute_load(runner: Runner, instr: Instr) -> None:
         runner.drain_faults()
     rows = to.rows if extra is None else np.concatenate((to.rows, extra.rows))
     warp.check_rows(rows, reads=False)
-    warp.busy[rows] = OWNED
+    warp.busy[rows] = BUSY_LOAD
     warp.init[rows] |= np.uint32(mask)
     work.pending[index] = rows
     work.owners[rows] = index
@@ -260,12 +259,15 @@ def loads_of(runner: Runner) -> Work:
 
 
 def note_use(runner: Runner, work: Work, fault: Fault) -> None:
-    """A register is used that a load has. Compilers move copies in front of a wait: these count if none comes."""
+    """A register is used that a load has. Compilers move copies in front of a wait, and a copy is the load's as well."""
     program = runner.run.program
-    load, by = int(work.owners[program.row(fault.register)]), program.instrs[fault.index].op.name
-    if by == "mov":
+    load, by = int(work.owners[program.row(fault.register)]), program.instrs[fault.index]
+    if by.op.name == "mov":
         work.moved.setdefault(load, fault.index)
-    elif by not in LOADS and load not in work.used:
+        for copy in items(by["d"]):
+            if isinstance(copy, Reg):
+                work.owners[program.row(copy.name)] = load
+    elif by.op.name not in LOADS and load not in work.used:
         work.used.add(load)
         report_use(runner, load, fault.index)
 
@@ -344,8 +346,9 @@ def execute_wait_load(runner: Runner, instr: Instr) -> Wait:
     def give_back(work: Work) -> None:
         if work.pending:
             runner.drain_faults()
-        for load, rows in work.pending.items():
-            runner.warp.busy[rows] = 0
+            busy = runner.warp.busy
+            busy[busy >= BUSY_LOAD] = 0
+        for load in work.pending:
             work.moved.pop(load, None)
         work.pending.clear()
 

@@ -8,7 +8,8 @@ import pytest
 from lanes import FULL, get, program, put, reg, run, warp
 
 from emulator.core import Event, Fault, FaultKind, Kind
-from emulator.core.warp import BUSY_READ
+from emulator.core.library import MAX_FAULTS
+from emulator.core.warp import BUSY_COPY, BUSY_LOAD, BUSY_READ
 from emulator.errors import Unsupported
 from emulator.ptx.ir import Address, Imm, Not, Sink, Symbol
 
@@ -367,6 +368,24 @@ def test_registers_that_asynchronous_work_owns():
     assert w.faults() == [Fault(4, FaultKind.BUSY, "%r2", FULL)]
 
 
+def test_copies_of_registers_that_asynchronous_work_loads():
+    w = warp(
+        "mov.b64 %rd1, {%r1, %r2}; mov.b64 {%r3, %r4}, %rd1; add.s32 %r5, %r4, 1; mov.b32 %r3, %r5; add.s32 %r3, %r3, 1;"
+        "add.s32 %r4, %r4, 1; add.s32 %r4, %r4, 1; st.shared.b32 [%r5], %rd1;"
+    )
+    for name in ("%r1", "%r2"):
+        put(w, name, [0] * 32)
+    w.busy[w.program.row("%r2")] = BUSY_LOAD
+    w.run()
+    # Low and high half are one register between; what was written anew is nobody's.
+    assert [(f.index, f.register) for f in w.faults()] == [(0, "%r2"), (1, "%rd1"), (2, "%r4"), (5, "%r4")]
+    pair = w.program.row("%rd1")
+    assert w.busy[pair] == BUSY_COPY
+    w.check_rows(np.array([pair]), reads=False)
+    assert w.busy[pair] == 0
+    assert not w.faults()
+
+
 def test_registers_that_asynchronous_work_reads():
     w = warp("add.s32 %r1, %r2, 1; @%p1 mov.b32 %r3, %r2; st.local.b32 [%rd1], %r2; mov.b32 %r2, %r1; bar.sync %r2;")
     put(w, "%r2", [0] * 32)
@@ -400,9 +419,9 @@ def test_division_by_zero():
 
 
 def test_more_faults_than_are_kept():
-    w = warp("@%p1 add.s32 %r1, %r1, 1;" * 100)
+    w = warp("@%p1 add.s32 %r1, %r1, 1;" * (MAX_FAULTS + 36))
     w.run()
-    assert len(w.faults()) == 64
+    assert len(w.faults()) == MAX_FAULTS
     assert w.dropped == 36
 
 
