@@ -83,7 +83,7 @@ class ForwardConfig:
         keys = self.stages * self.tile_n * (dims + dims_v)
         staged = self.staging * self.tile_n * (dims + dims_v)
         rings = self.query_stages + 2 * self.stages + 2 * self.staging
-        barriers = MBARRIER_BYTES * (2 * rings + 5 * self.halves)
+        barriers = MBARRIER_BYTES * (2 * rings + 4 * self.halves + 1)
         statistics = 2 * 4 * self.halves * ROWS
         return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + MAILBOX_BYTES
 

@@ -58,9 +58,9 @@ class Corrector:
                 for step in cutlass.range(1, count, unroll=1):
                     for g in cutlass.range_constexpr(self.kernel.halves):
                         self.correct(g, tiles + step + items)
+                self.wait_sums(items)
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     total, top = self.told(g, tiles + count + items)
-                    self.wait_sums(g, items)
                     self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
             self.leave(work, stage)
             tiles += count
@@ -85,6 +85,9 @@ class Corrector:
     def begin(self, g: cutlass.Constexpr[int], count):
         """The half's sums are free for the weights of an item's first tile; count: of messages before."""
         self.wait_told(g, count)
+        if cutlass.const_expr(g == 0):
+            # Behind the loads of the item before, of both halves.
+            tensor_memory.before_sync()
         self.ready(g)
 
     @cute.jit
@@ -96,22 +99,21 @@ class Corrector:
 
     @cute.jit
     def ready(self, g: cutlass.Constexpr[int]):
-        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
-        tensor_memory.before_sync()
         cute.arch.mbarrier_arrive(self.barriers.p_full + g)
+        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
 
     @cute.jit
-    def wait_sums(self, g: cutlass.Constexpr[int], items):
-        cute.arch.mbarrier_wait(self.barriers.o_full + g, items & 1)
+    def wait_sums(self, items):
+        cute.arch.mbarrier_wait(self.barriers.o_full, items & 1)
         tensor_memory.after_sync()
 
     @cute.jit
     def finish_together(self, work, stage, items, even, odd):
         """Both halves have a part of the same rows."""
+        self.wait_sums(items)
         totals, tops = [], []
         for g, count in ((0, even), (1, odd)):
             total, top = self.told(g, count)
-            self.wait_sums(g, items)
             totals.append(total)
             tops.append(top)
         top = cute.arch.fmax(tops[0], tops[1])
@@ -145,6 +147,7 @@ class Corrector:
                     held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
                 tensor_memory.store(held, base, first, self.thread)
             cute.arch.fence_view_async_tmem_store()
+            tensor_memory.before_sync()
 
     @cute.jit
     def finish(self, work, m, stage, top, total, halves: cutlass.Constexpr):

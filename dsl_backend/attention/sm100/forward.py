@@ -50,7 +50,7 @@ class Barriers(NamedTuple):
     Attributes:
         s_full: scores of a half, by its product.
         p_full: weights of a half are there, and its sums are at their scale, or free for new ones.
-        o_full: sums of a half are complete.
+        o_full: sums of both halves are complete.
         l_full, l_empty: what a half's softmax tells the correction of its rows.
         k_loaded ... v_taken: of fp8 tiles, on their way to the others.
     """
@@ -202,7 +202,7 @@ class Forward(TiledKernel):
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 5
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1] + [halves] * 2
         if cutlass.const_expr(self.key.fp8):
             sizes += [config.staging] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))

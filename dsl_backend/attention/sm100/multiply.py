@@ -69,8 +69,7 @@ class Multiplier:
                     if step < count - 1:
                         self.follow(g, stage, tile)
                 self.release_last(tile, step == count - 1)
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                self.commit(self.barriers.o_full + g)
+            self.commit(self.barriers.o_full)
             tiles += count
             items += 1
             work = self.mailbox.read(items)
@@ -152,7 +151,6 @@ class AlternatingMultiplier(Multiplier):
                 self.go_on(0, stage, tiles, 2 * pair, count, even + pair, True)
                 self.go_on(1, stage, tiles, 2 * pair + 1, count, odd + pair, True)
             self.commit(self.barriers.o_full)
-            self.commit(self.barriers.o_full + 1)
             tiles += count
             even += (count + 1) // 2
             odd += count // 2
