@@ -237,7 +237,7 @@ class Warp:
         return np.array(self._state.pc, np.uint32)
 
     def faults(self) -> list[Fault]:
-        """What was found since the last call; of more than MAX_FAULTS between two calls the rest is dropped, but counted."""
+        """What was found since the last call; of more than MAX_FAULTS the rest is dropped, but counted."""
         state, names = self._state, self.program.names
         kept = state.faults[: min(state.fault_count, MAX_FAULTS)]
         found = [Fault(f.index, FAULT_KINDS[f.kind], names.get(f.row, ""), f.lanes) for f in kept]

@@ -251,7 +251,8 @@ def loads_of(runner: Runner) -> Work:
 
         def end() -> None:
             for load, index in work.moved.items():
-                report_use(runner, load, index)
+                if load not in work.used:
+                    report_use(runner, load, index)
 
         runner.on_busy = partial(note_use, runner, work)
         runner.at_end.append(end)
@@ -259,12 +260,14 @@ def loads_of(runner: Runner) -> Work:
 
 
 def note_use(runner: Runner, work: Work, fault: Fault) -> None:
-    """A register is used that a load has. Compilers move copies in front of a wait, and a copy is the load's as well."""
+    """A register is used that a load has, or a copy of one: compilers move copies in front of a wait."""
     program = runner.run.program
     load, by = int(work.owners[program.row(fault.register)]), program.instrs[fault.index]
     if by.op.name == "mov":
         work.moved.setdefault(load, fault.index)
-        for copy in items(by["d"]):
+        to = by["d"]
+        assert to is not None
+        for copy in items(to):
             if isinstance(copy, Reg):
                 work.owners[program.row(copy.name)] = load
     elif by.op.name not in LOADS and load not in work.used:

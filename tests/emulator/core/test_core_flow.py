@@ -370,7 +370,8 @@ def test_registers_that_asynchronous_work_owns():
 
 def test_copies_of_registers_that_asynchronous_work_loads():
     w = warp(
-        "mov.b64 %rd1, {%r1, %r2}; mov.b64 {%r3, %r4}, %rd1; add.s32 %r5, %r4, 1; mov.b32 %r3, %r5; add.s32 %r3, %r3, 1;"
+        "mov.b64 %rd1, {%r1, %r2}; mov.b64 {%r3, %r4}, %rd1; add.s32 %r5, %r4, 1;"
+        "mov.b32 %r3, %r5; add.s32 %r3, %r3, 1;"
         "add.s32 %r4, %r4, 1; add.s32 %r4, %r4, 1; st.shared.b32 [%r5], %rd1;"
     )
     for name in ("%r1", "%r2"):

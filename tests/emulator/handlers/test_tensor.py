@@ -70,7 +70,7 @@ def test_a_missing_wait(schedule: str, missing: str) -> None:
 
 @pytest.mark.parametrize("waits", ["before the use", "behind it"])
 def test_a_copy_of_a_register_in_flight(waits: str) -> None:
-    """Compilers copy in front of a wait; the copy is used behind it, or it is a mistake, whatever is waited for later."""
+    """Compilers copy in front of a wait. A use of the copy there is a mistake, whatever is waited for later."""
     moved = "mov.b64 %rd10, {%r20, %r21}; WAIT mov.b64 {%r10, %r11}, %rd10;"
     body = ROUND_TRIP.replace(WAIT_LOAD, moved.replace("WAIT", WAIT_LOAD if waits == "before the use" else ""))
     body = body.replace("{%r10, %r11}, [", "{%r20, %r21}, [")
