@@ -16,7 +16,7 @@ THREADS, THREADS_WIDE = 512, 1024
 SM_THREADS = 1024  # at least, for which 64 registers each are left
 WIDE = 256  # columns beyond which a block has more threads
 DEPTH = 4  # parts of which a thread has values in flight
-FEW, AT_A_TIME = 8, 4  # parts that a team merges by itself, and so many of them at once
+FEW, AT_A_TIME = 8, 2  # parts that a team merges by itself, and so many of them at once
 MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
 
 
