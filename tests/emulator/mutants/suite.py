@@ -56,13 +56,13 @@ def judged(module: str, name: str, shard: int = 0, shards: int = 1, limit_s: flo
     """Judge a kernel's mutants, or a part of them, in a process of its own.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed, or was killed (a negative status); with the end of what it said.
         subprocess.TimeoutExpired: it took longer than limit_s.
     """
     command = [sys.executable, "-W", "ignore", str(RUN), name, "--suite", module, "--shard", str(shard), str(shards)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if ran.returncode:
-        raise RuntimeError(ran.stderr[-4000:])
+        raise RuntimeError(f"{name}, shard {shard}: status {ran.returncode}\n{ran.stderr[-4000:]}")
     return [Verdict(**json.loads(line)) for line in ran.stdout.splitlines()]
 
 
