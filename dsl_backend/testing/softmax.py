@@ -159,8 +159,8 @@ CASES = [
     SoftmaxCase(
         id="cluster-overlap",
         rows=3,
-        width=512,
-        config=spread(512, 2, 64, resident=3, overlap=True),
+        width=768,
+        config=spread(768, 2, 64, resident=3, overlap=True),
         why="16-bit maxima two at a time, no column outside; launches overlap",
     ),
     SoftmaxCase(
