@@ -120,10 +120,6 @@ class StreamConfig(StreamTiles):
     stages: int = 10
 
     @property
-    def warpgroups(self) -> int:
-        return self.groups
-
-    @property
     def box(self) -> int:
         """Rows of weights of a box."""
         return MMA_M if self.split_tokens else MMA_M * self.groups

@@ -31,8 +31,8 @@ class StreamTiles:
         raise NotImplementedError
 
     @property
-    def warpgroups(self) -> int:
-        """That hold sums."""
+    def groups(self) -> int:
+        """Warpgroups that hold sums."""
         raise NotImplementedError
 
     @property
@@ -52,7 +52,7 @@ class StreamTiles:
     @property
     def partials(self) -> int:
         """Float32 partial sums of a block."""
-        return self.accumulators * WARPGROUP * self.warpgroups
+        return self.accumulators * WARPGROUP * self.groups
 
     def tiles(self, spec: LinearSpec, rows: int) -> int:
         """Tiles of the output."""

@@ -116,10 +116,6 @@ class StreamConfig(StreamTiles):
     stages: int = 6
 
     @property
-    def warpgroups(self) -> int:
-        return self.groups
-
-    @property
     def groups(self) -> int:
         """Warpgroups that store, each its tokens."""
         return ceil_div(self.tokens, MOST_HELD)
