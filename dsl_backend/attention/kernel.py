@@ -9,6 +9,8 @@ import torch
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime.target import Target
 
+COUNTERS = 2
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -27,7 +29,7 @@ class Operands:
 
 
 class Workspace:
-    """Scratch that outlives steps: partial results of split key ranges, and what to merge of them.
+    """Scratch that outlives steps: partial results of split key ranges, what to merge of them, and what is shared out.
 
     Buffers only ever grow, and a buffer that was outgrown stays allocated: a captured graph may point to it. Launches
     that share a workspace must be ordered on one stream.
@@ -38,6 +40,11 @@ class Workspace:
         self._buffers: list[torch.Tensor] = []
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._integers = torch.empty(0, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+    def counters(self, count: int) -> torch.Tensor:
+        """[count] int32, at most COUNTERS, which hold 0 before a launch; it leaves them so."""
+        return self._counters[:count]
 
     def partials(self, count: int) -> torch.Tensor:
         """[at least count] float32, contents undefined."""

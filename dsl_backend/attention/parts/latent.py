@@ -107,7 +107,7 @@ class LatentTiled:
             ),
         )
 
-    def schedule(self, mailbox, requests: Requests, merges):
+    def schedule(self, mailbox, requests: Requests, ledger):
         """The role that finds work."""
         tokens, config = self.tokens_per_tile, self.config
         if self.key.shares:
@@ -115,7 +115,7 @@ class LatentTiled:
             return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
         if self.key.split:
             return KeyShares(
-                self.key, mailbox, tokens, self.tile_n, requests, merges, config.least_share, config.cluster
+                self.key, mailbox, tokens, self.tile_n, requests, ledger, config.least_share, config.cluster
             )
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 

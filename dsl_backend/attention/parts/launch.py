@@ -14,7 +14,7 @@ from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.schedule import MERGE_FIELDS, row_tiles
+from dsl_backend.attention.parts.schedule import CLAIM_FIELDS, MERGE_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
@@ -73,6 +73,15 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
     return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
 
 
+def fake_ledger(key: LayerKey) -> Any:
+    """What blocks leave each other: what to merge of split key ranges, or which row tiles were claimed."""
+    if key.split:
+        sizes = None if key.shares else (cute.sym_int(), MERGE_FIELDS)
+    else:
+        sizes = None if isinstance(key, LatentKey) else (CLAIM_FIELDS,)
+    return sizes and make_fake_tensor(cutlass.Int32, sizes, (*sizes[1:], 1), assumed_align=4)
+
+
 def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
     """A kernel's arguments. rows: of queries, keys and values."""
     many = cute.sym_int
@@ -98,9 +107,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
         vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
-        make_fake_tensor(cutlass.Int32, (many(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
-        if key.split and not key.shares
-        else None,
+        fake_ledger(key),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         *[cutlass.Int32(1)] * 6,
@@ -245,9 +252,9 @@ class LayerKernel:
         return max(1, min(MOST_SHARES, held, self.blocks // self.units))
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Partial results of so many rows, and what the merge kernel must do with them."""
+        """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
-            return None, None
+            return None, None if issubclass(self.key_type, LatentKey) else self.workspace.counters(CLAIM_FIELDS)
         columns = padded(self.spec.head_dim_v)
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None

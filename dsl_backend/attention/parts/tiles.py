@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.parts.load import box_rows, query_box
-from dsl_backend.attention.parts.schedule import KeyShares, OwnShares, QueryTiles, Requests
+from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, OwnShares, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded
 from dsl_backend.attention.parts.widen import bytes_boxed, bytes_staged
@@ -148,14 +148,14 @@ class TiledKernel:
         v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.key_box(self.dims_v))
         return q_copy, k_copy, v_copy
 
-    def schedule(self, mailbox, requests: Requests, merges):
+    def schedule(self, mailbox, requests: Requests, ledger):
         """The role that finds work."""
         if self.key.shares:
             return OwnShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, self.config.least_share)
         if self.key.split:
             least = self.config.least_share
-            return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, merges, least)
-        return QueryTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests)
+            return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger, least)
+        return ClaimedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger)
 
 
 @cute.jit

@@ -68,6 +68,11 @@ class Mailbox:
             cute.arch.mbarrier_arrive(self.full + slot)
 
     @cute.jit
+    def wait_read(self, count: cutlass.Int32):
+        """Until all readers have read an item; by the lanes that posted it."""
+        cute.arch.mbarrier_wait(self.empty + stage_of(count, SLOTS), phase_of(count, SLOTS))
+
+    @cute.jit
     def read(self, count: cutlass.Int32):
         """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
         slot = stage_of(count, SLOTS)

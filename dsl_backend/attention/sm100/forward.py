@@ -104,7 +104,7 @@ class Forward(TiledKernel):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -158,13 +158,13 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            merges,
+            ledger,
             requests,
             scoring,
         ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
         if cutlass.const_expr(key.split):
             merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
-            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -184,7 +184,7 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -259,7 +259,7 @@ class Forward(TiledKernel):
                     self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
                 ).run()
             if warp == SCHEDULE:
-                self.schedule(mailbox, requests, merges).run()
+                self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
             cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)

@@ -78,7 +78,7 @@ class Forward(TiledKernel):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -112,7 +112,6 @@ class Forward(TiledKernel):
         q_layout = self.query_tiles(self.dims)
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
-        out_layout = self.query_tiles(self.dims_v)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
         requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
         scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
@@ -128,11 +127,10 @@ class Forward(TiledKernel):
             q_layout,
             k_layout,
             v_layout,
-            out_layout,
             out,
             lse,
             partials,
-            merges,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -144,7 +142,7 @@ class Forward(TiledKernel):
         )
         if cutlass.const_expr(key.split):
             merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
-            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -160,11 +158,10 @@ class Forward(TiledKernel):
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
-        out_layout: cute.ComposedLayout,
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -174,9 +171,7 @@ class Forward(TiledKernel):
             cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
-        q_place = allocator.allocate(places * 2, byte_alignment=1024)
-        sQ = self.swizzled(q_place, q_layout)
-        sOut = self.swizzled(q_place, out_layout)
+        sQ = self.swizzled(allocator.allocate(places * 2, byte_alignment=1024), q_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         loaded_k, loaded_v = self.loaded(allocator, sK, sV)
@@ -206,7 +201,7 @@ class Forward(TiledKernel):
                 rings = rings_of_loader(barriers)
                 Loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, merges).run()
+                self.schedule(mailbox, requests, ledger).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)
@@ -222,7 +217,6 @@ class Forward(TiledKernel):
                 sQ,
                 sK,
                 sV,
-                sOut,
                 out,
                 lse,
                 partials,

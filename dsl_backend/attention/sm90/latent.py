@@ -62,7 +62,7 @@ class LatentForward(LatentTiled):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -98,7 +98,7 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            merges,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -110,7 +110,7 @@ class LatentForward(LatentTiled):
         )
         if cutlass.const_expr(key.split):
             merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
-            merge(partials, merges, requests, out, lse, scoring, blocks, stream)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     def product(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(
@@ -147,7 +147,7 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        merges: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -195,7 +195,7 @@ class LatentForward(LatentTiled):
                 rings = rings_of_loader(barriers)
                 LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, merges).run()
+                self.schedule(mailbox, requests, ledger).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(widen)

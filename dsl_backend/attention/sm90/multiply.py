@@ -7,23 +7,22 @@ while a warpgroup is at its softmax (Shah et al., 2024); with two warpgroups, th
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import clear_rows, store_rows
+from dsl_backend.attention.parts.tiles import clear_rows, row_offset
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
-from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
+from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
-TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
+TURN, ALL_MATH = 1, 4
 # Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
 SLACK = 8.0
 
@@ -41,7 +40,6 @@ class Multiplier:
         sQ,
         sK,
         sV,
-        sOut,
         out,
         lse,
         partials,
@@ -53,7 +51,7 @@ class Multiplier:
         self.mailbox, self.barriers = mailbox, barriers
         self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
         self.adding_weighing = accumulating(weighing, True)
-        self.sQ, self.sV, self.sOut, self.out, self.lse, self.partials = sQ, sV, sOut, out, lse, partials
+        self.sQ, self.sV, self.out, self.lse, self.partials = sQ, sV, out, lse, partials
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
@@ -124,11 +122,12 @@ class Multiplier:
             for step in cutlass.range(whole_begin - work.begin, unroll=1):
                 self.next(work, whole_begin - 1 - step, stage, tiles, True)
                 tiles += 1
-        self.last(tiles)
-        self.store(work, stage)
+        # The queries were multiplied with the last keys.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
+        self.last(tiles)
+        self.store(work)
         return tiles
 
     # ------------------------------------------------------------------ products
@@ -251,15 +250,15 @@ class Multiplier:
     # ------------------------------------------------------------------ results
 
     @cute.jit
-    def store(self, work, stage):
+    def store(self, work):
         self.softmax.merge_lanes()
         if cutlass.const_expr(self.key.split):
             if work.slot != WHOLE:
                 self.store_partial(work)
             else:
-                self.store_whole(work, stage)
+                self.store_whole(work)
         else:
-            self.store_whole(work, stage)
+            self.store_whole(work)
 
     @cute.jit
     def store_partial(self, work):
@@ -280,8 +279,8 @@ class Multiplier:
                     cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.total[row]
 
     @cute.jit
-    def store_whole(self, work, stage):
-        """Divide, and send the rows out through the place of their queries."""
+    def store_whole(self, work):
+        """Divide, and send the rows out."""
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
@@ -292,18 +291,30 @@ class Multiplier:
                 m, to = self.row + 8 * row, self.lse
                 if m < work.rows and self.column == 0:
                     to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
-        rounded = cute.make_rmem_tensor(self.O.shape, self.kernel.dtype)
-        rounded.store(self.O.load().to(self.kernel.dtype))
-        to_shared = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.adding_weighing
-        )
-        mine = to_shared.get_slice(self.thread)
-        cute.copy(to_shared, to_shared.retile(rounded), mine.partition_D(self.sOut[None, None, stage]))
-        cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
-        rows = self.sOut[None, None, stage]
-        store_rows(rows, self.out, work, self.key, self.group * ROWS, ROWS, self.thread % WARPGROUP, WARPGROUP)
-        # The next queries arrive by another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
+            self.store_row(work, row, sums)
+
+    @cute.jit
+    def store_row(self, work, row: cutlass.Constexpr[int], sums):
+        """A row's sums [row, column], rounded, 8 bytes at a time.
+
+        Straight from registers: the queries' place is free as soon as they are multiplied, and the next ones are on
+        their way meanwhile. Neighbouring lanes trade a pair of columns, so that a quad writes 32 bytes side by side.
+        """
+        m, odd = self.row + 8 * row, self.thread % 2 != 0
+        out, dims = self.out, cutlass.const_expr(self.key.head_dim_v)
+        offset = row_offset(out, work, self.key, m)
+        held = cute.make_rmem_tensor(4, self.kernel.dtype)
+        words = words_of(held)
+        for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 4):
+            # Of two blocks of 8 columns, an even lane gets 4 of the first, an odd one of the second.
+            first = packed(sums[row, j], sums[row, j + 1], self.kernel.dtype)
+            second = packed(sums[row, j + 2], sums[row, j + 3], self.kernel.dtype)
+            taken = cute.arch.shuffle_sync_bfly(first if odd else second, 1)
+            words[0] = taken if odd else first
+            words[1] = second if odd else taken
+            column = j * 4 + (8 if odd else 0) + self.thread % QUAD // 2 * 4
+            if m < work.rows and column < dims:
+                store_vector(held, out.iterator, offset + column)
 
 
 def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
