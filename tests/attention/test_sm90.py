@@ -132,7 +132,7 @@ def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason:
 
 
 def test_outputs_narrower_than_queries_in_flight() -> None:
-    """A tile's outputs leave through the place of its own queries, and not that of the next ones."""
+    """The next queries arrive while a tile's outputs leave."""
     case = Case(q_lens=(130, 70), kv_lens=(130, 70), heads=(2, 2), dim=192, dim_v=128, page=None)
     config = ForwardConfig(groups=1, tile_n=32, stages=2, query_stages=2)
     emulate(case, "sm_90a", lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config), 1)

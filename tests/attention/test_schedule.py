@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query tiles as blocks claim them: each once, the longest first, and counters that are clear again."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import emulator
+
+pytest.importorskip("cutlass")
+
+from cutlass.cute.runtime import from_dlpack
+
+from dsl_backend.attention.parts import schedule
+from dsl_backend.attention.parts.scores import ScoreKey
+from dsl_backend.attention.parts.tiles import LayerKey
+from dsl_backend.attention.parts.work import FIELDS, Work
+from tests.attention.schedule_kernels import Claiming
+
+TOKENS, TILE, HEADS = 32, 16, 2
+FAR = 1 << 30
+
+
+@dataclass(frozen=True)
+class Item:
+    """A head's row tile, and its key tiles."""
+
+    request: int
+    row: int
+    unit: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Of a batch, (queries, keys) each, and what is asked for."""
+
+    pairs: Sequence[tuple[int, int]]
+    causality: str = "causal"
+    left: int | None = None
+    shortest: int = 1
+    longest: int = FAR
+
+    @property
+    def starts(self) -> list[int]:
+        return [sum(queries for queries, _ in self.pairs[:i]) for i in range(len(self.pairs) + 1)]
+
+    def items(self) -> list[Item]:
+        """All there are, in no order."""
+        found = []
+        for request, (queries, keys) in enumerate(self.pairs):
+            if not self.shortest <= queries <= self.longest:
+                continue
+            for row in range(0, queries, TOKENS):
+                position = keys - queries + row
+                seen = min(keys, position + min(TOKENS, queries - row)) if self.causality == "causal" else keys
+                begin = 0 if self.left is None else max(position - self.left, 0) // TILE
+                end = max(-(-seen // TILE), begin + 1)
+                found += [Item(request, row, unit, begin, end) for unit in range(HEADS)]
+        return found
+
+    def claimed(self, blocks: int, order: str) -> list[list[Item]]:
+        """By each block, in its order; the emulator's schedule is `order`."""
+        key = LayerKey(
+            dtype="bfloat16",
+            heads_q=HEADS,
+            heads_kv=1,
+            head_dim=64,
+            head_dim_v=64,
+            pack=1,
+            page_size=0,
+            fp8=False,
+            causality=self.causality,
+            left=self.left is not None,
+            right=False,
+            lse=False,
+            split=False,
+            shares=0,
+            scores=ScoreKey(softcap=False, alibi=False, sinks=None, signed=False),
+        )
+        int32 = {"dtype": torch.int32}
+        starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
+        claims = torch.zeros(schedule.CLAIM_FIELDS, **int32)
+        found: list[list[Item]] = []
+        # Twice: the second launch begins with what the first one left.
+        for _ in range(2):
+            posts = torch.full((blocks, len(self.items()) + 1, FIELDS), -7, **int32)
+            with emulator.device(arch="sm_90a", sms=blocks, schedule=order, strict=True):
+                Claiming(key, TOKENS, TILE)(
+                    *(from_dlpack(one) for one in (starts, lengths, claims, posts)),
+                    self.left or 0,
+                    self.shortest,
+                    self.longest,
+                )
+            assert claims.tolist() == [0, 0]
+            found = [self.of(block) for block in posts.tolist()]
+        return found
+
+    def of(self, posts: list[list[int]]) -> list[Item]:
+        works = [Work(*fields) for fields in posts]
+        stop = next(place for place, work in enumerate(works) if not work.valid)
+        requests = [max(i for i, start in enumerate(self.starts[:-1]) if start <= work.query) for work in works[:stop]]
+        return [
+            Item(request, work.query - self.starts[request], work.unit, work.begin, work.end)
+            for request, work in zip(requests, works, strict=False)
+        ]
+
+
+RAGGED = Lengths(pairs=[(70, 70), (1, 300), (200, 200), (33, 500), (0, 0), (64, 64)])
+MANY = Lengths(pairs=[(random.Random(i).randrange(1, 90), 90) for i in range(45)])
+BATCHES = {
+    "ragged": RAGGED,
+    "full": Lengths(pairs=RAGGED.pairs, causality="full"),
+    "window": Lengths(pairs=RAGGED.pairs, left=40),
+    "long-ones": Lengths(pairs=RAGGED.pairs, shortest=34, longest=100),
+    "many": MANY,
+    "one": Lengths(pairs=[(1, 1)]),
+    "none": Lengths(pairs=[(1, 1)], shortest=2),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_once(name: str, blocks: int) -> None:
+    """By several blocks, and by so many that some find nothing."""
+    batch = BATCHES[name]
+    for order in ("eager", "lazy", "random"):
+        claimed = batch.claimed(blocks, order)
+        assert sorted(map(repr, (item for block in claimed for item in block))) == sorted(map(repr, batch.items()))
+
+
+@pytest.mark.parametrize("name", ["ragged", "full"])
+def test_longest_first(name: str) -> None:
+    """Heads of a tile side by side. With a window a request's last row tile may be shorter than the one before it."""
+    (claimed,) = BATCHES[name].claimed(1, "eager")
+    tiles = [item.end - item.begin for item in claimed]
+    assert tiles == sorted(tiles, reverse=True)
+    assert [item.unit for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
+
+
+def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into a cache together is taken one after another."""
+    monkeypatch.setattr(schedule, "SECTION_BYTES", 400 * 2 * 2 * 64)
+    (claimed,) = RAGGED.claimed(1, "eager")
+    # Keys before a request: 0, 70, 370, 570, 1070.
+    sections = [(0, 1, 2), (3,), (5,)]
+    assert [item.request for item in claimed if item.unit == 0 and item.request in sections[0]][:1] == [1]
+    places = [next(i for i, section in enumerate(sections) if item.request in section) for item in claimed]
+    assert places == sorted(places)
