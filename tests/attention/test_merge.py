@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts.merge import FEW
+from dsl_backend.attention.parts.merge import FEW, READ, THREADS
 from dsl_backend.attention.parts.schedule import IDLE, MERGE_FIELDS
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig
@@ -37,6 +37,25 @@ def test_parts_of_one_range(parts: int, dim: int) -> None:
     """Rows of neighbouring heads and tokens; a part more than a block's team merges alone."""
     case = Case(q_lens=(2,), kv_lens=(2 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
     assert parts_of(case, parts, parts) == [parts] + [0] * (parts - 1)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_few_and_many_parts_at_once(dim: int) -> None:
+    """Of three heads' rows: ranges that warps merge alone, one that takes a block, and some that were not cut."""
+    lengths = (5 * TILE, 3, 30 * TILE, 40, 10 * TILE + 1)
+    case = Case(q_lens=(1, 1, 2, 1, 1), kv_lens=lengths, heads=(3, 1), dim=dim)
+    parts = parts_of(case, 18, 2)
+    assert max(parts) > FEW > min(one for one in parts if one) > 1
+
+
+@pytest.mark.full
+def test_more_ranges_than_are_read_at_once() -> None:
+    """Every third one begins where a block's share does."""
+    blocks = READ * THREADS + 4
+    requests = blocks * 2 // 3
+    parts = parts_of(Case(q_lens=(1,) * requests, kv_lens=(3 * TILE,) * requests, heads=(1, 1), dim=64), blocks)
+    assert any(parts[: READ * THREADS])
+    assert any(parts[READ * THREADS :])
 
 
 def test_many_parts_in_turns() -> None:

@@ -4,20 +4,26 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import MERGE_FIELDS, Requests, lengths_of, own_range, row_tile_of
+from dsl_backend.attention.parts.schedule import (
+    MERGE_FIELDS,
+    Requests,
+    lengths_of,
+    own_range,
+    row_tile_of,
+    sum_through,
+)
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, tree
 
-WARP = 32
-VECTOR = 4  # columns of a thread
-THREADS, THREADS_WIDE = 512, 1024
-SM_THREADS = 1024  # at least, for which 64 registers each are left
-WIDE = 256  # columns beyond which a block has more threads
-DEPTH = 4  # parts of which a thread has values in flight
-FEW, AT_A_TIME = 8, 2  # parts that a team merges by itself, and so many of them at once
-MOST_ROWS = 16  # rows of blocks' grids: a block takes every 16th row
+WARP, WARPS = 32, 8
+THREADS = WARP * WARPS
+RESIDENT = 3  # blocks on an SM: what is left for each is 80 registers a thread
+DEPTH = 8  # parts of which a thread has values in flight
+FEW = 8  # parts that a warp merges by itself
+READ = 2  # ranges of which a thread reads what to merge, at a time
+MOST_BLOCKS = 16  # of a request's range where shares are its own
 
 
 def partial_size(rows: int, columns: int) -> int:
@@ -26,30 +32,23 @@ def partial_size(rows: int, columns: int) -> int:
 
 
 class Merge:
-    """One block for some rows of a range, in teams of threads, a thread for four columns.
+    """A warp merges up to 128 columns of a row, a lane four or two of them; the warps of a block share long ranges.
 
-    Where a range has few parts, every team has rows of its own: most are so where many requests are served. Otherwise
-    teams share a row's parts, whose values are under way while their maxima and totals are merged, which tell weights.
-
-    A range goes by the share of the batch in which it began; where shares are a request's own, by request and unit,
-    with the rows of all its row tiles.
+    Every block finds out alone what there is to do: rows of ranges that were cut are few in some batches and many in
+    others. Where shares are a request's own, blocks have the rows of a request and a unit, of all its row tiles.
 
     Args:
         tile_n, least: keys of a tile, and tiles of a share at least, as the schedule has them.
         tile_tokens: of a row tile; None where one has all of a request.
+        resident: blocks of an SM that left the partial results.
     """
 
-    def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None):
+    def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None, resident: int = 1):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
-        self.tile_tokens = tile_tokens
+        self.tile_tokens, self.resident = tile_tokens, resident
         self.units = key.heads_q // key.pack
-        self.lanes = columns // VECTOR
-        most = THREADS if columns <= WIDE else THREADS_WIDE
-        self.teams = most // self.lanes
-        self.threads = -(-self.teams * self.lanes // WARP) * WARP
-        self.warps = self.threads // WARP
-        # A thread finds the weight of one part at a time.
-        self.depth = min(DEPTH, self.lanes)
+        self.vector = 4 if columns > 2 * WARP else 2
+        self.slices = -(-columns // (WARP * self.vector))
 
     @cute.jit
     def __call__(
@@ -63,13 +62,16 @@ class Merge:
         blocks: cutlass.Int32,
         stream,
     ):
-        ranges = cute.size(requests.lengths) * self.units if cutlass.const_expr(self.key.shares) else blocks
+        grid = (blocks * RESIDENT // self.resident, 1, 1)
+        if cutlass.const_expr(self.key.shares):
+            needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
+            grid = (cute.size(requests.lengths) * self.units, needed, 1)
         self.kernel(partials, merges, requests, out, lse, scoring).launch(
-            grid=(ranges, cutlass.min(requests.rows, MOST_ROWS), 1),
-            block=(self.threads, 1, 1),
+            grid=grid,
+            block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=SM_THREADS // self.threads,
+            min_blocks_per_mp=RESIDENT,
             # Must be named then (runtime/compile.py).
             preferred_smem_carveout=100,
         )
@@ -85,161 +87,236 @@ class Merge:
         scoring: Scoring,
     ):
         allocator = cutlass.utils.SmemAllocator()
-        weights = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(self.teams * self.depth), 16)
-        warps = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.warps, 2)), 16)
-        sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((VECTOR, self.lanes, self.teams)), 16)
+        sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
+        statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
+        merger = Merger(self, partials, requests, out, lse, scoring, sums, statistics)
         # Before any exit: a kernel that ends early would let the next one start beside the one before.
         cute.arch.griddepcontrol_wait()
-        place, first, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.key.shares):
-            parts, query, unit, rows = self.own_parts(requests, place)
+            merger.merge_own()
         else:
-            parts, query, unit, rows = (merges[place, field] for field in range(MERGE_FIELDS))
-        if parts == 0:
-            rows = cutlass.Int32(0)
-        held, step = requests.rows, cute.arch.grid_dim()[1]
-        thread = cute.arch.thread_idx()[0]
+            layout = cute.make_layout((READ * THREADS, MERGE_FIELDS), stride=(MERGE_FIELDS, 1))
+            found = allocator.allocate_tensor(cutlass.Int32, layout, 16)
+            ends = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((READ * THREADS, 2)), 16)
+            warp_ends = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((WARPS, 2)), 16)
+            merger.merge_dealt(merges, found, ends, warp_ends)
+
+
+class Merger:
+    """A thread's part in it. An item is a row's slice of columns: row * slices + slice."""
+
+    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, sums, statistics):
+        self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
+        self.tile_n, self.least, self.tile_tokens, self.units = (
+            merge.tile_n,
+            merge.least,
+            merge.tile_tokens,
+            merge.units,
+        )
+        self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
+        self.sums, self.statistics = sums, statistics
+        self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
+        self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.held = requests.rows
+        self.size = partial_size(requests.rows, merge.columns)
+
+    # ------------------------------------------------------------------ who does what
+
+    @cute.jit
+    def merge_own(self):
+        """The block's request and unit, with the blocks beside it."""
+        range_, place, _ = cute.arch.block_idx()
+        blocks = cute.arch.grid_dim()[1]
+        parts, query, unit, rows = self.own_parts(range_)
+        items = rows * self.slices
         if parts <= FEW:
-            team, column = thread // self.lanes, thread % self.lanes * VECTOR
-            if team < self.teams:
-                for row in cutlass.range(first + team * step, rows, self.teams * step, unroll=1):
-                    base, m = self.held_at(place, query, row)
-                    top, total, own = self.add_few(partials, held, base, m, parts, column)
-                    self.write(own, top, total, query, unit, row, column, out, lse, scoring)
+            for item in cutlass.range(place * WARPS + self.warp, items, blocks * WARPS, unroll=1):
+                self.merge_alone(range_, parts, query, unit, item)
         else:
-            for row in cutlass.range(first, rows, step, unroll=1):
-                base, m = self.held_at(place, query, row)
-                top, total, own = self.add_parts(partials, held, base, m, parts, weights, warps)
-                own = self.add_teams(own, sums)
-                self.write(own, top, total, query, unit, row, thread * VECTOR, out, lse, scoring)
+            for item in cutlass.range(place, items, blocks, unroll=1):
+                self.merge_together(range_, parts, query, unit, item)
 
     @cute.jit
-    def own_parts(self, requests: Requests, place):
-        """Of a request's range for a unit, as `merges` has them: parts (0: nothing to merge), query row, unit, rows."""
-        first, queries, keys = lengths_of(requests, place // self.units, cute.size(requests.lengths))
+    def own_parts(self, range_):
+        """Of a request's range for a unit, as `merges` has them: parts, query row, unit, rows (0: nothing to merge)."""
+        requests = self.requests
+        first, queries, keys = lengths_of(requests, range_ // self.units, cute.size(requests.lengths))
         _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, queries, keys)
-        parts = (tiles + share - 1) // share
+        parts, rows = (tiles + share - 1) // share, queries * self.key.pack
         if parts == 1 or queries < requests.shortest or queries > requests.longest:
-            parts = cutlass.Int32(0)
-        return parts, first, place % self.units, queries * self.key.pack
+            rows = cutlass.Int32(0)
+        return parts, first, range_ % self.units, rows
 
     @cute.jit
-    def add_few(self, partials, held, base, row, parts, column):
-        """(a row's largest base-2 score, its total, the sums of this thread's columns)."""
-        size = partial_size(held, self.columns)
-        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        own = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
-        own.fill(0.0)
-        tops = cute.make_rmem_tensor(AT_A_TIME, cutlass.Float32)
-        totals = cute.make_rmem_tensor(AT_A_TIME, cutlass.Float32)
-        values = cute.make_rmem_tensor((VECTOR, AT_A_TIME), cutlass.Float32)
-        for first in cutlass.range(0, parts, AT_A_TIME, unroll=1):
-            tops.fill(-cutlass.Float32.inf)
-            totals.fill(0.0)
-            values.fill(0.0)
-            for i in cutlass.range_constexpr(AT_A_TIME):
-                if first + i < parts:
-                    place = self.place(base, first + i, size)
-                    source = partials.iterator + (place + held * self.columns + row)
-                    tops[i] = cute.make_tensor(source, cute.make_layout(1))[0]
-                    totals[i] = cute.make_tensor(source + held, cute.make_layout(1))[0]
-                    load_vector(partials.iterator, place + row * self.columns + column, values[None, i])
-            higher = cute.arch.fmax(top, tree([tops[i] for i in range(AT_A_TIME)], cute.arch.fmax))
-            reference = finite_or_zero(higher)
-            shrink = exp2(top - reference)
-            total *= shrink
-            for j in cutlass.range_constexpr(VECTOR):
-                own[j] *= shrink
-            for i in cutlass.range_constexpr(AT_A_TIME):
-                weight = exp2(tops[i] - reference)
-                total += totals[i] * weight
-                for j in cutlass.range_constexpr(VECTOR):
-                    own[j] += values[j, i] * weight
-            top = higher
-        return top, total, own
+    def merge_dealt(self, merges, found, ends, warp_ends):
+        """Items of all ranges, dealt out to warps where they have few parts, and else to blocks.
+
+        Args:
+            merges: [ranges, MERGE_FIELDS], as the schedule left it.
+            found: [entries, MERGE_FIELDS] of shared memory for so many of them.
+            ends: [entries, 2], where each one's items end among those of few parts, and among the others.
+            warp_ends: [warps, 2], the same of those that a warp has read.
+        """
+        ranges = cute.size(merges, mode=[0])
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        alone, together = block * WARPS + self.warp, cutlass.Int32(block)
+        for base in cutlass.range(0, ranges, READ * THREADS, unroll=1):
+            self.read(merges, found, ends, warp_ends, base)
+            items = warp_ends[WARPS - 1, 0]
+            while alone < items:
+                entry, item = self.find(ends, warp_ends, 0, alone)
+                self.merge_alone(base + entry, found[entry, 0], found[entry, 1], found[entry, 2], item)
+                alone += blocks * WARPS
+            alone -= items
+            items = warp_ends[WARPS - 1, 1]
+            while together < items:
+                entry, item = self.find(ends, warp_ends, 1, together)
+                self.merge_together(base + entry, found[entry, 0], found[entry, 1], found[entry, 2], item)
+                together += blocks
+            together -= items
+            cute.arch.sync_threads()
 
     @cute.jit
-    def add_parts(self, partials, held, base, row, parts, weights, warps):
-        """(a row's largest base-2 score, its total, this thread's sums of its team's parts)."""
-        thread = cute.arch.thread_idx()[0]
-        team, column = thread // self.lanes, thread % self.lanes * VECTOR
-        # Threads beyond the last team follow it.
-        team = cutlass.min(team, self.teams - 1)
-        size = partial_size(held, self.columns)
-        tops = partials.iterator + held * self.columns + row
+    def read(self, merges, found, ends, warp_ends, base):
+        """What there is to merge of the ranges from `base` on."""
+        few, many = cutlass.Int32(0), cutlass.Int32(0)
+        for i in cutlass.range_constexpr(READ):
+            entry = self.thread * READ + i
+            items, parts = cutlass.Int32(0), cutlass.Int32(0)
+            if base + entry < cute.size(merges, mode=[0]):
+                parts = merges[base + entry, 0]
+                for field in cutlass.range_constexpr(MERGE_FIELDS):
+                    found[entry, field] = merges[base + entry, field]
+                # The others mean nothing where there are no parts.
+                items = merges[base + entry, 3] * self.slices if parts > 0 else 0
+            few += items if parts <= FEW else 0
+            many += items if parts > FEW else 0
+            ends[entry, 0], ends[entry, 1] = few, many
+        few_through, many_through = sum_through(few), sum_through(many)
+        if self.lane == WARP - 1:
+            warp_ends[self.warp, 0], warp_ends[self.warp, 1] = few_through, many_through
+        cute.arch.sync_threads()
+        few_before, many_before = few_through - few, many_through - many
+        for warp in cutlass.range_constexpr(WARPS - 1):
+            few_before += warp_ends[warp, 0] if warp < self.warp else 0
+            many_before += warp_ends[warp, 1] if warp < self.warp else 0
+        for i in cutlass.range_constexpr(READ):
+            ends[self.thread * READ + i, 0] += few_before
+            ends[self.thread * READ + i, 1] += many_before
+        cute.arch.sync_threads()
+        if self.lane == WARP - 1:
+            warp_ends[self.warp, 0], warp_ends[self.warp, 1] = few_before + few, many_before + many
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def find(self, ends, warp_ends, kind: cutlass.Constexpr[int], item):
+        """The entry whose items the item is one of, and which."""
+        past = self.lane < WARPS and warp_ends[self.lane % WARPS, kind] <= item
+        entry = cute.arch.popc(cute.arch.vote_ballot_sync(past)) * (READ * WARP)
+        first = entry
+        for i in cutlass.range_constexpr(READ):
+            past = ends[first + i * WARP + self.lane, kind] <= item
+            entry += cute.arch.popc(cute.arch.vote_ballot_sync(past))
+        before = ends[cutlass.max(entry - 1, 0), kind] if entry > 0 else cutlass.Int32(0)
+        return entry, item - before
+
+    # ------------------------------------------------------------------ an item
+
+    @cute.jit
+    def merge_alone(self, range_, parts, query, unit, item):
+        row, column = item // self.slices, self.column(item)
+        top, total, own = self.add(range_, query, row, column, parts, 0, 1)
+        self.write(own, top, total, query, unit, row, column)
+
+    @cute.jit
+    def merge_together(self, range_, parts, query, unit, item):
+        """By all warps of the block, which share the parts."""
+        row, column = item // self.slices, self.column(item)
+        top, total, own = self.add(range_, query, row, column, parts, self.warp, WARPS)
+        sums, statistics = self.sums, self.statistics
+        for j in cutlass.range_constexpr(self.vector):
+            sums[j, self.lane, self.warp] = own[j]
+        if self.lane == 0:
+            statistics[self.warp, 0], statistics[self.warp, 1] = top, total
+        cute.arch.sync_threads()
+        if self.warp == 0:
+            tops = [statistics[warp, 0] for warp in range(WARPS)]
+            top = tree(tops, cute.arch.fmax)
+            weights = [exp2(one - finite_or_zero(top)) for one in tops]
+            total = tree([statistics[warp, 1] * weights[warp] for warp in range(WARPS)], lambda a, b: a + b)
+            for j in cutlass.range_constexpr(self.vector):
+                parts_of = [sums[j, self.lane, warp] * weights[warp] for warp in range(WARPS)]
+                own[j] = tree(parts_of, lambda a, b: a + b)
+            self.write(own, top, total, query, unit, row, column)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def column(self, item):
+        """The lane's first."""
+        return (item % self.slices * WARP + self.lane) * self.vector
+
+    @cute.jit
+    def add(self, range_, query, row, column, parts, first, step: cutlass.Constexpr[int]):
+        """Over parts `first`, `first + step`, ... of a row: its largest base-2 score, its total, the lane's sums."""
+        base, m = self.held_at(range_, query, row)
+        count = (parts - first + step - 1) // step
         top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        own = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        own = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+        values = cute.make_rmem_tensor((self.vector, DEPTH), cutlass.Float32)
         own.fill(0.0)
-        values = cute.make_rmem_tensor((VECTOR, self.depth), cutlass.Float32)
-        at_a_time = cutlass.const_expr(self.teams * self.depth)
-        for first in cutlass.range(0, parts, at_a_time, unroll=1):
-            values.fill(0.0)
-            for i in cutlass.range_constexpr(self.depth):
-                part = first + i * self.teams + team
-                if part < parts:
-                    source = self.place(base, part, size) + row * self.columns + column
-                    load_vector(partials.iterator, source, values[None, i])
+        statistics = self.partials.iterator + self.held * self.columns + m
+        for chunk in cutlass.range(0, count, WARP, unroll=1):
             here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
-            if thread < at_a_time and first + thread < parts:
-                place = self.place(base, first + thread, size)
-                here = cute.make_tensor(tops + place, cute.make_layout(1))[0]
-                mine = cute.make_tensor(tops + place + held, cute.make_layout(1))[0]
-            higher = cute.arch.fmax(top, self.over_block(here, warps[None, 0], cute.arch.fmax))
+            if chunk + self.lane < count:
+                source = statistics + self.place(base, first + (chunk + self.lane) * step)
+                here = cute.make_tensor(source, cute.make_layout(1))[0]
+                mine = cute.make_tensor(source + self.held, cute.make_layout(1))[0]
+            # On their way while weights are found.
+            self.load(values, base, m, column, first + chunk * step, count - chunk, step)
+            higher = cute.arch.fmax(top, cute.arch.warp_reduction(here, cute.arch.fmax))
             reference = finite_or_zero(higher)
             weight, shrink = exp2(here - reference), exp2(top - reference)
-            if thread < at_a_time:
-                weights[thread] = weight
-            total = total * shrink + self.over_block(mine * weight, warps[None, 1], lambda a, b: a + b)
+            total = total * shrink + cute.arch.warp_reduction(mine * weight, lambda a, b: a + b)
             top = higher
-            for j in cutlass.range_constexpr(VECTOR):
+            for j in cutlass.range_constexpr(self.vector):
                 own[j] *= shrink
-            for i in cutlass.range_constexpr(self.depth):
-                weight = weights[i * self.teams + team]
-                for j in cutlass.range_constexpr(VECTOR):
-                    own[j] += values[j, i] * weight
-            cute.arch.sync_threads()
+            self.add_values(own, values, weight, 0)
+            for at in cutlass.range(DEPTH, cutlass.min(count - chunk, WARP), DEPTH, unroll=1):
+                self.load(values, base, m, column, first + (chunk + at) * step, count - chunk - at, step)
+                self.add_values(own, values, weight, at)
         return top, total, own
 
     @cute.jit
-    def over_block(self, value, warps: cute.Tensor, combine: cutlass.Constexpr):
-        """A reduction over the block's threads, in the same order for all of them; what they wrote before is seen."""
-        value = cute.arch.warp_reduction(value, combine)
-        if cute.arch.lane_idx() == 0:
-            warps[cute.arch.thread_idx()[0] // WARP] = value
-        cute.arch.sync_threads()
-        value = warps[0]
-        for warp in cutlass.range_constexpr(1, self.warps):
-            value = combine(value, warps[warp])
-        return value
+    def load(self, values, base, row, column, first, count, step: cutlass.Constexpr[int]):
+        """The lane's values of DEPTH parts, or those that are there."""
+        partials = self.partials
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(DEPTH):
+            if i < count and column < self.columns:
+                source = self.place(base, first + i * step) + row * self.columns + column
+                load_vector(partials.iterator, source, values[None, i])
 
     @cute.jit
-    def add_teams(self, own, sums: cute.Tensor):
-        """The sums of all teams: a thread's columns are `thread * VECTOR` and those after it from then on."""
-        thread = cute.arch.thread_idx()[0]
-        if thread < self.teams * self.lanes:
-            for j in cutlass.range_constexpr(VECTOR):
-                sums[j, thread % self.lanes, thread // self.lanes] = own[j]
-        cute.arch.sync_threads()
-        added = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
-        added.fill(0.0)
-        if thread < self.lanes:
-            for j in cutlass.range_constexpr(VECTOR):
-                added[j] = tree([sums[j, thread, team] for team in range(self.teams)], lambda a, b: a + b)
-        cute.arch.sync_threads()
-        return added
+    def add_values(self, own, values, weight, at):
+        """weight: of the part that is the lane's; at: the first of those whose values these are."""
+        for i in cutlass.range_constexpr(DEPTH):
+            factor = cute.arch.shuffle_sync(weight, at + i)
+            for j in cutlass.range_constexpr(self.vector):
+                own[j] += values[j, i] * factor
 
     @cute.jit
-    def write(self, own, top, total, query, unit, row, column, out, lse, scoring: Scoring):
+    def write(self, own, top, total, query, unit, row, column):
         """Sums, divided, into the row's place, where the column is one."""
+        out, lse = self.out, self.lse
         head = unit * self.key.pack + row % self.key.pack
         token = query + row // self.key.pack
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
-            sink = scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, scoring.v_scale)
+            sink = self.scoring.sinks[head].to(cutlass.Float32)
+        factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
         if column < self.key.head_dim_v:
-            result = cute.make_rmem_tensor(VECTOR, out.element_type)
-            for j in cutlass.range_constexpr(VECTOR):
+            result = cute.make_rmem_tensor(self.vector, out.element_type)
+            for j in cutlass.range_constexpr(self.vector):
                 result[j] = (own[j] * factor).to(out.element_type)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column
             store_vector(result, out.iterator, offset)
@@ -261,9 +338,9 @@ class Merge:
         return base, m
 
     @cute.jit
-    def place(self, base, part, size):
+    def place(self, base, part):
         """Where part `part` of a range lies."""
         slot = 2 * (base + part) + (1 if part == 0 else 0)
         if cutlass.const_expr(self.key.shares):
             slot = base + part
-        return cutlass.Int64(slot) * size
+        return cutlass.Int64(slot) * self.size

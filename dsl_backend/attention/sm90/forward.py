@@ -141,7 +141,7 @@ class Forward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, resident=config.resident)
             merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
