@@ -7,7 +7,7 @@ import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.parts.merge import FEW, READ, THREADS
-from dsl_backend.attention.parts.schedule import IDLE, MERGE_FIELDS
+from dsl_backend.attention.parts.schedule import MERGE_FIELDS, SPARED
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.launch import SplitKV
@@ -66,10 +66,11 @@ def test_many_parts_in_turns() -> None:
 
 
 def test_ranges_of_one_length_stay_whole() -> None:
-    """Where blocks that idle cost less than a merge: one of IDLE, not more."""
-    ranges = IDLE - 1
-    case = Case(q_lens=(1,) * ranges, kv_lens=((IDLE + 1) * TILE,) * ranges, heads=(1, 1), dim=16)
-    assert not any(parts_of(case, IDLE))
-    shorter = replace(case, kv_lens=(*case.kv_lens[1:], IDLE * TILE))
-    assert any(parts_of(shorter, IDLE))
-    assert any(parts_of(case, IDLE + 2))
+    """Where blocks that idle cost less than a merge."""
+    ranges, blocks = 15, 16
+    case = Case(q_lens=(1,) * ranges, kv_lens=(SPARED * blocks * TILE,) * ranges, heads=(1, 1), dim=16)
+    assert not any(parts_of(case, blocks))
+    shorter = replace(case, kv_lens=(*case.kv_lens[1:], TILE))
+    assert any(parts_of(shorter, blocks))
+    longer = replace(case, kv_lens=((SPARED + 1) * blocks * TILE,) * ranges)
+    assert any(parts_of(longer, blocks))

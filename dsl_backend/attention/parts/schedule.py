@@ -9,7 +9,9 @@ from cutlass import cute
 from dsl_backend.attention.parts.work import WHOLE, Work
 
 FAR = 1 << 30  # a window that ends nowhere
-IDLE = 16  # one of so many blocks' time is given up for ranges that are not cut
+# Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
+# a merge 3 to 4.
+SPARED = 2
 WARP = 32
 # Of keys and values that row tiles of the same length are taken together for: half an H200's L2.
 SECTION_BYTES = 25 << 20
@@ -494,7 +496,7 @@ class KeyShares:
         share = cutlass.max((total + blocks - 1) // blocks, self.least)
         # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
         whole = (ranges + blocks - 1) // blocks * longest
-        if ranges * longest == total and whole <= share + share // IDLE:
+        if ranges * longest == total and whole <= share + SPARED:
             share = whole
         return total, share
 
