@@ -260,7 +260,7 @@ class Gemm(TiledGemm):
                 self.add_bias(args, values, column)
             found = values[0]
             if cutlass.const_expr(self.gated):
-                found = [self.activate(gate, up) for gate, up in zip(*values, strict=True)]
+                found = self.activate(*values)
             if cutlass.const_expr(args.residual is not None):
                 self.add_residual(args, found, row, column)
             for j in cutlass.range_constexpr(VECTOR):

@@ -215,7 +215,7 @@ class Stream(SharedStream):
         for j in cutlass.range(self.held, unroll_full=True):
             one, other = first[j] + biases[0], second[j] + biases[1]
             if cutlass.const_expr(self.gated):
-                self.put(args, self.activate(one, other), top + j, column, m, n)
+                self.put(args, self.activate([one], [other])[0], top + j, column, m, n)
             else:
                 self.put(args, one, top + j, column, m, n)
                 self.put(args, other, top + j, column + self.box, m, n)

@@ -291,11 +291,12 @@ class Gemm(TiledGemm):
         if cutlass.const_expr(args.residual is not None):
             starts = [cutlass.Int64(row + 8 * b) * args.residual.stride[0] + first for b in range(2)]
         for j in cutlass.range_constexpr(self.columns // 8):
+            all_values = [sums[(a, b, j), repeat, 0] for b in range(2) for a in range(2)]
+            if cutlass.const_expr(self.gated):
+                ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for b in range(2) for a in range(2)]
+                all_values = self.activate(all_values, ups)
             for b in cutlass.range_constexpr(2):
-                values = [sums[(a, b, j), repeat, 0] for a in range(2)]
-                if cutlass.const_expr(self.gated):
-                    ups = [sums[(a, b, j + self.box_n // 8), repeat, 0] for a in range(2)]
-                    values = [self.activate(value, up) for value, up in zip(values, ups, strict=True)]
+                values = all_values[2 * b : 2 * b + 2]
                 if cutlass.const_expr(args.residual is not None):
                     pair.fill(0.0)
                     if row + 8 * b < m and first + 8 * j < n:

@@ -197,7 +197,7 @@ class Stream(SharedStream):
                     token = top + 8 * j + 2 * (lane % 4) + a
                     one, other = first[a + 2 * b + 4 * j] + biases[0], second[a + 2 * b + 4 * j] + biases[1]
                     if cutlass.const_expr(self.gated):
-                        self.put(args, self.activate(one, other), token, column, m, n)
+                        self.put(args, self.activate([one], [other])[0], token, column, m, n)
                     else:
                         self.put(args, one, token, column, m, n)
                         self.put(args, other, token, column + self.box, m, n)
