@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsl_backend.testing.processes import ROOT, stop_group
+from dsl_backend.testing.processes import ROOT, free_port, stop_group
 from loadtests import records
 from loadtests.figures import Figures, summarize, window_of
 from loadtests.records import Tick
@@ -72,7 +72,11 @@ class Load:
         words += ["--scenario", self.scenario_file(), "--rate", self.level.rate, "--request-seed", self.seed]
         words += ["--served-model", self.model, "--vocabulary", self.vocabulary, "--records", self.folder / "records"]
         words += [] if self.detokenize else ["--no-detokenize"]
-        words += ["--processes", processes] if processes > 1 else []
+        if processes > 1:
+            # Locust's own choice is one port for all, and two clients on a machine would get each other's processes.
+            port = free_port()
+            words += ["--processes", processes, "--master-bind-host", "127.0.0.1"]
+            words += ["--master-bind-port", port, "--master-port", port]
         # Requests that fail are figures, not a fault of the client's.
         return [str(word) for word in [*words, "--exit-code-on-error", 0]]
 

@@ -248,9 +248,10 @@ class TestGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 out = api.linear(x, weight, activation=Swiglu(), kernel=kernel)
-            captured.append((graph, out, right))
+            # Graphs read x again.
+            captured.append((graph, x, out, right))
         for _ in range(2):
-            for graph, out, right in reversed(captured):
+            for graph, _, out, right in reversed(captured):
                 out.fill_(torch.nan)
                 graph.replay()
                 assert torch.equal(out, right)

@@ -4,6 +4,7 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_closed_loop(tmp_path: Path) -> None:
     assert found.tpot.p50 is not None
     assert 5 <= found.tpot.p50 < 30
     assert found.output_per_s == pytest.approx(6 * found.sent / 2.0, rel=0.3)
+
+
+def test_two_clients_on_one_machine(tmp_path: Path) -> None:
+    """Each has its own processes."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    with serving() as server, ThreadPoolExecutor() as pool:
+        ran = list(pool.map(lambda folder: run(server, folder, Level(users=2), processes=2), folders))
+    assert [found.client.processes for found in ran] == [2, 2]
+    assert all(found.errors == {} for found in ran)
+    assert sum(found.all_sent for found in ran) == len(server.bodies)
 
 
 def test_the_same_seed_sends_the_same_prompts(tmp_path: Path) -> None:
