@@ -10,7 +10,6 @@ from cutlass import cute
 from dsl_backend.linear.spec import Activation, Geglu
 from dsl_backend.primitives.math import LOG2_E, exp2
 
-
 # A reciprocal of more than this is no normal number.
 MOST_PRODUCT = 2.0**125
 TOGETHER = 4
@@ -24,8 +23,8 @@ def sigmoids(xs: Sequence) -> list:
     """
     found: list = []
     for first in range(0, len(xs), TOGETHER):
-        denominators = [1.0 + exp2(x * -LOG2_E) for x in xs[first : first + TOGETHER]]
-        found += reciprocals(*denominators) if len(denominators) == TOGETHER else map(cute.arch.rcp_approx, denominators)
+        sums = [1.0 + exp2(x * -LOG2_E) for x in xs[first : first + TOGETHER]]
+        found += reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
     return found
 
 

@@ -18,9 +18,10 @@ from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.vllm_plugin import compat, linking
 
-# The sampler's are compiled with its plans where it is taken over, and vLLM calls no softmax of ours. Of linear layers
-# those are asked for that were linked, and not those that a model of this shape may have.
-ELSEWHERE = ("sampling", "softmax", "linear")
+# Attention's are compiled by metadata builders, which know the cache, the sampler's with its plans where it is taken
+# over, and vLLM calls no softmax of ours. Of linear layers those are asked for that were linked, and not those that a
+# model of this shape may have.
+ELSEWHERE = ("attention", "sampling", "softmax", "linear")
 
 
 class Provider:

@@ -64,9 +64,9 @@ def subject(name: str, kernel_type: type[Any], config: Any, of: Case, arch: str 
 # One block makes three tiles of 64 queries, against five tiles of keys at most: as many as the ring has places, so that
 # no wait for one of these knows of the queries before.
 LONG = Case(q_lens=(150,), kv_lens=(160,), heads=(4, 1), dim=128, page=32)
-# Six tiles of 32 queries, with an odd number of masked key tiles: arrivals that nobody waits for do not make up rounds.
-# Behind the last key are eleven rows of values: so many that both groups clear some.
-ODD = Case(q_lens=(180,), kv_lens=(181,), heads=(4, 1), dim=128, page=32)
+# Six key tiles first, an odd number of them masked: arrivals that nobody waits for do not make up rounds. Behind the
+# last key are eleven rows of values: so many that both groups clear some. Then short ones, which are claimed ahead.
+ODD = Case(q_lens=(60, 60, *[120] * 8), kv_lens=(181, 181, *[120] * 8), heads=(1, 1), dim=128, page=32)
 # Shares begin and end in the middle of requests, and one request is whole: its rows are those of several warps.
 SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 200), heads=(4, 2), dim=128, page=32)
 MLA = mla(16, q_lens=(1, 1), kv_lens=(260, 130), q_gain=8.0, page=64)
@@ -89,6 +89,7 @@ KERNELS = {
             HopperConfig(groups=2, tile_n=32, stages=2, take_turns=True),
             ODD,
             SM90,
+            sms=2,
         ),
     )
 }
@@ -132,6 +133,11 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM90",
+        "(parity|drop): .*mbarrier.try_wait.* in wait_read",
+        "it is about balance, when the next item is claimed: whoever posts it waits for its place",
+    ),
+    (
+        "SM90",
         "swap: .*wgmma.commit_group.*behind `bar.arrive",
         "the barrier says whose turn it is: it is about time, and nothing is shared by it",
     ),
@@ -146,6 +152,11 @@ UNSEEN: Rows = [
         "SM",
         "(drop: .*bar.warp.sync|swap: .*behind `bar.warp.sync)",
         "order between lanes of a warp: a warp has one clock",
+    ),
+    (
+        "SM90",
+        "drop: .*fence.acq_rel.gpu.* in leave",
+        "the block that leaves last has also claimed last, and of a word's writers only the last one is known",
     ),
 ]
 HEAD = """# Mutants of the attention kernels

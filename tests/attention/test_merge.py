@@ -35,7 +35,8 @@ def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
 @pytest.mark.parametrize("dim", [48, 128, 256])
 def test_parts_of_one_range(parts: int, dim: int) -> None:
     """Rows of neighbouring heads and tokens; a part more than a block's team merges alone."""
-    case = Case(q_lens=(2,), kv_lens=(2 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
+    # Three tiles a block: two would be left to one of two.
+    case = Case(q_lens=(2,), kv_lens=(3 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
     assert parts_of(case, parts, parts) == [parts] + [0] * (parts - 1)
 
 

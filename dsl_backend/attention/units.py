@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CuTe DSL kernels the attention of a model needs, for compiling them before it is served.
+
+As vLLM asks where nobody says otherwise: keys in the model's dtype, in pages of 16 tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.spec import AttentionSpec, Causality
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.model import TEXT_CONFIGS, ModelShape
+from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.target import Target
+
+PAGE_SIZE = 16
+# Models whose heads have sinks say so by their kind alone.
+WITH_SINKS = ("gpt_oss",)
+
+
+def specs(model: ModelShape) -> Iterator[AttentionSpec]:
+    """Of all layers of a decoder, each once."""
+    dtype, text = getattr(torch, model.dtype), text_of(model.config)
+    # Any that is positive: kernels take it as an argument.
+    shared: dict[str, Any] = {"dtype": dtype, "kv_dtype": dtype, "scale": model.head_dim**-0.5}
+    if model.latent_rank is not None and model.rope_dim is not None:
+        width = text.get("v_head_dim") or model.head_dim - model.rope_dim
+        for causality in (Causality.CAUSAL, Causality.FULL):
+            yield AttentionSpec(
+                heads_q=model.heads_q,
+                heads_kv=model.heads_q,
+                head_dim=model.head_dim,
+                head_dim_v=width,
+                page_size=None,
+                causality=causality,
+                **shared,
+            )
+        yield AttentionSpec(
+            heads_q=model.heads_q,
+            heads_kv=1,
+            head_dim=model.latent_rank + model.rope_dim,
+            head_dim_v=model.latent_rank,
+            page_size=PAGE_SIZE,
+            latent=True,
+            **shared,
+        )
+        return
+    for window in windows(text):
+        yield AttentionSpec(
+            heads_q=model.heads_q,
+            heads_kv=model.heads_kv,
+            head_dim=model.head_dim,
+            head_dim_v=model.head_dim,
+            page_size=PAGE_SIZE,
+            window_left=None if window is None else window - 1,
+            softcap=text.get("attn_logit_softcapping") or 0.0,
+            sinks=text.get("model_type") in WITH_SINKS,
+            **shared,
+        )
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's own words."""
+    return next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
+
+
+def windows(text: Mapping[str, Any]) -> list[int | None]:
+    """The sliding windows of a model's layers; None is a layer without one."""
+    window, kinds = text.get("sliding_window"), text.get("layer_types")
+    if not window or text.get("use_sliding_window") is False:
+        return [None]
+    if not kinds:
+        return [window]
+    return [window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)]
+
+
+def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+    """The kernels for short and for long queries; none where others than CuTe DSL's serve them."""
+    for spec in specs(model):
+        try:
+            planner = Planner(spec, target, Workspace(torch.device("cpu")))
+        except Unsupported:
+            continue
+        # MLA's parts are merged by their LSE; vLLM asks for no other's.
+        lse = spec.latent or spec.page_size is None
+        for _, name, kernel in {id(one[2]): one for one in (planner.short, planner.long)}.values():
+            if name == "cute":
+                key = kernel.key(lse, spec.dtype if spec.sinks else None)  # type: ignore[attr-defined]
+                yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]
+
+
+register_family("attention", units)
