@@ -170,9 +170,6 @@ class LatentLoader(Loader):
             self.load_queries(work, items)
             for step in cutlass.range(work.end - work.begin, unroll=1):
                 tile = work.end - 1 - step
-                if cutlass.const_expr(self.config.ahead > 0):
-                    if tile - self.config.ahead >= work.begin:
-                        self.prefetch_rows(work, tile - self.config.ahead)
                 self.load_rows(work, tile, self.pages_of(work, tile), tiles)
                 tiles += 1
             items += 1
@@ -201,21 +198,6 @@ class LatentLoader(Loader):
             for c in cutlass.range_constexpr(chunks):
                 cute.copy(atom, given[None, c], to[None, 0, first + c, 0], tma_bar_ptr=full)
             first += chunks
-
-    @cute.jit
-    def prefetch_rows(self, work, tile):
-        """Ask for this block's share of a key tile, so that its copy need not wait for memory."""
-        pages = self.pages_of(work, tile)
-        cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
-        _, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), self.sK, cut)
-        for i in range(self.own_boxes):
-            b = self.first_box + i
-            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
-            place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-            # Every lane would ask, where a copy is one lane's by itself.
-            with cute.arch.elect_one():
-                for c in cutlass.range_constexpr(self.chunks):
-                    cute.prefetch(self.k_load, given[None, place, c, page])
 
     @cute.jit
     def load_rows(self, work, tile, pages, count):

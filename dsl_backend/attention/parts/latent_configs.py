@@ -25,7 +25,6 @@ class LatentSizes:
         stages: key tiles in flight.
         cluster: blocks that share key tiles: each has other heads of the same tokens, and loads a part for all.
         staging: fp8 key tiles in flight; one more warpgroup turns them into tiles of 16 bits. 0 where keys have these.
-        ahead: key tiles that are asked into the L2 cache before there is room for them; paged keys only.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
     """
 
@@ -33,7 +32,6 @@ class LatentSizes:
     stages: int = 2
     cluster: int = 1
     staging: int = 0
-    ahead: int = 0
     least_share: int = 2
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
@@ -72,8 +70,6 @@ class LatentSizes:
             reasons.append(f"clusters of {self.cluster} blocks: 1, or 2 where heads fill an even number of row tiles")
         if self.cluster > 1 and spec.page_size is None:
             reasons.append("blocks share key tiles of paged keys only")
-        if self.ahead < 0 or (self.ahead and spec.page_size is None):
-            reasons.append(f"{self.ahead} key tiles ahead: 0 or more, of paged keys, are possible")
         reasons += self.own_objections(spec)
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:

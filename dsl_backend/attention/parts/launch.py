@@ -74,12 +74,12 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
 
 
 def fake_ledger(key: LayerKey) -> Any:
-    """What blocks leave each other: what to merge of split key ranges, or which row tiles were claimed."""
-    if key.split:
-        sizes = None if key.shares else (cute.sym_int(), MERGE_FIELDS)
-    else:
-        sizes = None if isinstance(key, LatentKey) else (CLAIM_FIELDS,)
-    return sizes and make_fake_tensor(cutlass.Int32, sizes, (*sizes[1:], 1), assumed_align=4)
+    """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
+    if key.split and not key.shares:
+        return make_fake_tensor(cutlass.Int32, (cute.sym_int(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
+    if key.split or isinstance(key, LatentKey):
+        return None
+    return make_fake_tensor(cutlass.Int32, (CLAIM_FIELDS,), (1,), assumed_align=4)
 
 
 def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:

@@ -95,10 +95,7 @@ TRIED_STAGES = (2, 3, 4, 6, 8)  # and of fp8 tiles in flight
 def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
     """Configurations worth a try that fit."""
     staging = TRIED_STAGES if spec.is_fp8_kv else (0,)
-    for tile_n, stages, ahead, staged in itertools.product(TRIED_TILES, TRIED_STAGES, (0, 1, 2), staging):
-        made = [
-            LatentConfig(tile_n=tile_n, stages=stages, ahead=ahead, staging=staged, cluster=cluster)
-            for cluster in (1, 2)
-        ]
-        made.append(PairConfig(tile_n=tile_n, stages=stages, ahead=ahead))
+    for tile_n, stages, staged in itertools.product(TRIED_TILES, TRIED_STAGES, staging):
+        made = [LatentConfig(tile_n=tile_n, stages=stages, staging=staged, cluster=cluster) for cluster in (1, 2)]
+        made.append(PairConfig(tile_n=tile_n, stages=stages))
         yield from (config for config in made if not config.objections(spec, smem_bytes))

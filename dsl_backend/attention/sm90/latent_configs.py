@@ -93,8 +93,8 @@ TRIED_WIDENING = ((64, 2, 2), (64, 2, 4), (32, 2, 4), (32, 3, 2), (32, 2, 2), (4
 def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
     """Configurations worth a try that fit."""
     tiles = TRIED_WIDENING if spec.is_fp8_kv else [(*tile, 0) for tile in TRIED_TILES]
-    shapes = itertools.product(tiles, (False, True), (False, True), (1, 2), (0, 1), (2, 4))
-    for (tile_n, stages, staging), first, guesses, cluster, ahead, least_share in shapes:
+    shapes = itertools.product(tiles, (False, True), (False, True), (1, 2), (2, 4))
+    for (tile_n, stages, staging), first, guesses, cluster, least_share in shapes:
         config = LatentConfig(
             tile_n=tile_n,
             stages=stages,
@@ -102,7 +102,6 @@ def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConf
             scores_first=first,
             guesses=guesses,
             cluster=cluster,
-            ahead=ahead,
             least_share=least_share,
         )
         if not config.objections(spec, smem_bytes):

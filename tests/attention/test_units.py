@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels a model's attention needs, by its configuration."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from dsl_backend.attention import units
+from dsl_backend.runtime import model, precompile
+from dsl_backend.runtime.target import from_arch
+
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "dtype": "bfloat16",
+}
+DEEPSEEK = LLAMA | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
+    return [unit.key for unit in units.units(model.shape_of(config, **shape), from_arch(arch))]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_short_and_long_queries(arch: str) -> None:
+    found = keys(LLAMA, arch, tensor_parallel=2)
+    assert [(key.split, key.heads_q, key.heads_kv, key.head_dim, key.page_size) for key in found] == [
+        (split, 16, 4, 128, 16) for split in (True, False)
+    ]
+    assert not any(key.lse for key in found)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_mla(arch: str) -> None:
+    """Prefills of new tokens and of context, and the cache; all with the LSE that merges them."""
+    found = keys(DEEPSEEK, arch)
+    assert {(key.head_dim, key.head_dim_v, key.causality) for key in found} == {
+        (192, 128, "causal"),
+        (192, 128, "full"),
+        (576, 512, "causal"),
+    }
+    assert all(key.lse for key in found)
+
+
+@pytest.mark.parametrize(
+    ("facts", "windows"),
+    [
+        ({}, [False]),
+        ({"sliding_window": 4096}, [True]),
+        ({"sliding_window": 4096, "use_sliding_window": False}, [False]),
+        ({"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 3}, [True, False]),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, [False]),
+        ({"text_config": LLAMA | {"sliding_window": 512}}, [True]),
+    ],
+)
+def test_windows(facts: dict[str, Any], windows: list[bool]) -> None:
+    assert [key.left for key in keys(LLAMA | facts) if not key.split] == windows
+
+
+def test_what_bends_scores() -> None:
+    (_, long) = keys(LLAMA | {"attn_logit_softcapping": 50.0})
+    assert long.scores.softcap
+    (_, long) = keys(LLAMA | {"model_type": "gpt_oss"})
+    assert long.scores.sinks == "bfloat16"
+
+
+def test_other_kernels_are_not_compiled_so() -> None:
+    assert keys(LLAMA, "sm_80") == []
+    assert keys(LLAMA | {"dtype": "float32"}) == []
+
+
+def test_registered() -> None:
+    assert "attention" in precompile.families()
