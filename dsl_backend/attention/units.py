@@ -89,8 +89,8 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
         lse = spec.latent or spec.page_size is None
         for _, name, kernel in {id(one[2]): one for one in (planner.short, planner.long)}.values():
             if name == "cute":
-                key = kernel.key(lse, spec.dtype if spec.sinks else None)  # type: ignore[attr-defined]
-                yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]
+                for key in kernel.keys(lse, spec.dtype if spec.sinks else None):  # type: ignore[attr-defined]
+                    yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]
 
 
 register_family("attention", units)

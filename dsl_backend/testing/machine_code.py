@@ -67,12 +67,13 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A layer and which of its kernels: for long queries or for short ones."""
+    """A layer and which of its kernels: for short queries, for long ones, or for the longest alone."""
 
     id: str
     arch: str
     case: Case
     short: bool
+    longest: bool = False
 
 
 def dense(name: str, **facts: Any) -> tuple[Case, str]:
@@ -108,6 +109,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 def subjects() -> Iterator[Subject]:
     """Those that a CuTe DSL kernel serves."""
     from dsl_backend.attention import dispatch
+    from dsl_backend.attention.sm90.configs import long_query_config
     from dsl_backend.runtime.target import from_arch
 
     for arch in ARCHS:
@@ -119,6 +121,8 @@ def subjects() -> Iterator[Subject]:
                     yield Subject(
                         id=f"{arch}-{name}-{'decode' if short else 'prefill'}", arch=arch, case=case, short=short
                     )
+                    if arch == "sm_90a" and not short and long_query_config(case.spec):
+                        yield Subject(id=f"{arch}-{name}-longest", arch=arch, case=case, short=False, longest=True)
 
 
 def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
@@ -130,10 +134,11 @@ def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
     spec: AttentionSpec = subject.case.spec
     planner = Planner(spec, from_arch(subject.arch), Workspace(torch.device("cpu")), "cute")
     kernel: Any = (planner.short if subject.short else planner.long)[2]
+    kernel = kernel.longer if subject.longest else kernel
     sinks = torch.float32 if subject.case.sinks else None
     for old in folder.glob("*.cubin"):
         old.unlink()
-    kernel.prepare(spec.latent, sinks)
+    kernel.function(spec.latent, sinks)
     (file,) = folder.glob("*.cubin")
     for place, (registers, stack) in enumerate(kernels_of(file.read_bytes())):
         products, waits = counted(file) if place == 0 else (None, None)

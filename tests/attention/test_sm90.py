@@ -9,6 +9,7 @@ import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm90 import launch
 from dsl_backend.attention.sm90.configs import (
     REGISTERS,
     WIDENING_REGISTERS,
@@ -73,6 +74,24 @@ def test_weights_by_guess(name: str, guesses: bool) -> None:
     config = ForwardConfig(groups=2, tile_n=32, stages=2, take_turns=True, guesses=guesses)
     make = lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config)  # noqa: E731
     emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
+
+
+@pytest.mark.parametrize("longest", [True, False])
+def test_tiles_of_the_longest_queries(longest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three warpgroups, where a query of the batch is long enough; else this is another kernel."""
+    monkeypatch.setattr(launch, "LONG_QUERY", 200 if longest else 201)
+    made: list[Prefill] = []
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        if short:
+            return SplitKV(planner.spec, planner.target, scratch())
+        made.append(Prefill(planner.spec, planner.target, scratch()))
+        return made[-1]
+
+    emulate(Case(q_lens=(200, 3, 30), kv_lens=(333, 90, 30), heads=(4, 2), dim=64), "sm_90a", make, 2)
+    assert made[0].longer is not None
+    assert made[0].longer.config.groups == 3
+    assert [bool(kernel._functions) for kernel in (made[0], made[0].longer)] == [not longest, longest]
 
 
 @pytest.mark.full

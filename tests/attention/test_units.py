@@ -69,6 +69,11 @@ def test_windows(facts: dict[str, Any], windows: list[bool]) -> None:
     assert [key.left for key in keys(LLAMA | facts) if not key.split] == windows
 
 
+def test_the_longest_queries() -> None:
+    found = keys(LLAMA | {"head_dim": 64})
+    assert [(key.split, key.config.groups) for key in found] == [(True, 1), (False, 2), (False, 3)]
+
+
 def test_what_bends_scores() -> None:
     (_, long) = keys(LLAMA | {"attn_logit_softcapping": 50.0})
     assert long.scores.softcap

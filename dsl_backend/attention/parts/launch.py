@@ -269,6 +269,10 @@ class LayerKernel:
         facts = facts_of(self.spec, lse=lse, sinks=sinks, pack=self.pack, split=self.split, shares=self.shares)
         return self.key_type(config=self.config, **facts)
 
+    def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
+        """Of all that launches may need which ask for lse or not, and have sinks of a dtype or none."""
+        return [self.key(lse, sinks)]
+
     def function(self, lse: bool, sinks: torch.dtype | None) -> Function:
         """What serves such operands, compiled when it is first asked for."""
         facts = (lse, sinks, toolkit.libraries())
