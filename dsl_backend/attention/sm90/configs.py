@@ -28,12 +28,14 @@ class ForwardConfig:
         groups: warpgroups that multiply, each with 64 rows of a tile.
         tile_n: keys of a tile.
         stages: key tiles, and value tiles, in flight.
-        query_stages: query tiles in flight; an output leaves through its query tile's place.
+        query_stages: query tiles in flight.
         resident: blocks on an SM side by side.
         least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
         take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
         guesses: a tile's weights are taken by the largest scores before it, which costs no maximum; only where one of
             them exceeds those by far, the tile's own are found.
+        again: scores of a guess that failed are multiplied again, rather than kept until it is known: a quarter of the
+            registers of a tile's scores less, and a barrier of the warpgroup more.
         staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
             keys and values have 16 bits.
     """
@@ -46,6 +48,7 @@ class ForwardConfig:
     least_share: int = 2
     take_turns: bool = False
     guesses: bool = False
+    again: bool = False
     staging: int = 0
 
     @property
@@ -95,11 +98,13 @@ class ForwardConfig:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         if self.guesses and spec.batch_invariant:
             reasons.append(GUESSES_VARY)
+        if self.again and not self.guesses:
+            reasons.append("nothing is multiplied again where nothing is guessed")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
-        held = padded(spec.head_dim_v) // 2 + (4 if self.guesses else 3) * self.tile_n // 4
+        held = padded(spec.head_dim_v) // 2 + (4 if self.guesses and not self.again else 3) * self.tile_n // 4
         most = 0 if reasons else self.registers[0]
         if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
@@ -143,8 +148,8 @@ LONG_QUERY = 8192
 def long_query_config(spec: AttentionSpec) -> ForwardConfig | None:
     """For batches with a query of LONG_QUERY tokens or more; None where the tiles of shorter ones are as good.
 
-    Three warpgroups have 192 rows: with heads of 64 they are 5 % faster at prompts of 16k, even at 4k, 13 % slower at 1k,
-    where a prompt's last tile has rows of nobody. A batch-invariant layer has one kernel.
+    Three warpgroups have 192 rows: 5 % faster at prompts of 16k with heads of 64, even at 4k, and 13 % slower at 1k,
+    since a prompt's last tile has rows of nobody. A batch-invariant layer has one kernel.
     """
     if spec.is_fp8_kv or spec.batch_invariant or max(spec.head_dim, spec.head_dim_v) > 64:
         return None
@@ -187,8 +192,9 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """Configurations for long queries that are worth a try and fit."""
     tiles = TRIED_TILES[next(width for width in TRIED_TILES if width >= max(spec.head_dim, spec.head_dim_v))]
     staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
-    choices = itertools.product(tiles, (1, 2), (False, True), (False, True), staging)
-    for (groups, tile_n), query_stages, turns, guesses, staged in choices:
+    guessing = ((False, False), (True, False), (True, True))
+    choices = itertools.product(tiles, (1, 2), (False, True), guessing, staging)
+    for (groups, tile_n), query_stages, turns, (guesses, again), staged in choices:
         if groups > 1 or not turns:
             made = ForwardConfig(
                 groups=groups,
@@ -197,6 +203,7 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
                 query_stages=query_stages,
                 take_turns=turns,
                 guesses=guesses,
+                again=again,
                 staging=staged,
             )
             yield from deepest(made, spec, smem_bytes)

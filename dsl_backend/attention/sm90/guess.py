@@ -12,11 +12,15 @@ from cutlass import cute
 from dsl_backend.attention.parts.rows import THREAD_ROWS
 from dsl_backend.attention.parts.softmax import OnlineSoftmax
 from dsl_backend.primitives.accumulators import narrow, packed, words_of
-from dsl_backend.primitives.math import exp2
+from dsl_backend.primitives.math import exp2, tree
 
 
 class GuessingSoftmax(OnlineSoftmax):
     """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by."""
+
+    def __init__(self, rows: int, lanes: int, factor: cutlass.Float32, slack: float):
+        super().__init__(rows, lanes, factor, slack)
+        self.added = cute.make_rmem_tensor(rows, cutlass.Float32)
 
     @cute.jit
     def weigh_by_guess(self, scores: cute.Tensor, products: cute.Tensor, weights: cute.Tensor, shrink, known=None):
@@ -45,6 +49,28 @@ class GuessingSoftmax(OnlineSoftmax):
         else:
             self.weigh(scores, shrink)
             narrow(products, weights)
+
+    @cute.jit
+    def guess_in_place(self, scores: cute.Tensor):
+        """Scores become weights by the tops so far, in float32. Returns whether these will do for the thread's rows.
+
+        Where they do for all rows of a product, `take` takes their sums; else its scores must be multiplied anew.
+        """
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            reference = self.top[row] * self.factor
+            for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[row, j] = exp2(scores[row, j] * self.factor - reference)
+            weights = [scores[row, j] for j in range(cute.size(scores, mode=[1]))]
+            self.added[row] = tree(weights, lambda a, b: a + b)
+        most = cutlass.const_expr(2.0**self.slack)
+        # A top of -inf makes the sum +inf or no number.
+        return self.added[0] <= most and self.added[1] <= most
+
+    @cute.jit
+    def take(self):
+        """The sums of the last guess, which fitted."""
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            self.total[row] += self.added[row]
 
     @cute.jit
     def guess(self, scores: cute.Tensor, weights: cute.Tensor, added: cute.Tensor):
