@@ -29,13 +29,13 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     if spec.is_fp8_kv:
         stages, query_stages, staging = 2, 1, 2 + index % 2
         tile_n = 32 if spec.head_dim > 192 else 64
-    if short:
-        config = ForwardConfig(
-            halves=halves, alternate=halves == 2, tile_n=tile_n, stages=stages, least_share=1, staging=staging
-        )
-        return SplitKV(spec, target, scratch(), config)
     config = ForwardConfig(halves=halves, tile_n=tile_n, stages=stages, query_stages=query_stages, staging=staging)
-    return Prefill(spec, target, scratch(), config)
+    if short:
+        config = replace(config, alternate=halves == 2, query_stages=1, least_share=1)
+    if config.objections(spec, target.smem_bytes):
+        # Wide heads leave no room for more.
+        config = replace(config, stages=2, query_stages=1)
+    return (SplitKV if short else Prefill)(spec, target, scratch(), config)
 
 
 @pytest.mark.parametrize(
