@@ -9,6 +9,7 @@ import torch
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime.target import Target
 
+# int32s by which blocks of a launch share work out.
 COUNTERS = 2
 
 
@@ -33,6 +34,9 @@ class Workspace:
 
     Buffers only ever grow, and a buffer that was outgrown stays allocated: a captured graph may point to it. Launches
     that share a workspace must be ordered on one stream.
+
+    Attributes:
+        counters: [COUNTERS] int32, which hold 0 before a launch; it leaves them so.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,11 +44,7 @@ class Workspace:
         self._buffers: list[torch.Tensor] = []
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._integers = torch.empty(0, dtype=torch.int32, device=device)
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-    def counters(self, count: int) -> torch.Tensor:
-        """[count] int32, at most COUNTERS, which hold 0 before a launch; it leaves them so."""
-        return self._counters[:count]
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
     def partials(self, count: int) -> torch.Tensor:
         """[at least count] float32, contents undefined."""

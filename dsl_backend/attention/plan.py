@@ -55,13 +55,20 @@ class Planner:
         self.long = self.short if self.short[2].longest_query() is None else bind(Operation.PREFILL)
 
     @property
+    def kernels(self) -> list[tuple[Operation, str, Kernel]]:
+        """(operation, name, kernel) for short queries and for long ones; once where it is the same."""
+        return list(
+            {id(kernel): (operation, name, kernel) for operation, name, kernel in (self.short, self.long)}.values()
+        )
+
+    @property
     def kernel_names(self) -> dict[str, str]:
         """Operation -> name of the kernel that serves it."""
         return {operation.value: name for operation, name, _ in (self.long, self.short)}
 
     def prepare(self, lse: bool = False, sinks: torch.dtype | None = None) -> None:
         """Compile now what launches need that ask for lse or not, and have sinks of a dtype or none."""
-        for _, _, kernel in {id(one): one for one in (self.short, self.long)}.values():
+        for _, _, kernel in self.kernels:
             kernel.prepare(lse, sinks)
 
     def plan(self, batch: Batch) -> "AttentionPlan":

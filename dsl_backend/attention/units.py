@@ -13,7 +13,7 @@ from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
-from dsl_backend.runtime.model import TEXT_CONFIGS, ModelShape
+from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
 
@@ -63,11 +63,6 @@ def specs(model: ModelShape) -> Iterator[AttentionSpec]:
         )
 
 
-def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's own words."""
-    return next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
-
-
 def windows(text: Mapping[str, Any]) -> list[int | None]:
     """The sliding windows of a model's layers; None is a layer without one."""
     window, kinds = text.get("sliding_window"), text.get("layer_types")
@@ -87,7 +82,7 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
             continue
         # MLA's parts are merged by their LSE; vLLM asks for no other's.
         lse = spec.latent or spec.page_size is None
-        for _, name, kernel in {id(one[2]): one for one in (planner.short, planner.long)}.values():
+        for _, name, kernel in planner.kernels:
             if name == "cute":
                 for key in kernel.keys(lse, spec.dtype if spec.sinks else None):  # type: ignore[attr-defined]
                     yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
         InvalidInput: a fact is missing or is no positive whole number, the heads cannot be shared, or the dtype is none
             that kernels serve.
     """
-    text = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
+    text = text_of(config)
     if tensor_parallel < 1:
         raise InvalidInput(f"tensor_parallel is {tensor_parallel}: at least 1 is needed")
 
@@ -108,6 +108,11 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
         tensor_parallel=tensor_parallel,
         config=config,
     )
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's own words."""
+    return next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
 
 
 def dtype_of(config: Mapping[str, Any], text: Mapping[str, Any], asked: str | None) -> str:

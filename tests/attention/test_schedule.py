@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import from_dlpack
 
+from dsl_backend.attention.kernel import COUNTERS
 from dsl_backend.attention.parts import schedule
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.tiles import LayerKey
@@ -84,7 +85,7 @@ class Lengths:
         )
         int32 = {"dtype": torch.int32}
         starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
-        claims = torch.zeros(schedule.CLAIM_FIELDS, **int32)
+        claims = torch.zeros(COUNTERS, **int32)
         found: list[list[Item]] = []
         # Twice: the second launch begins with what the first one left.
         for _ in range(2):

@@ -23,6 +23,8 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 class LatentKey(LayerKey):
     """All that a kernel's code depends on."""
 
+    # Blocks of a cluster work on the same tile.
+    claims = False
     config: LatentSizes
 
 

@@ -10,11 +10,11 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import COUNTERS, Operands, Workspace
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.schedule import CLAIM_FIELDS, MERGE_FIELDS, row_tiles
+from dsl_backend.attention.parts.schedule import MERGE_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
@@ -77,9 +77,9 @@ def fake_ledger(key: LayerKey) -> Any:
     """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
     if key.split and not key.shares:
         return make_fake_tensor(cutlass.Int32, (cute.sym_int(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
-    if key.split or isinstance(key, LatentKey):
+    if key.split or not key.claims:
         return None
-    return make_fake_tensor(cutlass.Int32, (CLAIM_FIELDS,), (1,), assumed_align=4)
+    return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4)
 
 
 def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
@@ -254,7 +254,7 @@ class LayerKernel:
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
-            return None, None if issubclass(self.key_type, LatentKey) else self.workspace.counters(CLAIM_FIELDS)
+            return None, self.workspace.counters if self.key_type.claims else None
         columns = padded(self.spec.head_dim_v)
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None

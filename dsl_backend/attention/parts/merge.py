@@ -107,12 +107,8 @@ class Merger:
 
     def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, sums, statistics):
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
-        self.tile_n, self.least, self.tile_tokens, self.units = (
-            merge.tile_n,
-            merge.least,
-            merge.tile_tokens,
-            merge.units,
-        )
+        self.tile_n, self.least = merge.tile_n, merge.least
+        self.tile_tokens, self.units = merge.tile_tokens, merge.units
         self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
         self.sums, self.statistics = sums, statistics
         self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
@@ -184,11 +180,12 @@ class Merger:
             entry = self.thread * READ + i
             items, parts = cutlass.Int32(0), cutlass.Int32(0)
             if base + entry < cute.size(merges, mode=[0]):
-                parts = merges[base + entry, 0]
+                fields = [merges[base + entry, field] for field in range(MERGE_FIELDS)]
                 for field in cutlass.range_constexpr(MERGE_FIELDS):
-                    found[entry, field] = merges[base + entry, field]
+                    found[entry, field] = fields[field]
+                parts = fields[0]
                 # The others mean nothing where there are no parts.
-                items = merges[base + entry, 3] * self.slices if parts > 0 else 0
+                items = fields[3] * self.slices if parts > 0 else 0
             few += items if parts <= FEW else 0
             many += items if parts > FEW else 0
             ends[entry, 0], ends[entry, 1] = few, many

@@ -16,7 +16,6 @@ WARP = 32
 # Of keys and values that row tiles of the same length are taken together for: half an H200's L2.
 SECTION_BYTES = 25 << 20
 SHORT = 4  # key tiles of an item beside which the next one is claimed at once
-CLAIM_FIELDS = 2  # int32s of `ClaimedTiles`
 
 
 class Requests(NamedTuple):
@@ -205,7 +204,8 @@ class ClaimedTiles(QueryTiles):
     of a request are nearly a round of the blocks, and the same ones always got the longest.
 
     Args:
-        claims: [2], 0 before and after a launch: items claimed behind the first of each block, and blocks at their end.
+        claims: the workspace's counters: items claimed behind the first of each block, and blocks at their end. They
+            are 0 before and after a launch.
     """
 
     def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, claims):
@@ -226,7 +226,7 @@ class ClaimedTiles(QueryTiles):
             right = cutlass.Int32(0)
             if request < count:
                 right = window_right(self.key, self.requests, request)
-            left = self.items_of(queries, keys) // self.units
+            left = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
             if queries < self.requests.shortest or queries > self.requests.longest:
                 left = cutlass.Int32(0)
             section = (sum_through(keys) - keys) // self.section_keys

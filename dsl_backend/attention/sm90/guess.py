@@ -16,7 +16,10 @@ from dsl_backend.primitives.math import exp2, tree
 
 
 class GuessingSoftmax(OnlineSoftmax):
-    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by."""
+    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by.
+
+    `added` holds the sums of the last guess's weights.
+    """
 
     def __init__(self, rows: int, lanes: int, factor: cutlass.Float32, slack: float):
         super().__init__(rows, lanes, factor, slack)
@@ -32,20 +35,15 @@ class GuessingSoftmax(OnlineSoftmax):
             shrink: [row], as `weigh` has it.
             known: whether there are tops, where that is not known already. A row without one costs its warp time alone.
         """
-        added, total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.total
-        added.fill(cutlass.Float32.inf)
+        self.added.fill(cutlass.Float32.inf)
         if cutlass.const_expr(known is not None):
             if known:
-                self.guess(scores, weights, added)
+                self.guess(scores, weights)
         else:
-            self.guess(scores, weights, added)
+            self.guess(scores, weights)
         shrink.fill(1.0)
-        # A top of -inf makes the sum +inf or no number.
-        most = cutlass.const_expr(2.0**self.slack)
-        fits = added[0] <= most and added[1] <= most
-        if cute.arch.vote_all_sync(fits):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
-                total[row] += added[row]
+        if cute.arch.vote_all_sync(self.fits()):
+            self.take()
         else:
             self.weigh(scores, shrink)
             narrow(products, weights)
@@ -62,6 +60,11 @@ class GuessingSoftmax(OnlineSoftmax):
                 scores[row, j] = exp2(scores[row, j] * self.factor - reference)
             weights = [scores[row, j] for j in range(cute.size(scores, mode=[1]))]
             self.added[row] = tree(weights, lambda a, b: a + b)
+        return self.fits()
+
+    @cute.jit
+    def fits(self):
+        """Whether the last guess will do for the thread's rows."""
         most = cutlass.const_expr(2.0**self.slack)
         # A top of -inf makes the sum +inf or no number.
         return self.added[0] <= most and self.added[1] <= most
@@ -73,9 +76,9 @@ class GuessingSoftmax(OnlineSoftmax):
             self.total[row] += self.added[row]
 
     @cute.jit
-    def guess(self, scores: cute.Tensor, weights: cute.Tensor, added: cute.Tensor):
-        """Scores as narrow weights by the tops so far; added: their sums, [row]."""
-        words = words_of(weights)
+    def guess(self, scores: cute.Tensor, weights: cute.Tensor):
+        """Scores as narrow weights by the tops so far."""
+        words, added = words_of(weights), self.added
         # Two chains a row: the exponentials are slower than they.
         sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
         sums.fill(0.0)

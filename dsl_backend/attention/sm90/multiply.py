@@ -200,13 +200,13 @@ class Multiplier:
             self.guess_and_try_again(work, tile, stage, count)
         else:
             self.release(self.barriers.k_empty, count)
-            if cutlass.const_expr(self.config.guesses and not self.config.again):
+            if cutlass.const_expr(self.guessed is not None):
                 self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink)
             else:
                 self.weigh(work, tile, masked)
             self.end_sums(count)
         shrink_rows(self.O, self.shrink)
-        if cutlass.const_expr(self.config.guesses and not self.config.again):
+        if cutlass.const_expr(self.guessed is not None):
             take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
         else:
             narrow(self.S, self.P)
