@@ -10,8 +10,6 @@ from cutlass import cute
 from dsl_backend.linear.spec import Activation, Geglu
 from dsl_backend.primitives.math import LOG2_E, exp2
 
-# A reciprocal of more than this is no normal number.
-MOST_PRODUCT = 2.0**125
 TOGETHER = 4
 
 
@@ -19,27 +17,32 @@ def sigmoids(xs: Sequence) -> list:
     """1 / (1 + e^-x) of each, by approximate units (relative error 2^-21); 0 for -inf.
 
     Four share a reciprocal, of their denominators' product: the unit that makes it and the exponential is what an
-    epilogue waits for, 16 values a cycle.
+    epilogue waits for, 16 values a cycle. Denominators are 1 + e^-|x|, at most 2: no product overflows, so that nothing
+    is decided and no registers are held for another way.
     """
     found: list = []
     for first in range(0, len(xs), TOGETHER):
-        sums = [1.0 + exp2(x * -LOG2_E) for x in xs[first : first + TOGETHER]]
-        found += reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
+        some = xs[first : first + TOGETHER]
+        powers = [exp2(cute.math.absf(x) * -LOG2_E) for x in some]
+        # The smaller of NaN and 1 is 1: a NaN stays its own, as the power that it is multiplied with.
+        sums = [cute.arch.fmin(power, 1.0) + 1.0 for power in powers]
+        inverses = reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
+        found += [numerator(x, power) * inverse for x, power, inverse in zip(some, powers, inverses, strict=True)]
     return found
 
 
 @cute.jit
-def reciprocals(a, b, c, d):
-    """Of numbers that are 1 at least."""
+def numerator(x: cutlass.Float32, power: cutlass.Float32):
+    """Of x's sigmoid over 1 + e^-|x|: e^-|x| below 0, and of NaN."""
+    return cutlass.Float32(1.0) if x >= 0.0 else power
+
+
+def reciprocals(a, b, c, d) -> list:
+    """Of numbers from 1 to 2."""
     low, high = a * b, c * d
-    product = low * high
-    shared = cute.arch.rcp_approx(product)
+    shared = cute.arch.rcp_approx(low * high)
     of_low, of_high = shared * high, shared * low
-    found = [of_low * b, of_low * a, of_high * d, of_high * c]
-    # Or no number.
-    if not product < MOST_PRODUCT:
-        found = [cute.arch.rcp_approx(one) for one in (a, b, c, d)]
-    return found
+    return [of_low * b, of_low * a, of_high * d, of_high * c]
 
 
 @cute.jit
