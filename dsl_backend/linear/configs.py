@@ -17,8 +17,10 @@ MMA_M = 64  # rows of wgmma
 REGISTERS_PER_SM = 64 * 1024
 # setmaxnreg: what consumers take, of which some are addresses and the epilogue's.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Tiles that need more leave a producer 24. Where 232 are enough ptxas spilled 24 bytes with 240 (192 sums a thread).
+MOST_CONSUMER_REGISTERS, LEAST_PRODUCER_REGISTERS = 240, 24
 # With less to spare, ptxas spilled 16 to 200 bytes where there is a bias or a residual.
-SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
+SPARE_REGISTERS, EXTRAS_REGISTERS = 32, 32
 # Of an SM of an H200: bytes from memory and bf16 operations in a nanosecond (4.4 TB/s and 790 TFLOP/s on 132 SMs).
 BYTES_PER_NS, FLOPS_PER_NS = 33.0, 5985.0
 # The same of a B200 by public figures (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
@@ -36,6 +38,8 @@ class GemmConfig:
         pingpong: consumers take turns at whole tiles, one's epilogue under the other's products; else they share tiles.
         cluster: blocks above each other that share the weights: 1 or 2, each of two loads a box for both.
         band: tiles of a band of the raster.
+        serpentine: every other band is walked backwards, so that L2 still has the weights that it begins with.
+        early: the first stages' weights are loaded while the kernel before this one still runs.
     """
 
     tile_m: int = 128
@@ -44,6 +48,8 @@ class GemmConfig:
     pingpong: bool = False
     cluster: int = 1
     band: int = 8
+    serpentine: bool = False
+    early: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -64,6 +70,13 @@ class GemmConfig:
     def accumulators(self) -> int:
         """Registers of a consumer's thread."""
         return self.rows * 2 * self.box_n // WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's thread and of a producer's."""
+        if self.accumulators + SPARE_REGISTERS <= CONSUMER_REGISTERS:
+            return CONSUMER_REGISTERS, PRODUCER_REGISTERS
+        return MOST_CONSUMER_REGISTERS, LEAST_PRODUCER_REGISTERS
 
     @property
     def stage_bytes(self) -> int:
@@ -87,15 +100,15 @@ class GemmConfig:
         reasons = []
         if self.tile_m < MMA_M or self.tile_m % MMA_M or self.rows % MMA_M:
             reasons.append(f"tile_m {self.tile_m}: each consumer needs a multiple of {MMA_M} rows")
-        if not 16 <= self.box_n <= 128 or self.box_n % 16:
-            reasons.append(f"box_n {self.box_n} is not a multiple of 16 from 16 to 128")
+        if not 16 <= self.box_n <= 128 or self.box_n % 8:
+            reasons.append(f"box_n {self.box_n} is not a multiple of 8 from 16 to 128")
         if self.stages < 2:
             reasons.append(f"{self.stages} stages: 2 are the least")
         if self.cluster not in (1, 2):
             reasons.append(f"clusters of {self.cluster} blocks: 1 or 2 are possible")
         if self.band < 1:
             reasons.append(f"band {self.band} is not positive")
-        most = CONSUMER_REGISTERS - SPARE_REGISTERS - (EXTRAS_REGISTERS if spec.bias or spec.residual else 0)
+        most = MOST_CONSUMER_REGISTERS - SPARE_REGISTERS - (EXTRAS_REGISTERS if spec.bias or spec.residual else 0)
         if self.accumulators > most:
             reasons.append(f"{self.accumulators} accumulators a thread: {most} are the most")
         if self.smem_bytes(spec.parts) > smem_bytes:
@@ -258,7 +271,11 @@ TRIED_GEMMS = (
     (256, 64, False),
     (256, 96, False),
     (128, 64, True),
+    (128, 80, True),
+    (128, 88, True),
     (128, 96, True),
+    (128, 104, True),
+    (128, 120, False),
     (192, 64, True),
 )
 TRIED_TOKENS = (8, 16, 32, 64, 128)
@@ -286,6 +303,8 @@ def tried_sm90() -> Iterator[Config]:
     """Tiles beside STREAMS and GEMMS."""
     for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
         yield GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band)
+    for tile, serpentine, early in itertools.product(GEMMS, (False, True), (False, True)):
+        yield replace(tile, serpentine=serpentine, early=early)
     for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
         yield StreamConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k)
 

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS, GemmConfig
+from dsl_backend.linear.configs import GROUPS, MMA_M, GemmConfig
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
@@ -19,7 +19,6 @@ from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
-from dsl_backend.primitives.schedule import raster
 
 # Named barriers: the consumers' own, then those that give a consumer its turn.
 OWN, TURN = 1, 1 + GROUPS
@@ -32,6 +31,8 @@ class Gemm(TiledGemm):
         super().__init__(key)
         config = key.config
         self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats
+        self.serpentine, self.early = config.serpentine, config.early
+        self.consumer_registers, self.producer_registers = config.registers
         self.biased = key.bias
         # Whole tiles in turn, or halves of every tile.
         self.consumers = 1 if self.pingpong else GROUPS
@@ -49,9 +50,7 @@ class Gemm(TiledGemm):
     ):
         """At most `blocks` blocks, a multiple of the cluster's."""
         width = 2 * self.box_n
-        out_staged = hopper_helpers.make_smem_layout_epi(
-            self.dtype, LayoutEnum.ROW_MAJOR, (MMA_M, self.columns), GROUPS
-        )
+        out_staged = self.out_staged()
         product = hopper_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, cutlass.Float32, (1, 1, 1), (MMA_M, width)
         )
@@ -74,6 +73,15 @@ class Gemm(TiledGemm):
             stream=stream,
             use_pdl=True,
         )
+
+    def out_staged(self) -> cute.ComposedLayout:
+        """Of the consumers' output buffers, 64 rows each."""
+        if self.columns % 16 == 0:
+            return hopper_helpers.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, (MMA_M, self.columns), GROUPS)
+        # A swizzle wants rows of 32 bytes. Eight rows of an odd number of 16 bytes lie in all banks without one.
+        shape = (MMA_M, self.columns, GROUPS)
+        plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
+        return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
 
     @cute.kernel
     def kernel(
@@ -104,14 +112,16 @@ class Gemm(TiledGemm):
         else:
             cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
         group = warp // (WARPGROUP // 32)
+        # Else the producer waits behind its first weights, and consumers, who read a residual and write, as here.
+        if cutlass.const_expr(not self.early) or group != GROUPS:
+            cute.arch.griddepcontrol_wait()
         if group == GROUPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == GROUPS * (WARPGROUP // 32):
                 self.load(args, sX, sW, ring)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             self.multiply(args, product, sX, sW, sOut, ring, group)
         if cutlass.const_expr(self.cluster > 1):
             # The other block may still arrive here, or copy.
@@ -164,7 +174,7 @@ class Gemm(TiledGemm):
                 # The other consumer has seen all its stages full: phases of a stage cannot be confused.
                 if turn > 0:
                     cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-            row, column = raster(first + turn * clusters, height, width, self.band)
+            row, column = self.place(turn, first, clusters, height, width)
             if cutlass.const_expr(args.bias is not None):
                 self.begin(args, sums, column * self.columns, thread)
             self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
@@ -236,7 +246,8 @@ class Gemm(TiledGemm):
         column: cutlass.Int32,
     ):
         """Sums to the output, 64 rows at a time, from row `top` on."""
-        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        matrices = cutlass.const_expr(4 if self.columns % 16 == 0 else 2)
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.dtype)
         shape = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
