@@ -35,11 +35,11 @@ KINDS = {
 def runner(kernel: Any, made: inputs.Inputs, fp8: bool) -> Callable[[int], torch.Tensor]:
     """Launches a layer."""
     scale = made.one if fp8 else None
+    launch = kernel.bind(made.batch, 0, made.batch.max_query_len)
 
     def run(index: int) -> torch.Tensor:
         layer = made.layers[index]
-        operands = Operands(layer.q, None, layer.keys, layer.values, layer.out, None, None, None, scale, scale)
-        kernel.launch(made.batch, operands, 0, made.batch.max_query_len)
+        launch(Operands(layer.q, None, layer.keys, layer.values, layer.out, None, None, None, scale, scale))
         return layer.out
 
     return run

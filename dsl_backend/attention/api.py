@@ -100,17 +100,19 @@ def plan(
 def check_rows(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A tensor [rows >= shape[0], *shape[1:]] whose last dimension is contiguous."""
-    require(
-        tensor.dim() == len(shape) and tensor.shape[0] >= shape[0] and tuple(tensor.shape[1:]) == shape[1:],
-        f"{name} has shape {tuple(tensor.shape)}: {shape} is needed, the first dimension or more",
-    )
-    require(tensor.dtype == dtype, f"{name} is {short(tensor.dtype)}: {short(dtype)} is needed")
-    require(tensor.device == device, f"{name} is on {tensor.device}: {device} is needed")
-    require(
-        tensor.shape[-1] == 1 or tensor.stride(-1) == 1,
-        f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed",
-    )
+    """A tensor [rows >= shape[0], *shape[1:]] whose last dimension is contiguous.
+
+    Asked for every tensor of every layer, so messages are put together where they are needed alone.
+    """
+    held = tensor.shape
+    if len(held) != len(shape) or held[0] < shape[0] or held[1:] != shape[1:]:
+        raise InvalidInput(f"{name} has shape {tuple(held)}: {shape} is needed, the first dimension or more")
+    if tensor.dtype != dtype:
+        raise InvalidInput(f"{name} is {short(tensor.dtype)}: {short(dtype)} is needed")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}: {device} is needed")
+    if held[-1] != 1 and tensor.stride(-1) != 1:
+        raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
 
 
 def check_scales(
@@ -118,25 +120,24 @@ def check_scales(
 ) -> None:
     """An fp8 layer has both scales; for other layers they mean nothing and may be there."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        require(not spec.is_fp8_kv or scale is not None, f"fp8 keys and values need {name}")
-        require(
-            scale is None or (scale.numel() == 1 and scale.dtype == torch.float32 and scale.device == device),
-            f"{name} must hold one float32 on {device}",
-        )
+        if scale is None:
+            require(not spec.is_fp8_kv, f"fp8 keys and values need {name}")
+        elif scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
+            raise InvalidInput(f"{name} must hold one float32 on {device}")
 
 
 def check_per_head(
     name: str, tensor: torch.Tensor | None, wanted: bool, dtypes: tuple[torch.dtype, ...], plan: AttentionPlan
 ) -> None:
     spec = plan.spec
-    require((tensor is not None) == wanted, f"{name} {'are missing' if wanted else 'were given'}: {spec=!s}")
+    if (tensor is not None) != wanted:
+        raise InvalidInput(f"{name} {'are missing' if wanted else 'were given'}: {spec=!s}")
     if tensor is not None:
-        names = ", ".join(short(dtype) for dtype in dtypes)
-        require(
-            tensor.shape == (spec.heads_q,) and tensor.is_contiguous() and tensor.dtype in dtypes,
-            f"{name} are {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [heads_q = {spec.heads_q}] of {names} "
-            f"is needed",
-        )
+        if tensor.shape != (spec.heads_q,) or not tensor.is_contiguous() or tensor.dtype not in dtypes:
+            raise InvalidInput(
+                f"{name} are {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [heads_q = {spec.heads_q}] of "
+                f"{', '.join(short(dtype) for dtype in dtypes)} is needed"
+            )
         device = plan.batch.device
         require(tensor.device == device, f"{name} are on {tensor.device}: {device} is needed")
 
@@ -190,20 +191,20 @@ def run(
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
     check_rows("keys", keys, (*lead, spec.heads_kv, spec.head_dim), spec.kv_dtype, device)
     check_rows("values", values, (*lead, spec.heads_kv, spec.head_dim_v), spec.kv_dtype, device)
-    require(
-        keys.shape[0] == values.shape[0],
-        f"keys hold {keys.shape[0]} {'tokens' if spec.page_size is None else 'pages'}, values {values.shape[0]}",
-    )
+    if keys.shape[0] != values.shape[0]:
+        what = "tokens" if spec.page_size is None else "pages"
+        raise InvalidInput(f"keys hold {keys.shape[0]} {what}, values {values.shape[0]}")
     require(
         not spec.latent or (values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()),
         "absorbed MLA's values are keys[..., :head_dim_v], not a tensor of their own",
     )
     if lse is not None:
-        require(
-            lse.dim() == 2 and lse.shape[0] >= rows and lse.shape[1] == spec.heads_q and lse.dtype == torch.float32,
-            f"lse is {short(lse.dtype)} {tuple(lse.shape)}: float32 {(rows, spec.heads_q)} is needed",
-        )
-        require(lse.device == device, f"lse is on {lse.device}: {device} is needed")
+        if lse.dim() != 2 or lse.shape[0] < rows or lse.shape[1] != spec.heads_q or lse.dtype != torch.float32:
+            raise InvalidInput(
+                f"lse is {short(lse.dtype)} {tuple(lse.shape)}: float32 {(rows, spec.heads_q)} is needed"
+            )
+        if lse.device != device:
+            raise InvalidInput(f"lse is on {lse.device}: {device} is needed")
     check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
     check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
     check_scales(spec, k_scale, v_scale, device)

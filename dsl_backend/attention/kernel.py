@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan and its kernels agree on: a launch's operands, the scratch they share, the kernel's two calls."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,8 +13,7 @@ from dsl_backend.runtime.target import Target
 COUNTERS = 2
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The tensors of one layer's attention; `api.run` has their shapes. Absorbed MLA may hold q in two parts."""
 
     q: torch.Tensor
@@ -27,6 +26,9 @@ class Operands:
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+
+
+Launch = Callable[[Operands], None]
 
 
 class Workspace:
@@ -77,6 +79,10 @@ class Kernel(Protocol):
         """
         ...
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
-        """Attend for the requests of `shortest` to `longest` queries; leaves other requests' rows alone."""
+    def bind(self, batch: Batch, shortest: int, longest: int) -> "Launch":
+        """What attends for the requests of `shortest` to `longest` queries and leaves other requests' rows alone.
+
+        All that a step's layers share is worked out here: in steps without a graph, what a launch costs on the host
+        is paid for every layer.
+        """
         ...

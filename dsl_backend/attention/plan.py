@@ -11,20 +11,21 @@ import torch
 
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Kernel, Operands, Workspace
+from dsl_backend.attention.kernel import Kernel, Launch, Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime.target import Target
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a batch that one kernel serves."""
+    """The part of a batch that one kernel serves: requests of `shortest` to `longest` queries."""
 
     operation: Operation
     name: str
     kernel: Kernel
     shortest: int
     longest: int
+    launch: Launch
 
 
 class Planner:
@@ -74,9 +75,15 @@ class Planner:
     def plan(self, batch: Batch) -> "AttentionPlan":
         limit = self.short[2].longest_query()
         if limit is None or batch.max_query_len <= limit:
-            return AttentionPlan(self.spec, batch, (Share(*self.short, 0, batch.max_query_len),))
-        shares = (Share(*self.long, limit + 1, batch.max_query_len), Share(*self.short, 0, limit))
+            return AttentionPlan(self.spec, batch, (self.share(self.short, batch, 0, batch.max_query_len),))
+        shares = (
+            self.share(self.long, batch, limit + 1, batch.max_query_len),
+            self.share(self.short, batch, 0, limit),
+        )
         return AttentionPlan(self.spec, batch, shares)
+
+    def share(self, by: tuple[Operation, str, Kernel], batch: Batch, shortest: int, longest: int) -> Share:
+        return Share(*by, shortest, longest, by[2].bind(batch, shortest, longest))
 
 
 @dataclass(frozen=True)
@@ -89,4 +96,4 @@ class AttentionPlan:
 
     def launch(self, operands: Operands) -> None:
         for share in self.shares:
-            share.kernel.launch(self.batch, operands, share.shortest, share.longest)
+            share.launch(operands)

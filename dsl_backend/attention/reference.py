@@ -5,9 +5,11 @@ It follows the definition, one request after another, in any compute dtype up to
 host, which the device kernels never do.
 """
 
+from functools import partial
+
 import torch
 
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
 
@@ -159,9 +161,12 @@ class ReferenceKernel:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
         assert shortest <= 1, f"{shortest=}: the reference serves every request of a batch"
         assert longest >= batch.max_query_len, f"{longest=}: the reference serves every request of a batch"
+        return partial(self.attend, batch)
+
+    def attend(self, batch: Batch, operands: Operands) -> None:
         q = operands.q if operands.q_rope is None else torch.cat([operands.q, operands.q_rope], dim=-1)
         compute = torch.float64 if self.spec.dtype == torch.float64 else torch.float32
         out, lse = attention(

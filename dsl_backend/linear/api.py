@@ -9,6 +9,7 @@ torch.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -20,33 +21,44 @@ from dsl_backend.runtime import target as targets
 
 __all__ = ["SWIGLU_OAI", "Activation", "Geglu", "Swiglu", "linear"]
 
+# Checked once: a model's layers ask for the same few in every step.
+spec_of = lru_cache(maxsize=1 << 12)(LinearSpec)
+
 
 def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
-    """Raises InvalidInput unless it has the shape (None is any), x's dtype and device, and neighbours side by side."""
-    require(isinstance(tensor, torch.Tensor), f"{name} is a {type(tensor).__name__}: a tensor is needed")
-    wanted = ", ".join("any" if size is None else str(size) for size in shape)
-    fits = tensor.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
-    require(fits, f"{name} has shape {tuple(tensor.shape)}: [{wanted}] is needed")
-    require(
-        tensor.dtype == like.dtype, f"{name} is {short(tensor.dtype)} and x {short(like.dtype)}: one dtype is needed"
-    )
-    require(tensor.device == like.device, f"{name} is on {tensor.device}, x on {like.device}")
-    require(
-        tensor.shape[-1] <= 1 or tensor.stride(-1) == 1,
-        f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed",
-    )
-    require(
-        not (tensor.requires_grad and torch.is_grad_enabled()),
-        f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it",
-    )
+    """Raises InvalidInput unless it has the shape (None is any), x's dtype and device, and neighbours side by side.
+
+    Asked for every tensor of every layer, so messages are put together where they are needed alone.
+    """
+    check_is_tensor(name, tensor)
+    held = tensor.shape
+    if len(held) != len(shape) or any(w is not None and w != s for w, s in zip(shape, held, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InvalidInput(f"{name} has shape {tuple(held)}: [{wanted}] is needed")
+    if tensor.dtype != like.dtype:
+        raise InvalidInput(f"{name} is {short(tensor.dtype)} and x {short(like.dtype)}: one dtype is needed")
+    if tensor.device != like.device:
+        raise InvalidInput(f"{name} is on {tensor.device}, x on {like.device}")
+    if held[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(
+            f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it"
+        )
+
+
+def check_is_tensor(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"{name} is a {type(tensor).__name__}: a tensor is needed")
 
 
 def check_x(x: torch.Tensor) -> None:
-    require(isinstance(x, torch.Tensor), f"x is a {type(x).__name__}: a tensor is needed")
-    names = ", ".join(short(dtype) for dtype in DTYPES)
-    require(x.dtype in DTYPES, f"x is {short(x.dtype)}: one of {names} is needed")
+    check_is_tensor("x", x)
+    if x.dtype not in DTYPES:
+        raise InvalidInput(f"x is {short(x.dtype)}: one of {', '.join(short(dtype) for dtype in DTYPES)} is needed")
     check_tensor("x", x, (None, None), x)
-    require(x.shape[1] >= 1, f"x has shape {tuple(x.shape)}: at least one column is needed")
+    if x.shape[1] < 1:
+        raise InvalidInput(f"x has shape {tuple(x.shape)}: at least one column is needed")
 
 
 def columns(x: torch.Tensor, weight: torch.Tensor, activation: Activation | None) -> int:
@@ -56,10 +68,8 @@ def columns(x: torch.Tensor, weight: torch.Tensor, activation: Activation | None
         raise InvalidInput(f"activation is {activation!r}: Swiglu(...), Geglu(...) or None is needed")
     check_tensor("weight", weight, (None, x.shape[1]), x)
     rows = weight.shape[0]
-    require(
-        activation is None or rows % 2 == 0,
-        f"weight has {rows} rows: gate and up need an even number",
-    )
+    if activation is not None and rows % 2:
+        raise InvalidInput(f"weight has {rows} rows: gate and up need an even number")
     return rows if activation is None else rows // 2
 
 
@@ -123,7 +133,8 @@ def linear(
         return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, kernel)
     rows, k = x.shape
     # Here and not with the other checks: while torch.compile traces, nobody may know it.
-    require(rows <= MOST, f"x has {rows} rows: {MOST} are the most")
+    if rows > MOST:
+        raise InvalidInput(f"x has {rows} rows: {MOST} are the most")
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), x)
     if residual is not None:
@@ -140,7 +151,7 @@ def linear(
             None if residual is None else side_by_side(residual),
             side_by_side(out),
         )
-        spec = LinearSpec(
+        spec = spec_of(
             n=n,
             k=k,
             dtype=x.dtype,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers as operators that torch.compile sees as one node: `torch.ops.dsl_backend.linear` and two that write."""
 
+from functools import cache
+
 import torch
 
 from dsl_backend.linear import api
@@ -19,6 +21,11 @@ def encoded(activation: Activation | None) -> tuple[str, list[float]]:
 
 
 def decoded(name: str, parameters: list[float]) -> Activation | None:
+    return _decoded(name, tuple(parameters))
+
+
+@cache
+def _decoded(name: str, parameters: tuple[float, ...]) -> Activation | None:
     if name == "none":
         return None
     if name == "geglu":

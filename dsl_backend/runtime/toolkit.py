@@ -84,6 +84,7 @@ def settings() -> dict[str, str]:
     return {"host": BASELINES.get(platform.machine(), platform.machine()), **chosen}
 
 
+@cache
 def _dsl() -> Any:
     from cutlass.cutlass_dsl import CuTeDSL
 

@@ -223,7 +223,7 @@ LEDGER: tuple[Entry, ...] = (
     Entry(
         name="decode_query_bound",
         what="compat.decode_query_bound",
-        why="0.26's _build_decode is not told the longest query; the threshold that splits the batch bounds it",
+        why="0.26's _build_decode is not told the longest query; it is found from where queries start",
         remove_when="the oldest supported vLLM passes max_query_len",
         needed=_decode_is_built_without_query_bound,
     ),
@@ -367,9 +367,11 @@ def merge_all_prefills(mla_metadata: Any) -> None:
         context.prefill_tokens_with_context = None
 
 
-def decode_query_bound(arguments: Mapping[str, Any], threshold: int) -> int:
+def decode_query_bound(arguments: Mapping[str, Any]) -> int:
     """The longest query in the decode part of a batch; `arguments` are those of _build_decode."""
-    return arguments.get("max_query_len", threshold)
+    if "max_query_len" in arguments:
+        return arguments["max_query_len"]
+    return int(arguments["query_start_loc_cpu"].diff().max())
 
 
 def is_causal(mla_metadata: Any) -> bool:

@@ -155,6 +155,9 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         device: torch.device,
         **_: Any,
     ) -> None:
+        # How a prompt is cut into chunks depends on its neighbours, and how it is served must not depend on that.
+        invariant = bool(vllm_envs.VLLM_BATCH_INVARIANT)
+        self.reorder_batch_threshold = 1 if invariant else options.of(vllm_config).mla_latent_queries
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DSLMLAMetadata)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
         warm_up.install(vllm_config)
@@ -196,7 +199,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
             query_start_loc=arguments["query_start_loc_device"],
             seq_lens=arguments["seq_lens_device"],
             num_tokens=arguments["num_decode_tokens"],
-            max_query_len=compat.decode_query_bound(arguments, self.reorder_batch_threshold),
+            max_query_len=compat.decode_query_bound(arguments),
             max_seq_len=arguments["max_seq_len"],
             block_table=arguments["block_table_tensor"],
         )

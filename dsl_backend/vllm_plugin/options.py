@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
 from dsl_backend.attention import dispatch
 from dsl_backend.vllm_plugin.registration import NAME
@@ -15,11 +15,15 @@ class Options(BaseModel):
     Attributes:
         attention_kernel: serve attention with the kernels of this name from the dispatch table, or not at all. By
             default each operation gets the best kernel that serves it.
+        mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     attention_kernel: str | None = None
+    # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
+    # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
+    mla_latent_queries: PositiveInt = 512
 
     @field_validator("attention_kernel")
     @classmethod

@@ -50,7 +50,7 @@ def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], con
         operands = Operands(
             q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales
         )
-        kernel.launch(problem.batch, operands, 0, problem.batch.max_query_len)
+        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
     check.judge(result, problem.expected(), problem.score_magnitude())
     assert machine.profile is not None
     return machine.profile

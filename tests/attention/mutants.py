@@ -47,7 +47,7 @@ def case(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> 
         problem, kernel, expected, magnitude = made
         result = check.empty_result(problem)
         operands = Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, *[None] * 4)
-        kernel.launch(problem.batch, operands, 0, problem.batch.max_query_len)
+        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
         try:
             check.judge(result, expected, magnitude)
         except AssertionError:

@@ -120,7 +120,7 @@ def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int],
     )
     schedule = SCHEDULES[index % len(SCHEDULES)]
     with emulator.device(arch=run.arch, sms=SMS, schedule=schedule, seed=index, strict=True):
-        kernel.launch(batch, operands, 1, batch.max_query_len)
+        kernel.bind(batch, 1, batch.max_query_len)(operands)
     return result
 
 

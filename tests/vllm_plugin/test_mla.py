@@ -227,6 +227,7 @@ class TestPrefill:
         )
 
     def backend(self, config: VllmConfig) -> DSLPrefillBackend:
+        config.additional_config = {"dsl": {"mla_latent_queries": 4}}
         layer = make_layer()
         step = make_step(self.q_lens, self.kv_lens, PAGE)
         metadata = make_builder(layer, config).build(0, step.common)
@@ -326,7 +327,7 @@ def test_layer_takes_our_classes(config: VllmConfig) -> None:
     assert not layer.impl.supports_quant_query_input
     assert not layer.impl.supports_dcp
     builder = make_builder(layer, config)
-    assert builder.reorder_batch_threshold == 4
+    assert builder.reorder_batch_threshold == 512
     assert builder.get_cudagraph_support(config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
     assert builder.get_varlen_cudagraph_max_query_len(config, builder.kv_cache_spec) in (4, None)
 
@@ -346,8 +347,8 @@ def test_metadata_aliases_the_runners_tensors(config: VllmConfig) -> None:
 
 
 def test_decode_bound_without_vllms_word() -> None:
-    assert compat.decode_query_bound({}, 4) == 4
-    assert compat.decode_query_bound({"max_query_len": 2}, 4) == 2
+    assert compat.decode_query_bound({"query_start_loc_cpu": torch.tensor([0, 1, 5, 7])}) == 4
+    assert compat.decode_query_bound({"max_query_len": 2}) == 2
     assert compat.is_causal(SimpleNamespace())
     assert not compat.is_causal(SimpleNamespace(causal=False))
 

@@ -30,6 +30,7 @@ def test_kernel_by_name(name: str) -> None:
         ({"atention_kernel": "triton"}, ["atention_kernel: unknown key", "accepted keys: attention_kernel"]),
         ({"attention_kernel": "cuda"}, ["'cuda' is not one of", "triton", "reference"]),
         ({"attention_kernel": 3}, ["attention_kernel", "string"]),
+        ({"mla_latent_queries": 0}, ["mla_latent_queries", "greater than 0"]),
         (["triton"], ["an object with the keys attention_kernel"]),
     ],
 )

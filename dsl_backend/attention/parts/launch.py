@@ -10,7 +10,7 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.kernel import COUNTERS, Operands, Workspace
+from dsl_backend.attention.kernel import COUNTERS, Launch, Operands, Workspace
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
@@ -153,8 +153,11 @@ def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> 
 def check_alignment(**tensors: torch.Tensor) -> None:
     """Raises InvalidInput where a tensor copy could not take a tensor."""
     for name, tensor in tensors.items():
-        strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-        if tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
+        elements = 0
+        for stride in tensor.stride()[:-1]:
+            elements |= stride
+        if (tensor.data_ptr() | elements * tensor.itemsize) % ALIGNMENT:
+            strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
             raise InvalidInput(
                 f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
                 f"are needed"
@@ -175,35 +178,20 @@ def stored(spec: AttentionSpec, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if spec.is_fp8_kv else rows
 
 
-def shared_args(
-    spec: AttentionSpec,
-    batch: Batch,
-    operands: Operands,
-    scratch: tuple[torch.Tensor | None, torch.Tensor | None],
-    shortest: int,
-    longest: int,
-) -> tuple[Any, ...]:
-    """A kernel's arguments behind its queries, keys and values, up to the size of its grids."""
+def requests_of(spec: AttentionSpec, batch: Batch) -> tuple[torch.Tensor | None, ...]:
+    """A kernel's arguments between those of a layer: what there is of each request."""
     causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
     return (
-        operands.out,
-        operands.lse,
         batch.query_start_loc,
         batch.seq_lens,
         batch.block_table,
         batch.kv_start_loc,
         None if causal is None else causal.view(torch.uint8),
-        operands.sinks,
-        operands.alibi_slopes,
-        *scales_of(spec, operands),
-        *scratch,
-        spec.scale,
-        spec.softcap,
-        window(spec.window_left),
-        window(spec.window_right),
-        max(1, shortest),
-        longest,
     )
+
+
+def nothing(operands: Operands) -> None:
+    """The launch of an empty batch."""
 
 
 class LayerKernel:
@@ -283,19 +271,36 @@ class LayerKernel:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         self.function(lse, sinks)
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
         if batch.num_requests == 0 or batch.num_tokens == 0:
-            return
-        tensors = self.tensors(operands)
+            return nothing
+        spec, tensors = self.spec, self.tensors
         # One at least: a grid has no dimension of 0.
         rows = max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack))
-        sinks = None if operands.sinks is None else operands.sinks.dtype
-        self.function(operands.lse is not None, sinks)(
-            *tensors,
-            *shared_args(self.spec, batch, operands, self.scratch(batch, rows), shortest, longest),
+        requests = requests_of(spec, batch)
+        tail = (
+            *self.scratch(batch, rows),
+            spec.scale,
+            spec.softcap,
+            window(spec.window_left),
+            window(spec.window_right),
+            max(1, shortest),
+            longest,
             self.blocks,
             rows,
         )
+        functions: dict[tuple[bool, torch.dtype | None], Function] = {}
+
+        def launch(operands: Operands) -> None:
+            out, lse, sinks = operands.out, operands.lse, operands.sinks
+            wanted = lse is not None, None if sinks is None else sinks.dtype
+            function = functions.get(wanted)
+            if function is None:
+                function = functions[wanted] = self.function(*wanted)
+            scales = scales_of(spec, operands)
+            function(*tensors(operands), out, lse, *requests, sinks, operands.alibi_slopes, *scales, *tail)
+
+        return launch
 
 
 class DenseKernel(LayerKernel):

@@ -11,7 +11,7 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: LatentKey, target: Target) -> Function:
-    """The compiled function: (q, q_rope, keys, *shared_args, blocks, rows)."""
+    """The compiled function: (q, q_rope, keys, *what LayerKernel.bind adds)."""
     kernel = LatentPair(key) if isinstance(key.config, PairConfig) else LatentForward(key)
     return compile_kernel(kernel, fake_args(key, *latent_rows_of(key)), key=key, target=target)
 

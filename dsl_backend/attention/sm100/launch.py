@@ -11,7 +11,7 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: ForwardKey, target: Target) -> Function:
-    """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
+    """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, polynomial=0))
     return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)

@@ -10,7 +10,7 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: LatentKey, target: Target) -> Function:
-    """The compiled function: (q, q_rope, keys, *shared_args, blocks, rows)."""
+    """The compiled function: (q, q_rope, keys, *what LayerKernel.bind adds)."""
     return compile_kernel(LatentForward(key), fake_args(key, *latent_rows_of(key)), key=key, target=target)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Workspace
 from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.sm90.configs import LONG_QUERY, default_config, default_split_config, long_query_config
 from dsl_backend.attention.sm90.forward import Forward, ForwardKey
@@ -15,7 +15,7 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: ForwardKey, target: Target) -> Function:
-    """The compiled function: (q, keys, values, *shared_args, blocks, rows)."""
+    """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
     return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
@@ -51,11 +51,10 @@ class Prefill(Dense):
         if self.longer is not None:
             self.longer.prepare(lse, sinks)
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
         if self.longer is not None and min(longest, batch.max_query_len) >= LONG_QUERY:
-            self.longer.launch(batch, operands, shortest, longest)
-        else:
-            super().launch(batch, operands, shortest, longest)
+            return self.longer.bind(batch, shortest, longest)
+        return super().bind(batch, shortest, longest)
 
 
 class SplitKV(Dense):

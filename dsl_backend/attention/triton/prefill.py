@@ -5,12 +5,14 @@ One program a query tile and head. Programs of neighbouring heads run side by si
 the end of a request, which see the most keys, start first. Only tiles at the edge of what a row sees are masked.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from dsl_backend.attention.configs import PrefillConfig
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
 from dsl_backend.attention.triton.parts import (
@@ -162,7 +164,10 @@ class Prefill:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
+        return partial(self.attend, batch, shortest, longest)
+
+    def attend(self, batch: Batch, shortest: int, longest: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         # Each served request ends with at most one tile that is not full.

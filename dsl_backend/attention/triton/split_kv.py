@@ -7,13 +7,15 @@ key/value head are packed into the rows of a tile. A key range that crosses prog
 second kernel merges; on SM90 and newer its launch overlaps the first (programmatic dependent launch).
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.attention.configs import SplitKVConfig
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands, Workspace
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import (
     STEP_ARGUMENTS,
@@ -307,7 +309,10 @@ class SplitKV:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def launch(self, batch: Batch, operands: Operands, shortest: int, longest: int) -> None:
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
+        return partial(self.attend, batch, shortest, longest)
+
+    def attend(self, batch: Batch, shortest: int, longest: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         config = self.config(min(longest, batch.max_query_len))
