@@ -6,6 +6,7 @@ import torch
 
 from dsl_backend.sampling import fixed, reference
 from dsl_backend.sampling.spec import Parameters
+from tests.sampling.distribution import ALONG, SETTINGS, assert_fair, logits, setting
 
 
 def parameters(rows: int, **values: torch.Tensor | None) -> Parameters:
@@ -103,51 +104,19 @@ def test_min_p_is_that_of_vllm_at_round_values() -> None:
     assert keep.tolist() == [[True, True, False, False]]
 
 
-def chi_square(counts: torch.Tensor, chance: torch.Tensor) -> tuple[float, int]:
-    """Statistic and degrees of freedom, of what has at least 20 draws expected; the rest is one class."""
-    expected = chance * counts.sum()
-    often = expected >= 20
-    seen = torch.cat([counts[often], counts[~often].sum().reshape(1)]).double()
-    wanted = torch.cat([expected[often], expected[~often].sum().reshape(1)])
-    some = wanted > 0
-    return ((seen - wanted)[some] ** 2 / wanted[some]).sum().item(), int(some.sum()) - 1
-
-
 DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", marks=pytest.mark.full)]
-SETTINGS = {
-    "all": {},
-    "hot": {"temperature": 1.7},
-    "k": {"temperature": 0.8, "top_k": 10},
-    "p": {"top_p": 0.9},
-    "kp": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "min-p": {"min_p": 0.05},
-}
 
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("along", ["seeds", "positions"])
+@pytest.mark.parametrize("along", ALONG)
 def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) -> None:
     """Of one row, by as many seeds or as many positions of one seed."""
-    x = torch.randn(1, 50, generator=torch.Generator().manual_seed(5)) * 2
-    one = {key: torch.tensor([value]) for key, value in SETTINGS[name].items()}
-    rows = parameters(1, **one)
-    chance = reference.probabilities(x, rows)[0]
-    z, _, _ = reference.scaled(x, rows.temperature)
-    w = reference.weights(reference.distances(z)) * reference.kept(z, rows)
-    counts = torch.zeros(50, dtype=torch.int64)
-    for start in range(0, draws, 100_000):
-        count = torch.arange(start, start + 100_000)
-        fixed_one = torch.full_like(count, 42)
-        drawn = parameters(1, **{"seeds": fixed_one, "positions": fixed_one, along: count})
-        counts += torch.bincount(reference.draw(w.expand(len(count), -1), drawn), minlength=50)
-    assert counts.sum() == draws
-    assert (counts[chance == 0] == 0).all()
-    statistic, freedom = chi_square(counts, chance)
-    # Five standard deviations of a chi-square above its mean.
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
-    cosine = torch.nn.functional.cosine_similarity(counts.double(), chance, dim=0)
-    assert cosine > 0.999
+    z, _, _ = reference.scaled(logits(), setting(name, 1, along, 0, torch.device("cpu")).temperature)
+    one = setting(name, 1, along, 0, torch.device("cpu"))
+    w = reference.weights(reference.distances(z)) * reference.kept(z, one)
+    # Weights do not depend on the seed: they are found once.
+    assert_fair(name, along, draws, w.device, lambda rows, drawn: reference.draw(w.expand(len(rows), -1), drawn))
 
 
 def test_probabilities_are_float64() -> None:

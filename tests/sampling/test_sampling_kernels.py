@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from dsl_backend.errors import InvalidInput
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.api import Parameters, SamplingSpec, plan, run
+from tests.sampling.distribution import ALONG, AT_ONCE, SETTINGS, VOCAB, assert_fair
 
 ROWS = 9
 KERNELS = ["triton", pytest.param("cute", marks=pytest.mark.gpu)]
@@ -36,6 +37,16 @@ def test_kernel_is_the_definition(vocab: int, dtype: torch.dtype, kernel: str, d
     x, rows = problem(vocab, dtype, device)
     tokens, _ = reference.sample(x, rows)
     assert torch.equal(run(plan(SamplingSpec(vocab=vocab, dtype=dtype), ROWS, device, kernel), x, rows).tokens, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "cute"])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("along", ALONG)
+def test_draws_have_the_exact_distribution(along: str, name: str, kernel: str, device: torch.device) -> None:
+    """Five million of one row. Without a GPU the definition is drawn from, whose tokens the kernels give."""
+    sampler = plan(SamplingSpec(vocab=VOCAB), AT_ONCE, device, kernel)
+    assert_fair(name, along, 5_000_000, device, lambda rows, drawn: run(sampler, rows, drawn).tokens)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 300, 777])
