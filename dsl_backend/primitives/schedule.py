@@ -6,26 +6,12 @@ from cutlass import cute
 
 
 @cute.jit
-def raster(
-    place: cutlass.Int32,
-    height: cutlass.Int32,
-    width: cutlass.Int32,
-    band: cutlass.Constexpr[int],
-    serpentine: cutlass.Constexpr[bool] = False,
-):
-    """(row, column) of a tile: bands of `band` rows one after the other, within a band column by column.
-
-    Args:
-        serpentine: every other band begins with the last column, which the band before it ended with.
-    """
-    bands = place // (band * width)
-    first = bands * band
+def raster(place: cutlass.Int32, height: cutlass.Int32, width: cutlass.Int32, band: cutlass.Constexpr[int]):
+    """(row, column) of a tile: bands of `band` rows one after the other, within a band column by column."""
+    first = place // (band * width) * band
     rows = cutlass.min(height - first, band)
     within = place % (band * width)
-    column = within // rows
-    if cutlass.const_expr(serpentine):
-        column = width - 1 - column if bands % 2 == 1 else column
-    return first + within % rows, column
+    return first + within % rows, within // rows
 
 
 @cute.jit

@@ -122,34 +122,6 @@ CASES = [
         config=replace(TALL, box_n=24, cluster=2),
     ),
     Emulated(
-        id="boxes-104",
-        why="as many sums as fit, with registers that leave a producer few",
-        case=replace(GATED, rows=300, n=232, k=136),
-        config=GemmConfig(tile_m=128, box_n=104, stages=2, pingpong=True, cluster=2),
-        sms=2,
-    ),
-    Emulated(
-        id="early",
-        why="weights are loaded ahead of x; more blocks of k than stages, and several tiles",
-        case=replace(GATED, rows=300, n=72),
-        config=replace(TALL, early=True, cluster=2),
-        sms=2,
-    ),
-    Emulated(
-        id="early-short",
-        why="fewer blocks of k than stages, residual in place",
-        case=replace(PLAIN, rows=300, k=72, residual=True, in_place=True),
-        config=replace(SMALL, early=True, stages=4),
-        sms=2,
-    ),
-    Emulated(
-        id="serpentine",
-        why="bands there and back; the last one is lower",
-        case=replace(GATED, rows=400, n=200, k=136),
-        config=replace(TALL, serpentine=True, band=2),
-        sms=2,
-    ),
-    Emulated(
         id="cluster-pingpong",
         why="both, with a bias and three stages, interleaved",
         case=replace(GATED, rows=300, n=136, k=264, interleaved=True, bias=True),
@@ -365,8 +337,6 @@ def random_emulated(seed: int) -> Emulated:
             pingpong=pingpong,
             cluster=draw.choice((1, 2)),
             band=draw.randint(1, 4),
-            serpentine=draw.random() < 0.5,
-            early=draw.random() < 0.5,
         )
         most = 320
     else:

@@ -19,6 +19,7 @@ from dsl_backend.linear.configs import (
     candidates,
     choose,
     estimate_us,
+    fitting,
     tiles_of,
 )
 from dsl_backend.linear.sm100 import configs as sm100
@@ -41,7 +42,8 @@ def test_every_candidate_serves_something(activation: Swiglu | None, target: Tar
     chosen = {choose(spec, rows, target) for spec in specs for rows in ROWS}
     assert chosen <= served
     for spec in specs:
-        for config in candidates(spec, target):
+        assert set(candidates(spec, target)) <= set(fitting(spec, target))
+        for config in fitting(spec, target):
             assert config.objections(spec, target.smem_bytes) == []
 
 
@@ -49,8 +51,8 @@ def test_every_candidate_serves_something(activation: Swiglu | None, target: Tar
 def test_shared_memory_is_filled(target: Target) -> None:
     streams, gemms = tiles_of(target)
     for spec in (LLAMA, replace(LLAMA, activation=None)):
-        assert len(candidates(spec, target)) == len(streams) + len(gemms)
-        for config in candidates(spec, target):
+        assert len(fitting(spec, target)) == len(streams) + len(gemms)
+        for config in fitting(spec, target):
             deeper = replace(config, stages=config.stages + 1)
             assert config.stages >= 3, config
             assert config.stages == MOST_STAGES or deeper.objections(spec, target.smem_bytes), config
@@ -73,12 +75,12 @@ def test_too_little_shared_memory_is_an_objection() -> None:
         dispatch.choose(LLAMA, small, "cute")
 
 
-@pytest.mark.parametrize(("target", "least", "most"), [(H200, 8, 64), (B200, 16, 32)])
+@pytest.mark.parametrize(("target", "least", "most"), [(H200, 8, 16), (B200, 16, 32)])
 def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them(target: Target, least: int, most: int) -> None:
     for rows in (1, 8, 9, 16, 32, 64):
         config = choose(LLAMA, rows, target)
         if rows <= most:
-            assert isinstance(config, Streams)
+            assert isinstance(config, Streams), rows
             assert config.tile_tokens == max(least, 1 << (rows - 1).bit_length()), rows
     assert isinstance(choose(LLAMA, 8192, target), Gemms)
 
@@ -108,7 +110,7 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (GemmConfig(stages=1), "1 stages: 2 are the least"),
         (GemmConfig(cluster=4), "clusters of 4 blocks: 1 or 2 are possible"),
         (GemmConfig(band=0), "band 0 is not positive"),
-        (GemmConfig(tile_m=256), "256 accumulators a thread: 208 are the most"),
+        (GemmConfig(tile_m=256), "256 accumulators a thread: 192 are the most"),
         (GemmConfig(stages=5), "bytes of shared memory: 232448 are the most"),
         (StreamConfig(tokens=24), "24 tokens are neither 8 nor a multiple of 16 up to 128"),
         (StreamConfig(groups=3), "3 consumers: 1 or 2 are possible"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from linear_kernels import CASES, Emulated, emulate, random_emulated, spec_of
 
-from dsl_backend.linear.configs import GEMMS, STREAMS, StreamConfig, candidates
+from dsl_backend.linear.configs import GEMMS, STREAMS, StreamConfig, fitting
 from dsl_backend.linear.spec import Swiglu
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
@@ -43,7 +43,7 @@ def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> N
     """At full size, on two and a half rounds of its stages."""
     target = from_arch("sm_90a")
     case = LinearCase(rows=1, n=200, k=8, activation=activation)
-    config = candidates(spec_of(case), target)[place]
+    config = fitting(spec_of(case), target)[place]
     if isinstance(config, StreamConfig):
         case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
     else:

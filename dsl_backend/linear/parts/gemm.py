@@ -56,12 +56,7 @@ class TiledGemm:
     """out [m, n] = activation(x [m, k] @ weight [parts * n, k]^T + bias) + residual; m, n, k > 0.
 
     A kernel adds `acquire`, `load_boxes`, and who multiplies.
-
-    Attributes:
-        serpentine, early: see SM90's `GemmConfig`.
     """
-
-    serpentine = early = False
 
     def __init__(self, key: LinearKey[Gemms]):
         config = key.config
@@ -117,10 +112,6 @@ class TiledGemm:
         clusters = cute.arch.grid_dim()[0] // self.cluster
         return first, clusters, cute.ceil_div(height * width - first, clusters)
 
-    def place(self, turn, first, clusters, height, width):
-        """(row of clusters' tiles, column of tiles) of a turn."""
-        return raster(first + turn * clusters, height, width, self.band, self.serpentine)
-
     @cute.jit
     def load(self, args: GemmArgs, sX: cute.Tensor, sW: cute.Tensor, ring: Ring):
         """The producer's warp: x's tile, and the boxes of weights that this block is to load."""
@@ -135,44 +126,15 @@ class TiledGemm:
         sWIn, gWIn = cpasync.tma_partition(
             args.weight_load, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
-        ahead = cutlass.Int32(0)
-        if cutlass.const_expr(self.early):
-            ahead = self.load_early(args, gXIn, sXIn, gWIn, sWIn, ring, rank)
         for turn in cutlass.range(turns, unroll=1):
-            row, column = self.place(turn, first, clusters, height, width)
+            row, column = raster(first + turn * clusters, height, width, self.band)
             row = row * self.cluster + rank
-            for block in cutlass.range(ahead, blocks, unroll=1):
+            for block in cutlass.range(blocks, unroll=1):
                 position = turn * blocks + block
                 stage = ring.stage(position)
                 arrived = self.acquire(ring, position, rank)
                 cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=arrived)
                 self.load_boxes(args, gWIn, sWIn, column, block, stage, rank, arrived)
-            ahead = cutlass.Int32(0)
-
-    @cute.jit
-    def load_early(
-        self,
-        args: GemmArgs,
-        gXIn: cute.Tensor,
-        sXIn: cute.Tensor,
-        gWIn: cute.Tensor,
-        sWIn: cute.Tensor,
-        ring: Ring,
-        rank: cutlass.Int32,
-    ):
-        """The first tile's first stages, and how many: x may depend on the kernel before this one, weights do not."""
-        height, width, blocks = self.extent(args)
-        first, clusters, _ = self.turns(height, width)
-        row, column = self.place(0, first, clusters, height, width)
-        ahead = cutlass.min(blocks, self.stages)
-        for block in cutlass.range(ahead, unroll=1):
-            arrived = self.acquire(ring, block, rank)
-            self.load_boxes(args, gWIn, sWIn, column, block, block, rank, arrived)
-        cute.arch.griddepcontrol_wait()
-        for block in cutlass.range(ahead, unroll=1):
-            source = gXIn[None, row * self.cluster + rank, block]
-            cute.copy(args.x_load, source, sXIn[None, block], tma_bar_ptr=ring.full + block)
-        return ahead
 
     def box(self, gWIn: cute.Tensor, column, block, index):
         """Box 0 or 1 of a column of tiles: gate or up rows, or the first or second half of its rows."""

@@ -18,6 +18,7 @@ from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROW
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.schedule import raster
 
 VECTOR = 8  # elements of 16 bytes
 MOST_HELD = 32  # columns of each box in a thread's registers at a time
@@ -199,7 +200,7 @@ class Gemm(TiledGemm):
         )
         pieces = cutlass.const_expr(self.columns // self.piece)
         for turn in cutlass.range(turns, unroll=1):
-            row, column = self.place(turn, first, clusters, height, width)
+            row, column = raster(first + turn * clusters, height, width, self.band)
             top = (row * self.cluster + rank) * self.tile_m + warp * WARP
             sums.wait(turn)
             tensor_memory.after_sync()

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.linear.configs import GROUPS, MMA_M, GemmConfig
+from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS, GemmConfig
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
@@ -19,6 +19,7 @@ from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.schedule import raster
 
 # Named barriers: the consumers' own, then those that give a consumer its turn.
 OWN, TURN = 1, 1 + GROUPS
@@ -31,8 +32,6 @@ class Gemm(TiledGemm):
         super().__init__(key)
         config = key.config
         self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats
-        self.serpentine, self.early = config.serpentine, config.early
-        self.consumer_registers, self.producer_registers = config.registers
         self.biased = key.bias
         # Whole tiles in turn, or halves of every tile.
         self.consumers = 1 if self.pingpong else GROUPS
@@ -112,16 +111,14 @@ class Gemm(TiledGemm):
         else:
             cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         group = warp // (WARPGROUP // 32)
-        # Else the producer waits behind its first weights, and consumers, who read a residual and write, as here.
-        if cutlass.const_expr(not self.early) or group != GROUPS:
-            cute.arch.griddepcontrol_wait()
         if group == GROUPS:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == GROUPS * (WARPGROUP // 32):
                 self.load(args, sX, sW, ring)
         else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(args, product, sX, sW, sOut, ring, group)
         if cutlass.const_expr(self.cluster > 1):
             # The other block may still arrive here, or copy.
@@ -174,7 +171,7 @@ class Gemm(TiledGemm):
                 # The other consumer has seen all its stages full: phases of a stage cannot be confused.
                 if turn > 0:
                     cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-            row, column = self.place(turn, first, clusters, height, width)
+            row, column = raster(first + turn * clusters, height, width, self.band)
             if cutlass.const_expr(args.bias is not None):
                 self.begin(args, sums, column * self.columns, thread)
             self.products(product, sums, fX, fW, ring, turn * blocks, blocks, thread)
