@@ -9,15 +9,17 @@ fit is refused here with InvalidInput, a problem that no kernel serves with Unsu
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Operands, Workspace, Writes
 from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
+from dsl_backend.log import warning_once
 from dsl_backend.runtime import target as targets
 
 __all__ = ["AttentionPlan", "AttentionSpec", "Batch", "Causality", "Planner", "Workspace", "plan", "run", "write_kv"]
@@ -239,26 +241,139 @@ def write_kv(
         InvalidInput: a tensor does not fit.
         Unsupported: no kernel serves the spec on this device.
     """
-    require(spec.page_size is not None, "a cache without pages has no slots")
-    assert spec.page_size is not None
-    require(
-        slot_mapping.dtype == torch.int64 and slot_mapping.dim() == 1 and slot_mapping.is_contiguous(),
-        f"slot_mapping is {short(slot_mapping.dtype)} {tuple(slot_mapping.shape)}: contiguous int64 [tokens] is needed",
-    )
-    tokens, device = slot_mapping.shape[0], slot_mapping.device
-    for name, rows, pages in (("key", key, key_cache), ("value", value, value_cache)):
-        check_rows(name, rows, (tokens, spec.heads_kv, pages.shape[-1]), spec.dtype, device)
-        check_rows(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, rows.shape[-1]), spec.kv_dtype, device)
-    require(
-        key_cache.shape[0] == value_cache.shape[0],
-        f"key_cache holds {key_cache.shape[0]} pages, value_cache {value_cache.shape[0]}",
-    )
-    check_scales(spec, k_scale, v_scale, device)
-    writer(spec, targets.detect(device), kernel)(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    writer(spec, slot_mapping.device, kernel)(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 @cache
-def writer(spec: AttentionSpec, target: targets.Target, kernel: str | None) -> Callable[..., None]:
-    """The function that stores keys for a layer; chosen once, since every layer asks in every step."""
-    function: Callable[..., None] = dispatch.choose(dispatch.Operation.WRITE_KV, spec, target, kernel).load()
-    return function
+def writer(spec: AttentionSpec, device: torch.device, kernel: str | None = None) -> "Writer":
+    """What `write_kv` calls; chosen once, since every layer asks in every step."""
+    return Writer(spec, lambda: targets.detect(device), kernel)
+
+
+class Writer:
+    """Stores keys and values for layers of one spec.
+
+    A step has one call for each layer, on the host's time: tensors that lie as those of an earlier call did are not
+    looked at again.
+
+    Args:
+        target: of the caches' device; asked for when it is needed.
+        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec, and
+            where it does not take the tensors as they lie in memory, the next one.
+    """
+
+    # Layouts to remember; a served model has one or two.
+    MOST = 256
+
+    def __init__(self, spec: AttentionSpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
+        self.spec, self.target, self.kernel = spec, target, kernel
+        self._by_layout: dict[tuple[Any, ...], Writes] = {}
+        self._kernels: dict[str, Writes] = {}
+
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        """As `write_kv`."""
+        tokens, key_shape, value_shape = slot_mapping.numel(), key.shape, value.shape
+        # All that `check` and a kernel's objections look at, but for the number of rows.
+        facts = (
+            (slot_mapping.dtype, slot_mapping.device, slot_mapping.dim(), slot_mapping.is_contiguous()),
+            (key_shape[1:], key.stride(), key.dtype, key.device),
+            (value_shape[1:], value.stride(), value.dtype, value.device),
+            (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
+            (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
+            (key.data_ptr() | value.data_ptr()) % 16,
+            (key_cache.data_ptr() | value_cache.data_ptr()) % 16,
+            k_scale is None or (k_scale.numel(), k_scale.dtype, k_scale.device),
+            v_scale is None or (v_scale.numel(), v_scale.dtype, v_scale.device),
+        )
+        serving = self._by_layout.get(facts)
+        if serving is None or key_shape[0] < tokens or value_shape[0] < tokens:
+            self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+            if len(self._by_layout) >= self.MOST:
+                self._by_layout.clear()
+            serving = self._by_layout[facts] = self.kernel_for(key, value, key_cache, value_cache)
+        if tokens:
+            serving(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+    def check(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        """Raises InvalidInput where a tensor does not fit the spec or the others."""
+        spec = self.spec
+        require(spec.page_size is not None, "a cache without pages has no slots")
+        assert spec.page_size is not None
+        require(
+            slot_mapping.dtype == torch.int64 and slot_mapping.dim() == 1 and slot_mapping.is_contiguous(),
+            f"slot_mapping is {short(slot_mapping.dtype)} {tuple(slot_mapping.shape)}: contiguous int64 [tokens] is "
+            f"needed",
+        )
+        tokens, device = slot_mapping.shape[0], slot_mapping.device
+        dim, dim_v = spec.written_dims
+        for name, rows, pages, width in (("key", key, key_cache, dim), ("value", value, value_cache, dim_v)):
+            check_rows(name, rows, (tokens, spec.heads_kv, width), spec.dtype, device)
+            check_rows(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, width), spec.kv_dtype, device)
+        require(
+            key_cache.shape[0] == value_cache.shape[0],
+            f"key_cache holds {key_cache.shape[0]} pages, value_cache {value_cache.shape[0]}",
+        )
+        check_scales(spec, k_scale, v_scale, device)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the kernels that serve the spec, best first; one by its name."""
+        operation, target = dispatch.Operation.WRITE_KV, self.target()
+        best = dispatch.choose(operation, self.spec, target, self.kernel).name
+        served = [entry.name for entry, reasons in dispatch.judge(operation, self.spec, target) if not reasons]
+        return [best] if self.kernel else served
+
+    def prepared(self, name: str) -> Writes:
+        """The kernel of that name, compiled."""
+        if name not in self._kernels:
+            entry = dispatch.choose(dispatch.Operation.WRITE_KV, self.spec, self.target(), name)
+            made: Writes = entry.load()(self.spec, self.target())
+            made.prepare()
+            self._kernels[name] = made
+        return self._kernels[name]
+
+    def prepare(self) -> None:
+        """Compile now what calls need.
+
+        Raises:
+            Unsupported: no kernel serves the spec, or not the one asked for.
+        """
+        self.prepared(self.names[0])
+
+    def kernel_for(
+        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> Writes:
+        """The best kernel that takes tensors as they lie in memory.
+
+        Raises:
+            InvalidInput: there is none.
+            Unsupported: no kernel serves the spec, or not the one asked for.
+        """
+        refused: list[str] = []
+        for name in self.names:
+            found = self.prepared(name)
+            reasons = found.objections(key, value, key_cache, value_cache)
+            if not reasons:
+                if refused:
+                    warning_once(f"keys and values are written by {name} (not by {', nor by '.join(refused)})")
+                return found
+            refused.append(f"{name}: {'; '.join(reasons)}")
+        raise InvalidInput("; ".join(refused))

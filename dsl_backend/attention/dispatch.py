@@ -125,6 +125,23 @@ def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
 cute_dense_fp8, cute_mla_fp8 = partial(cute_dense, fp8=True), partial(cute_mla, fp8=True)
 
 
+def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
+    """What the CuTe DSL kernel of writes needs: no instruction of one SM, but it is proven for two of them."""
+    if not (target.wgmma or target.tcgen05):
+        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.arch}"]
+    reasons = [*toolkit.missing()]
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
+    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+        reasons.append(f"keys of {short(spec.kv_dtype)} are neither {short(spec.dtype)} nor float8_e4m3fn")
+    for name, dim in zip(("key", "value"), spec.written_dims, strict=True):
+        if dim % 8:
+            reasons.append(f"{name}s of {dim} elements are not a multiple of 8")
+    if spec.page_size is None:
+        reasons.append("needs paged keys")
+    return reasons
+
+
 def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
     """Objections of an SM90 kernel: its own needs, then those of the configuration that it would get."""
 
@@ -150,7 +167,7 @@ def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) ->
 REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
 
 TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
-    # Kernels in CuTe DSL, one for each SM, come first but for fp8 keys, which they have not been timed with.
+    # Kernels in CuTe DSL, one for each SM, come first but for fp8 keys, which attention has not been timed with.
     Operation.PREFILL: (
         Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense, sm90.default_config)),
         Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
@@ -194,8 +211,9 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         REFERENCE,
     ),
     Operation.WRITE_KV: (
-        Entry("triton", "dsl_backend.attention.triton.write_kv:write_kv", triton_common),
-        Entry("reference", "dsl_backend.attention.reference:write_kv", cpu_only),
+        Entry("cute", "dsl_backend.attention.parts.write_launch:WriteKV", cute_writes),
+        Entry("triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_common),
+        Entry("reference", "dsl_backend.attention.reference:WriteKV", cpu_only),
     ),
 }
 

@@ -63,6 +63,38 @@ class Workspace:
         return self._integers
 
 
+class Writes:
+    """A kernel that stores keys and values in the pages of layers of one spec; `api.write_kv` has the arguments."""
+
+    def __init__(self, spec: AttentionSpec, target: Target) -> None:
+        self.spec, self.target = spec, target
+
+    def prepare(self) -> None:
+        """Compile now what calls need; it is asked for before the first one.
+
+        What compiles at its first call alone has nothing to do here.
+        """
+
+    def objections(
+        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> list[str]:
+        """Why it does not take tensors that lie so in memory: by their strides and the lowest bits of addresses."""
+        return []
+
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        """Store rows at their slots, of which there is one at least. Scales mean something for fp8 alone."""
+        raise NotImplementedError
+
+
 class Kernel(Protocol):
     """A kernel bound to a layer's spec: it serves the requests whose query length lies in a range."""
 

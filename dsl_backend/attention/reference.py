@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dsl_backend.attention.kernel import Launch, Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands, Workspace, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
 
@@ -185,3 +185,10 @@ class ReferenceKernel:
         operands.out[mine] = out[mine].to(operands.out.dtype)
         if operands.lse is not None:
             operands.lse[mine] = lse[mine].to(torch.float32)
+
+
+class WriteKV(Writes):
+    """`write_kv` behind the kernels' interface."""
+
+    def __call__(self, *arguments: torch.Tensor | None) -> None:
+        write_kv(*arguments)  # type: ignore[arg-type]

@@ -91,6 +91,11 @@ class AttentionSpec:
     def is_fp8_kv(self) -> bool:
         return self.kv_dtype == torch.float8_e4m3fn
 
+    @property
+    def written_dims(self) -> tuple[int, int]:
+        """Elements of what is written into the cache as a key and as a value: of absorbed MLA the latent, then rope."""
+        return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.latent else (self.head_dim, self.head_dim_v)
+
     def __str__(self) -> str:
         features = [self.causality.value]
         if self.window_left is not None or self.window_right is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsl_backend.attention import dispatch
 from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
@@ -74,7 +75,7 @@ def windows(text: Mapping[str, Any]) -> list[int | None]:
 
 
 def units(model: ModelShape, target: Target) -> Iterator[Unit]:
-    """The kernels for short and for long queries; none where others than CuTe DSL's serve them."""
+    """The kernels for short and for long queries and for writes; none where others than CuTe DSL's serve them."""
     for spec in specs(model):
         try:
             planner = Planner(spec, target, Workspace(torch.device("cpu")))
@@ -86,6 +87,11 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
             if name == "cute":
                 for key in kernel.keys(lse, spec.dtype if spec.sinks else None):  # type: ignore[attr-defined]
                     yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]
+        if spec.page_size is not None and not dispatch.cute_writes(spec, target):
+            # Imports CuTe DSL.
+            from dsl_backend.attention.parts import write_launch
+
+            yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
 
 
 register_family("attention", units)

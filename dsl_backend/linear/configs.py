@@ -21,8 +21,8 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
 # Of an SM of an H200: bytes from memory and bf16 operations in a nanosecond (4.4 TB/s and 790 TFLOP/s on 132 SMs).
 BYTES_PER_NS, FLOPS_PER_NS = 33.0, 5985.0
-# What a step of products costs beyond them, for a row of its tile: fitted to 150 timings of 19 tiles in 13 problems, with
-# the rates above, on an H200. What they predict was off by 3 % (standard deviation), and the tile they pick by 0.4 %.
+# What a step of products costs beyond them, for a row of its tile. It was fitted to 150 timings of 19 tiles in 13
+# problems on an H200: what is predicted was off by 3 % (standard deviation), and the tile that is picked by 0.4 %.
 STEP_NS_PER_ROW = 60 / 128
 # The same of a B200 by public figures (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 BYTES_PER_NS_SM100, FLOPS_PER_NS_SM100 = 54.0, 15200.0

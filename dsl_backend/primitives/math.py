@@ -160,6 +160,14 @@ def widen_e4m3(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tu
     )
 
 
+@dsl_user_op
+def narrow_e4m3(a, b, c, d, *, loc=None, ip=None) -> cutlass.Int32:
+    """Four float32 as e4m3 in a word, in order: to nearest, ties to even, saturated at 448; NaN stays NaN."""
+    code = "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+    code += "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[a, b, c, d], loc=loc, ip=ip)
+
+
 def exp2_by_polynomial(x: Pair) -> Pair:
     """2^x of finite numbers up to 127 on the FMA pipe (Cody and Waite, 1980); below -126 what it is there."""
     x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)

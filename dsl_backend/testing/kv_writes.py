@@ -8,6 +8,7 @@ import torch
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.runtime.target import Target
 from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -77,11 +78,20 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="no-tokens", tokens=0, skipped=0, why="an empty step"),
     WriteCase(id="one-token", tokens=1, skipped=0, padding_tokens=0, heads=1, why="smallest step"),
     WriteCase(id="dims-differ", dim=192, dim_v=128, heads=1, why="keys longer than values"),
+    WriteCase(
+        id="narrow", dim=16, dim_v=8, heads=1, tokens=200, pages=14, why="a block for many tokens, not all there"
+    ),
+    WriteCase(id="uneven", dim=96, dim_v=72, heads=13, why="a token's rows end amid a warp and amid a block"),
+    WriteCase(id="wide", dim=512, dim_v=256, heads=32, fused=True, why="a token for many blocks"),
+    WriteCase(id="wide-fp8", dim=128, dim_v=128, heads=32, fp8=True, fused=True, why="the same in e4m3"),
     WriteCase(id="page-528", page=528, pages=2, tokens=20, why="slots far into a page that is no power of two"),
     WriteCase(id="heads-first", layout=Layout.HEADS_FIRST, fused=True, why="heads outside of a page's tokens"),
     WriteCase(id="separate", layout=Layout.SEPARATE, fused=True, why="two tensors"),
     WriteCase(id="padded", layout=Layout.PADDED, fused=True, fp8=True, why="room between rows stays as it was"),
     WriteCase(id="latent", latent=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
+    WriteCase(
+        id="latent-fused", latent=True, heads=1, dim=512, dim_v=64, fused=True, tokens=40, why="others lie between rows"
+    ),
     WriteCase(
         id="latent-fp8",
         latent=True,
@@ -153,27 +163,24 @@ def everything(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
-def check_write(case: WriteCase, kernel: str, device: torch.device | str) -> None:
+def check_write(case: WriteCase, kernel: str, device: torch.device | str, target: Target | None = None) -> None:
     """Write with a kernel and with the reference: the caches, and all memory around them, must be the same.
 
-    NaN may have any bits. Where e4m3 is stored, a neighbouring number is right too if the exact quotient lies within
-    float32's rounding of the midpoint between the two: division on a GPU may be off by two units in the last place.
+    The target is the device's own where none is named.
+
+    NaN may have any bits. Where Triton stores e4m3, a neighbouring number is right too if the exact quotient lies
+    within float32's rounding of the midpoint between the two: its division on a GPU may be off by two units in the last
+    place.
     """
     k_scale, v_scale = (torch.tensor([scale], device=device) if case.fp8 else None for scale in (K_SCALE, V_SCALE))
     mine, theirs = build(case, device), build(case, device)
-    api.write_kv(
-        case.spec,
-        mine.key,
-        mine.value,
-        mine.key_cache,
-        mine.value_cache,
-        mine.slots,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kernel=kernel,
-    )
+    tensors = (mine.key, mine.value, mine.key_cache, mine.value_cache, mine.slots)
+    if target is None:
+        api.write_kv(case.spec, *tensors, k_scale=k_scale, v_scale=v_scale, kernel=kernel)
+    else:
+        api.Writer(case.spec, lambda: target, kernel)(*tensors, k_scale, v_scale)
     reference.write_kv(theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, theirs.slots, k_scale, v_scale)
-    if k_scale is not None and v_scale is not None:
+    if kernel == "triton" and k_scale is not None and v_scale is not None:
         kept = mine.slots >= 0
         pages, tokens = mine.slots[kept] // case.page, mine.slots[kept] % case.page
         for ours, right, rows, scale in (

@@ -211,6 +211,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             )
             sinks = layer.impl.sinks
             planner.prepare(sinks=None if sinks is None else sinks.dtype)
+            self.planners.prepare_writes(planner.spec)
 
     def build(
         self,
@@ -343,7 +344,9 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         pages = kv_cache.transpose(1, 2)
         if self.base_spec.is_fp8_kv and pages.dtype != torch.float8_e4m3fn:
             pages = pages.view(torch.float8_e4m3fn)
-        return pages[..., : self.head_size], pages[..., self.head_size :]
+        # One operation of torch, and not two: every layer waits for it in every step.
+        keys, values = pages.split_with_sizes((self.head_size, pages.shape[-1] - self.head_size), -1)
+        return keys, values
 
     def do_kv_cache_update(
         self,

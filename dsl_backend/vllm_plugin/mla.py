@@ -164,7 +164,9 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         for name in layer_names:
-            self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL)).prepare(lse=True)
+            planner = self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL))
+            planner.prepare(lse=True)
+            self.planners.prepare_writes(planner.spec)
         chosen = vllm_config.attention_config.mla_prefill_backend
         theirs: MLAPrefillBackend = self._prefill_backend
         if chosen is ensure_prefill_member() and not isinstance(theirs, DSLPrefillBackend):

@@ -25,7 +25,7 @@ class Planners:
     """
 
     def __init__(self, device: torch.device, kernel: str | None = None) -> None:
-        self.target = targets.detect(device)
+        self.device, self.target = device, targets.detect(device)
         self.workspace = Workspace(device)
         self.kernel = kernel
         self._of: dict[AttentionSpec, Planner] = {}
@@ -41,6 +41,15 @@ class Planners:
             planner = self._of[spec] = Planner(spec, self.target, self.workspace, self.kernel)
             info_once(f"dsl serves attention of {spec} on {self.target.arch}: {self.served_by(planner)}")
         return planner
+
+    def prepare_writes(self, spec: AttentionSpec) -> None:
+        """Compile now what stores keys and values of the spec, where it has a cache.
+
+        Raises:
+            Unsupported: no kernel serves the spec.
+        """
+        if spec.page_size is not None:
+            api.writer(spec, self.device, kernel_for(Operation.WRITE_KV, self.kernel)).prepare()
 
     def served_by(self, planner: Planner) -> str:
         """Which kernel serves each operation, and what better ones object."""

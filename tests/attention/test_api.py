@@ -269,7 +269,7 @@ def write(**changed: Any) -> None:
         ({"slot_mapping": torch.arange(4, device="meta")}, "key is on cpu: meta is needed"),
         ({"value_cache": torch.zeros(5, 16, 2, 64, dtype=BF16)}, "key_cache holds 6 pages, value_cache 5"),
         ({"k_scale": torch.ones(2)}, "k_scale must hold one float32 on cpu"),
-        ({"kernel": "fastest"}, "attention.write_kv has no kernel 'fastest': choose one of triton, reference"),
+        ({"kernel": "fastest"}, "attention.write_kv has no kernel 'fastest': choose one of cute, triton, reference"),
     ],
 )
 def test_write_kv_refuses(changed: dict[str, Any], message: str) -> None:
@@ -290,6 +290,8 @@ def test_default_prefers_cute_then_triton_then_the_reference() -> None:
             assert choose(operation, CASE.spec, from_arch(arch)) == kernel, (arch, operation)
             fp8 = dataclasses.replace(CASE.spec, kv_dtype=FP8)
             assert choose(operation, fp8, from_arch(arch)) == "triton", "CuTe DSL has not been timed with fp8"
+        for layer in (CASE.spec, fp8, LATENT.spec):
+            assert choose(Operation.WRITE_KV, layer, from_arch(arch)) == kernel
     assert choose(Operation.DECODE, CASE.spec, INTERPRETED) == "triton"
     assert choose(Operation.DECODE, CASE.spec, CPU) == "reference"
     assert choose(Operation.DECODE, spec(head_dim=65, head_dim_v=65), INTERPRETED) == "reference"

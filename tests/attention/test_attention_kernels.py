@@ -29,11 +29,14 @@ needs_triton = pytest.mark.skipif(
 def kernel(request: pytest.FixtureRequest, device: torch.device) -> str:
     """The kernel under test, by its name in the dispatch table; skips cases that it is not meant for."""
     case = request.node.callspec.params.get("case")
-    if isinstance(case, Case):
-        try:
-            Planner(case.spec, targets.detect(device), Workspace(device), request.param)
-        except Unsupported as refusal:
-            pytest.skip(str(refusal))
+    target = targets.detect(device)
+    try:
+        if isinstance(case, Case):
+            Planner(case.spec, target, Workspace(device), request.param)
+        elif isinstance(case, WriteCase):
+            dispatch.choose(dispatch.Operation.WRITE_KV, case.spec, target, request.param)
+    except Unsupported as refusal:
+        pytest.skip(str(refusal))
     return str(request.param)
 
 
@@ -46,10 +49,9 @@ def test_attention(case: Case, kernel: str, device: torch.device) -> None:
     check.check_case(case, kernel, device)
 
 
-@needs_triton
 @pytest.mark.parametrize("case", parameters(WRITES))
-def test_write_kv(case: WriteCase, device: torch.device) -> None:
-    kv_writes.check_write(case, "triton", device)
+def test_write_kv(case: WriteCase, kernel: str, device: torch.device) -> None:
+    kv_writes.check_write(case, kernel, device)
 
 
 def test_cases_are_sound() -> None:
@@ -313,6 +315,6 @@ def test_offsets_past_31_bits(case: Case, kernel: str, device: torch.device) -> 
 
 
 @pytest.mark.gpu
-def test_write_past_31_bits(device: torch.device) -> None:
-    case = WriteCase(tokens=200, pages=70_000, heads=8, dim=128, dim_v=128)
-    kv_writes.check_write(case, "triton", device)
+@pytest.mark.parametrize("case", [WriteCase(id="far", tokens=200, pages=70_000, heads=8, dim=128, dim_v=128)])
+def test_write_past_31_bits(case: WriteCase, kernel: str, device: torch.device) -> None:
+    kv_writes.check_write(case, kernel, device)

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention import units
+from dsl_backend.attention.parts.write_kv import WriteKey
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime.target import from_arch
 
@@ -29,8 +30,13 @@ DEEPSEEK = LLAMA | {
 }
 
 
-def keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
+def all_keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
     return [unit.key for unit in units.units(model.shape_of(config, **shape), from_arch(arch))]
+
+
+def keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
+    """Of the kernels that attend."""
+    return [key for key in all_keys(config, arch, **shape) if not isinstance(key, WriteKey)]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -81,9 +87,20 @@ def test_what_bends_scores() -> None:
     assert long.scores.sinks == "bfloat16"
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("config", "heads", "dims"),
+    [(LLAMA, 4, (128, 128)), (LLAMA | {"head_dim": 512}, 4, (512, 512)), (DEEPSEEK, 1, (512, 64))],
+)
+def test_writes(arch: str, config: dict[str, Any], heads: int, dims: tuple[int, int]) -> None:
+    """Once for a cache, and where Triton attends as well."""
+    (found,) = {key for key in all_keys(config, arch, tensor_parallel=2) if isinstance(key, WriteKey)}
+    assert (found.heads, found.dim, found.dim_v, found.page_size) == (heads, *dims, 16)
+
+
 def test_other_kernels_are_not_compiled_so() -> None:
-    assert keys(LLAMA, "sm_80") == []
-    assert keys(LLAMA | {"dtype": "float32"}) == []
+    assert all_keys(LLAMA, "sm_80") == []
+    assert all_keys(LLAMA | {"dtype": "float32"}) == []
 
 
 def test_registered() -> None:

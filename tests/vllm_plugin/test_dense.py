@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import EncoderO
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from dsl_backend.attention import reference
+from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import validation
@@ -331,11 +331,15 @@ def test_vllms_layers_take_our_classes(dsl_config: VllmConfig) -> None:
         (encoder, "a.2.attn", EncoderOnlyAttentionSpec, {}),
     ):
         spec = kind(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=DIM, dtype=torch.float32, **facts)
+        api.writer.cache_clear()
         builder = layer.attn_backend.get_builder_cls()(spec, [name], dsl_config, torch.device("cpu"))
         before = dict(builder.planners._of)
         metadata = builder.build(0, make_step(*MIXED, PAGE).common)
         page = None if layer is encoder else PAGE
         metadata.plan(layer.impl.spec(page, metadata.causality, DIM))
+        if page is not None:
+            writer = api.writer(layer.impl.spec(page, Causality.CAUSAL, DIM), torch.device("cpu"), None)
+            assert writer._kernels, "what writes is compiled in a step"
         assert builder.planners._of == before, "the builder had not made the planner that the layer asks for"
     assert encoder.impl.spec(None, Causality.FULL, DIM).page_size is None
 

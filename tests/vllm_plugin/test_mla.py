@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from dsl_backend.attention import reference
+from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import compat
@@ -326,7 +326,10 @@ def test_layer_takes_our_classes(config: VllmConfig) -> None:
     assert isinstance(layer.impl, DSLMLAImpl)
     assert not layer.impl.supports_quant_query_input
     assert not layer.impl.supports_dcp
+    api.writer.cache_clear()
     builder = make_builder(layer, config)
+    writer = api.writer(layer.impl.spec(PAGE, Causality.CAUSAL), torch.device("cpu"), None)
+    assert writer._kernels, "what writes is compiled in a step"
     assert builder.reorder_batch_threshold == 512
     assert builder.get_cudagraph_support(config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
     assert builder.get_varlen_cudagraph_max_query_len(config, builder.kv_cache_spec) in (4, None)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.configs import power_of_2
+from dsl_backend.attention.kernel import Writes
 from dsl_backend.attention.triton.arguments import key_storage
 from dsl_backend.runtime.target import detect
 
@@ -118,3 +119,10 @@ def write_kv(
         BLOCK_DV=power_of_2(dim_v),
         num_warps=1,
     )
+
+
+class WriteKV(Writes):
+    """`write_kv` behind the kernels' interface."""
+
+    def __call__(self, *arguments: torch.Tensor | None) -> None:
+        write_kv(*arguments)  # type: ignore[arg-type]

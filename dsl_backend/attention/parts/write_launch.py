@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a layer's spec and tensors to the CuTe DSL kernel that writes into a cache: key, function, launch."""
+
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from dsl_backend.attention.kernel import Writes
+from dsl_backend.attention.parts.tiles import NUMERIC, VECTOR
+from dsl_backend.attention.parts.write_kv import WriteKey, WriteRows
+from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.runtime.compile import Function, compile_kernel
+from dsl_backend.runtime.target import Target
+
+
+def fake_args(key: WriteKey) -> tuple[Any, ...]:
+    """The function's arguments. Strides may be any: that vectors are aligned is looked at before a call."""
+    numeric, many = NUMERIC[key.dtype], cute.sym_int
+    stored = cutlass.Uint8 if key.fp8 else numeric
+
+    def rows_of(dtype: Any, dim: int, *lead: Any) -> Any:
+        strides = tuple(cute.sym_int64() for _ in (*lead, key.heads))
+        align = VECTOR * dtype.width // 8
+        return make_fake_tensor(dtype, (*lead, key.heads, dim), (*strides, 1), assumed_align=align)
+
+    scale = make_fake_tensor(cutlass.Float32, (1,), (1,), assumed_align=4) if key.fp8 else None
+    pages = many()
+    return (
+        rows_of(numeric, key.dim, many()),
+        rows_of(numeric, key.dim_v, many()),
+        rows_of(stored, key.dim, pages, key.page_size),
+        rows_of(stored, key.dim_v, pages, key.page_size),
+        make_fake_tensor(cutlass.Int64, (many(),), (1,), assumed_align=8),
+        scale,
+        scale,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+
+
+def key_of(spec: AttentionSpec) -> WriteKey:
+    dim, dim_v = spec.written_dims
+    assert spec.page_size is not None
+    return WriteKey(
+        dtype=short(spec.dtype),
+        fp8=spec.is_fp8_kv,
+        heads=spec.heads_kv,
+        dim=dim,
+        dim_v=dim_v,
+        page_size=spec.page_size,
+    )
+
+
+def build(key: WriteKey, target: Target) -> Function:
+    """The compiled function: (key, value, key_cache, value_cache, slots, k_scale, v_scale)."""
+    return compile_kernel(WriteRows(key), fake_args(key), key=key, target=target)
+
+
+class WriteKV(Writes):
+    """The kernel for layers of one spec, and for the libraries that host code was linked with when it was prepared."""
+
+    function: Function
+
+    def prepare(self) -> None:
+        self.function = build(key_of(self.spec), self.target)
+
+    def objections(
+        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> list[str]:
+        rows, pages = VECTOR * key.itemsize, VECTOR * key_cache.itemsize
+        tensors = (("key", key, rows), ("value", value, rows))
+        caches = (("key_cache", key_cache, pages), ("value_cache", value_cache, pages))
+        return [reason for one in (*tensors, *caches) for reason in unaligned(*one)]
+
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        if not self.spec.is_fp8_kv:
+            self.function(key, value, key_cache, value_cache, slot_mapping, None, None)
+            return
+        assert k_scale is not None
+        assert v_scale is not None
+        self.function(
+            key,
+            value,
+            key_cache.view(torch.uint8),
+            value_cache.view(torch.uint8),
+            slot_mapping,
+            k_scale if k_scale.dim() == 1 else k_scale.view(1),
+            v_scale if v_scale.dim() == 1 else v_scale.view(1),
+        )
+
+
+def unaligned(name: str, tensor: torch.Tensor, unit: int) -> list[str]:
+    """Why vectors of so many bytes do not begin everywhere where a row of the tensor does."""
+    strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+    behind = tensor.data_ptr() % unit
+    if not behind and not any(stride % unit for stride in strides):
+        return []
+    where = f"{behind} bytes behind a multiple of {unit}" if behind else f"at a multiple of {unit} bytes"
+    return [f"{name} begins {where} and has strides of {strides} bytes: multiples of {unit} are needed"]
