@@ -10,6 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 from dsl_backend.attention.parts.work import packed_of, slice_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
+UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
+
 
 def box_rows(page_size: int, tile_n: int) -> int:
     """Keys of one tensor copy: as many of a tile as lie in one page."""
@@ -26,8 +28,8 @@ class Loader:
     """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind.
 
     Attributes:
-        rolled: boxes of a tile are asked for by a loop that stays one. Unrolled, ptxas keeps an address for each in
-            registers (CUDA 13.0), for which some loaders have no room.
+        rolled: boxes of a tile, and many chunks of one box, are asked for by a loop that stays one. Unrolled, ptxas
+            keeps an address for each in registers (CUDA 13.0), for which some loaders have no room.
     """
 
     rolled = False
@@ -126,8 +128,16 @@ class Loader:
         """The chunks (a range) of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
         one = cute.make_layout(1)
         to, given = cpasync.tma_partition(atom, 0, one, target, source)
-        for c in chunks:
-            cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+        self.copy_chunks(atom, given, to, stage, full, chunks)
+
+    @cute.jit
+    def copy_chunks(self, atom, given, to, stage, full, chunks: cutlass.Constexpr):
+        if cutlass.const_expr(self.rolled and len(chunks) > UNROLLED):
+            for c in cutlass.range(chunks.start, chunks.stop, unroll=1):
+                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+        else:
+            for c in cutlass.range_constexpr(chunks.start, chunks.stop):
+                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
