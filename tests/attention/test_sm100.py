@@ -43,7 +43,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
         config = replace(config, alternate=halves == 2, query_stages=1, least_share=1)
     if config.objections(spec, target.smem_bytes):
         # Wide heads leave no room for more.
-        config = replace(config, stages=2, query_stages=1)
+        config = replace(config, stages=2, query_stages=1, staging=min(2, staging))
     return (SplitKV if short else Prefill)(spec, target, scratch(), config)
 
 
