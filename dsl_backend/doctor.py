@@ -167,6 +167,7 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec]:
         "head size 64": dense(64),
         "head size 128": usual,
         "head size 256": dense(256),
+        "head size 512": dense(512),
         "fp8 cache": replace(usual, kv_dtype=torch.float8_e4m3fn),
         "window": replace(usual, window_left=4095, window_right=0),
         "sinks and window": replace(dense(64), heads_q=64, sinks=True, window_left=127, window_right=0),

@@ -110,13 +110,18 @@ def cute_mla(spec: AttentionSpec, fp8: bool = False) -> list[str]:
     return [*toolkit.missing(), *cute_storage(spec, fp8), *latent_only(spec)]
 
 
+# Head sizes whose values are cut into slices: these must have the queries' swizzled chunks, whose place outputs take.
+WIDE_DIMS = (384, 512)
+
+
 def cute_dense(spec: AttentionSpec, fp8: bool = False) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM; fp8: keys of e4m3 are served."""
     reasons = [*toolkit.missing(), *cute_storage(spec, fp8)]
     unit = 16 if spec.is_fp8_kv else 8
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
-        if dim % unit or not 16 <= dim <= 256:
-            reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256")
+        if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
+            wide = " or ".join(map(str, WIDE_DIMS))
+            reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")
     if spec.latent:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons

@@ -51,17 +51,28 @@ def specs(model: ModelShape) -> Iterator[AttentionSpec]:
         )
         return
     for window in windows(text):
+        heads_kv, head_dim = heads_of(model, text, window)
         yield AttentionSpec(
             heads_q=model.heads_q,
-            heads_kv=model.heads_kv,
-            head_dim=model.head_dim,
-            head_dim_v=model.head_dim,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
             page_size=PAGE_SIZE,
             window_left=None if window is None else window - 1,
             softcap=text.get("attn_logit_softcapping") or 0.0,
             sinks=text.get("model_type") in WITH_SINKS,
             **shared,
         )
+
+
+def heads_of(model: ModelShape, text: Mapping[str, Any], window: int | None) -> tuple[int, int]:
+    """(key heads of this rank, head size) of a model's layers with that window."""
+    wide = text.get("global_head_dim")
+    if window is not None or not wide:
+        return model.heads_kv, model.head_dim
+    # Gemma 4's layers without a window. Where their keys are their values too, they have key heads of their own.
+    heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    return model.heads_kv if heads is None else max(1, heads // model.tensor_parallel), wide
 
 
 def windows(text: Mapping[str, Any]) -> list[int | None]:

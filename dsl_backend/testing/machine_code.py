@@ -96,6 +96,7 @@ LAYERS = (
     ),
     dense("hd128-alibi-full", heads=(32, 32), dim=128, alibi=True, causality=FULL),
     dense("hd256", heads=(16, 2), dim=256),
+    dense("hd512", heads=(16, 2), dim=512),
     dense("hd192x128-packed", heads=(16, 16), dim=192, dim_v=128, page=None),
     dense("hd128-fp8", heads=(32, 8), dim=128, fp8=True),
     (mla(16, q_lens=(1,), kv_lens=(1,)), "mla16"),

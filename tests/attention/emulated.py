@@ -12,7 +12,7 @@ from dsl_backend.attention.kernel import Kernel, Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
-from dsl_backend.testing.cases import CASES, FP16, Case
+from dsl_backend.testing.cases import CASES, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from emulator.machine.profile import Profile
 from emulator.profile import summary
@@ -54,7 +54,7 @@ def scratch() -> Workspace:
 def served(case: Case) -> bool:
     """Whether the dense kernels are meant for a case, fp8 keys apart, and the emulator for its size."""
     spec = case.spec
-    return not (spec.latent or spec.head_dim > 256 or case.tier == "gpu")
+    return not (spec.latent or case.tier == "gpu")
 
 
 SERVED = [case for case in CASES if served(case) and not case.fp8]
@@ -87,4 +87,71 @@ FP8_CASES = (
         why="tiles begin anywhere; keys and values of unequal widths",
     ),
     Case(id="fp8-nan", q_lens=(1, 20), kv_lens=(70, 60), fp8=True, nan_request=0, why="a NaN stays its request's"),
+)
+# Heads wider than 256, whose values are cut into two slices, on the tiles that a chip would get.
+WIDE_CASES = (
+    Case(
+        id="parts",
+        q_lens=(1, 2, 40),
+        kv_lens=(400, 70, 60),
+        heads=(4, 1),
+        dim=512,
+        why="each slice's parts of a range are merged, each one's whole rows are stored",
+    ),
+    Case(
+        id="window-sinks",
+        q_lens=(1, 20),
+        kv_lens=(190, 90),
+        heads=(2, 2),
+        dim=512,
+        dtype=FP16,
+        page=48,
+        window=(70, None),
+        sinks=True,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="pages that are no multiple of a tile; a token's LSE is written once",
+    ),
+    Case(
+        id="packed",
+        q_lens=(18, 1, 140),
+        kv_lens=(40, 7, 150),
+        heads=(2, 2),
+        dim=384,
+        page=None,
+        causality=FULL,
+        why="slices of 192 columns; several query tiles of a request",
+    ),
+    Case(
+        id="gqa-7",
+        q_lens=(2, 1, 20),
+        kv_lens=(300, 120, 50),
+        heads=(14, 2),
+        dim=512,
+        softcap=5.0,
+        alibi=True,
+        q_gain=4.0,
+        nan_request=1,
+        why="rows of nobody beside those of seven heads; a NaN stays its request's",
+    ),
+    Case(
+        id="wide-values",
+        q_lens=(3, 40),
+        kv_lens=(150, 60),
+        heads=(2, 1),
+        dim=256,
+        dim_v=512,
+        page=None,
+        why="values alone are cut",
+    ),
+    Case(
+        id="wide-keys",
+        q_lens=(3, 40),
+        kv_lens=(150, 60),
+        heads=(2, 1),
+        dim=512,
+        dim_v=128,
+        page=None,
+        why="values are whole, queries take as much room",
+    ),
+    Case(id="fp8", q_lens=(2, 40), kv_lens=(200, 60), dim=384, page=32, fp8=True, why="slices are widened"),
 )

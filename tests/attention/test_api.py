@@ -353,7 +353,7 @@ def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None
     [
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype float32 is not one of float16, bfloat16"),
         ({"kv_dtype": torch.float8_e5m2}, "keys of float8_e5m2 are not of the queries' bfloat16"),
-        ({"head_dim": 264, "head_dim_v": 264}, "head size 264 is not a multiple of 8 from 16 to 256"),
+        ({"head_dim": 264, "head_dim_v": 264}, "head size 264 is not a multiple of 8 from 16 to 256, 384 or 512"),
         ({"page_size": 24}, "page size 24 is not a multiple of 16"),
         ({"head_dim": 80, "head_dim_v": 64}, "outputs of 64 elements do not fit the place of queries of 80"),
     ],
@@ -383,6 +383,20 @@ def test_cute_takes_fp8_latents_by_name(arch: str) -> None:
         dispatch.choose(
             Operation.MLA_DECODE, dataclasses.replace(layer, kv_dtype=torch.float8_e5m2), from_arch(arch), "cute"
         )
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("operation", [Operation.PREFILL, Operation.DECODE])
+def test_cute_takes_wide_heads(arch: str, operation: Operation) -> None:
+    for dims in ((384, 384), (512, 512), (256, 512), (512, 64)):
+        layer = spec(head_dim=dims[0], head_dim_v=dims[1])
+        assert choose(operation, layer, from_arch(arch)) == "cute"
+    fp8 = spec(kv_dtype=FP8, head_dim=512, head_dim_v=512)
+    if arch == "sm_90a":
+        dispatch.choose(operation, fp8, from_arch(arch), "cute")
+    else:
+        with pytest.raises(Unsupported, match="bytes of shared memory: there are"):
+            dispatch.choose(operation, fp8, from_arch(arch), "cute")
 
 
 def test_cute_is_for_its_own_chips() -> None:

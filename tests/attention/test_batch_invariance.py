@@ -31,6 +31,7 @@ from tests.attention.emulated import SCHEDULES, scratch
 SMS = 8
 DECODE = Case(q_lens=(1, 3, 0, 1, 2), kv_lens=(700, 200, 0, 33, 400), heads=(8, 2))
 PREFILL = Case(q_lens=(70, 3, 0, 90), kv_lens=(200, 140, 0, 90), heads=(2, 1))
+WIDE = Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 100, 0, 33), heads=(4, 1), dim=512)
 # Requests of several row tiles, of four tokens each and of one.
 LATENT = mla(16, (288, 256), q_lens=(1, 6, 0, 1), kv_lens=(420, 200, 0, 33))
 LATENT_128 = mla(128, (288, 256), q_lens=(2, 1), kv_lens=(200, 140), page=64)
@@ -53,12 +54,14 @@ class Run:
             assert not self.latent.objections(spec, target.smem_bytes)
             return latent_launch.LatentSplitKV(spec, target, scratch(), self.latent)  # type: ignore[no-any-return]
         launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
-        config: Any = sm90.ForwardConfig(
-            groups=1, tile_n=64, stages=2, least_share=1, staging=2 if spec.is_fp8_kv else 0
-        )
+        staging, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
+        tile_n = 32 if wide else 64
+        config: Any = sm90.ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
         if self.arch != "sm_90a":
-            staging = 2 if spec.is_fp8_kv else 0
-            config = sm100.ForwardConfig(halves=2, alternate=self.split, tile_n=64, least_share=1, staging=staging)
+            halves, alternate = (1, False) if wide else (2, self.split)
+            config = sm100.ForwardConfig(
+                halves=halves, alternate=alternate, tile_n=tile_n, least_share=1, staging=staging
+            )
         made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
         return made
 
@@ -72,6 +75,8 @@ RUNS = (
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
+    Run("decode-512", WIDE),
+    Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", LATENT, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1)),
     Run("mla-128", LATENT_128, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1, cluster=2)),
     Run("mla-fp8", replace(LATENT, fp8=True), latent=latent_sm90.LatentConfig(tile_n=32, staging=2, least_share=1)),

@@ -14,18 +14,27 @@ from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
-from tests.attention.emulated import FP8_CASES, SERVED, SERVED_FP8, emulate, scratch, widening_conflicts
+from tests.attention.emulated import (
+    FP8_CASES,
+    SERVED,
+    SERVED_FP8,
+    WIDE_CASES,
+    emulate,
+    scratch,
+    widening_conflicts,
+)
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 # What a change is checked with: each role, ring, mask, score and layout once.
 QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128", "fp8-128")
+QUICK_WIDE = ("parts", "window-sinks")
 REGISTERS = 1 << 16  # of an SM
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
-    stages, query_stages, tile_n, staging = 2 + index % 2, 1 + index % 2, 64, 0
+    stages, query_stages, tile_n, staging = 2 + index % 2, 1 + index % 2, 64 if spec.head_dim <= 256 else 32, 0
     if spec.is_fp8_kv:
         stages, query_stages, staging = 2, 1, 2 + index % 2
         tile_n = 32 if spec.head_dim > 192 else 64
@@ -34,7 +43,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
         config = replace(config, alternate=halves == 2, query_stages=1, least_share=1)
     if config.objections(spec, target.smem_bytes):
         # Wide heads leave no room for more.
-        config = replace(config, stages=2, query_stages=1)
+        config = replace(config, stages=2, query_stages=1, staging=min(2, staging))
     return (SplitKV if short else Prefill)(spec, target, scratch(), config)
 
 
@@ -57,6 +66,23 @@ def defaults(planner: Planner, short: bool) -> Kernel:
     return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch())
 
 
+@pytest.mark.parametrize(
+    ("index", "case"),
+    [
+        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK_WIDE else (pytest.mark.full,))
+        for index, case in enumerate(WIDE_CASES)
+    ],
+)
+def test_wide_heads(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", defaults, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_wide_heads_on_every_schedule(index: int) -> None:
+    emulate(WIDE_CASES[0], "sm_100a", defaults, index)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("case", [by_id("fp8-bf16"), FP8_CASES[0]], ids=lambda case: case.id)
@@ -71,7 +97,7 @@ def test_widening_meets_no_bank_twice(dim: int) -> None:
     assert widening_conflicts(emulate(case, "sm_100a", defaults, 0)) == []
 
 
-@pytest.mark.parametrize("dim", range(16, 257, 16))
+@pytest.mark.parametrize("dim", [*range(16, 257, 16), 384])
 @pytest.mark.parametrize("default", [default_config, default_split_config])
 def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
     spec = replace(FP8_CASES[0], dim=dim).spec
@@ -94,6 +120,7 @@ def test_roles_share_what_a_block_starts_with(staging: int) -> None:
         (ForwardConfig(staging=1), {}, "1 fp8 tiles in flight"),
         (ForwardConfig(staging=2), {"fp8": False}, "2 fp8 tiles in flight"),
         (ForwardConfig(staging=2), {}, "shared memory"),
+        (ForwardConfig(halves=1, tile_n=32, staging=2), {"dim": 512}, "shared memory"),
     ],
 )
 def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:

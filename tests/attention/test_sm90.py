@@ -21,17 +21,27 @@ from dsl_backend.attention.sm90.launch import Prefill, SplitKV
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP16, Case, by_id
-from tests.attention.emulated import FP8_CASES, SERVED, SERVED_FP8, emulate, scratch, widening_conflicts
+from tests.attention.emulated import (
+    FP8_CASES,
+    SERVED,
+    SERVED_FP8,
+    WIDE_CASES,
+    emulate,
+    scratch,
+    widening_conflicts,
+)
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 
 # What a change is checked with: each role, ring, mask, score and layout once.
+QUICK_WIDE = ("parts", "window-sinks")
 QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128")
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
-    tile_n = 32 if max(spec.head_dim, spec.head_dim_v) > 128 else 64
+    widest = max(spec.head_dim, spec.head_dim_v)
+    tile_n = 64 if widest <= 128 else 32
     staging = 2 + index % 2 if spec.is_fp8_kv else 0
     if short:
         config = ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
@@ -42,7 +52,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
         groups=groups,
         tile_n=tile_n,
         stages=2,
-        query_stages=groups,
+        query_stages=groups if widest <= 256 else 1,
         take_turns=turns,
         guesses=index // 2 % 2 == 0,
         staging=staging,
@@ -63,6 +73,30 @@ def test_case(index: int, case: Case) -> None:
 
 def test_quick_cases_exist() -> None:
     assert set(QUICK) <= {case.id for case in ALL}
+
+
+def defaults(planner: Planner, short: bool) -> Kernel:
+    return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch())
+
+
+WIDE = (*WIDE_CASES, replace(WIDE_CASES[-1], id="fp8-512", dim=512))
+
+
+@pytest.mark.parametrize(
+    ("index", "case"),
+    [
+        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK_WIDE else (pytest.mark.full,))
+        for index, case in enumerate(WIDE)
+    ],
+)
+def test_wide_heads(index: int, case: Case) -> None:
+    emulate(case, "sm_90a", defaults, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_wide_heads_on_every_schedule(index: int) -> None:
+    emulate(WIDE_CASES[0], "sm_90a", defaults, index)
 
 
 @pytest.mark.parametrize(("guesses", "again"), [(True, True), (True, False), (False, False)])
@@ -110,7 +144,7 @@ def test_widening_meets_no_bank_twice(dim: int) -> None:
     assert widening_conflicts(profile) == []
 
 
-@pytest.mark.parametrize("dim", range(16, 257, 16))
+@pytest.mark.parametrize("dim", [*range(16, 257, 16), 384, 512])
 @pytest.mark.parametrize("default", [default_config, default_split_config])
 def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
     spec = replace(FP8_CASES[0], dim=dim).spec

@@ -27,6 +27,11 @@ class LatentKey(LayerKey):
     claims = False
     config: LatentSizes
 
+    @property
+    def value_slices(self) -> int:
+        """Blocks have room for the sums of whole rows."""
+        return 1
+
 
 class LatentTiled:
     """Sizes, layouts, copies and schedule of a kernel.

@@ -16,7 +16,7 @@ from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.schedule import MERGE_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.sizes import packed_heads, padded
+from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.attention.winners import config_of
@@ -227,23 +227,33 @@ class LayerKernel:
         raise NotImplementedError
 
     @property
+    def value_slices(self) -> int:
+        """Of a value row, each with row tiles of its own; as the kernel's key has it."""
+        return 1
+
+    @property
     def units(self) -> int:
         """Row tiles of a token."""
-        return self.spec.heads_q // self.pack
+        return self.spec.heads_q // self.pack * self.value_slices
+
+    @property
+    def columns(self) -> int:
+        """Of a partial result."""
+        return padded(self.spec.head_dim_v // self.value_slices)
 
     @property
     def shares(self) -> int:
         """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
         if not (self.split and self.spec.batch_invariant):
             return 0
-        held = MOST_SHARES_BYTES // (4 * self.pack * padded(self.spec.head_dim_v))
+        held = MOST_SHARES_BYTES // (4 * self.pack * self.columns)
         return max(1, min(MOST_SHARES, held, self.blocks // self.units))
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
             return None, self.workspace.counters if self.key_type.claims else None
-        columns = padded(self.spec.head_dim_v)
+        columns = self.columns
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None
             slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.units * self.shares
@@ -309,6 +319,10 @@ class DenseKernel(LayerKernel):
     def sizes(self) -> tuple[int, int, int]:
         pack = packed_heads(self.spec.group) if self.split else 1
         return self.target.sm_count * self.config.resident, pack, self.config.tile_m
+
+    @property
+    def value_slices(self) -> int:
+        return value_slices(self.spec.head_dim_v)
 
     def longest_query(self) -> int | None:
         return min(16, self.tile_m // self.pack) if self.split else None

@@ -7,7 +7,10 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
+from dsl_backend.attention.parts.work import packed_of, slice_of
 from dsl_backend.primitives.ring import phase_of, stage_of
+
+UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
 
 
 def box_rows(page_size: int, tile_n: int) -> int:
@@ -25,8 +28,8 @@ class Loader:
     """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind.
 
     Attributes:
-        rolled: boxes of a tile are asked for by a loop that stays one. Unrolled, ptxas keeps an address for each in
-            registers (CUDA 13.0), which SM100's loader does not have.
+        rolled: boxes of a tile, and many chunks of one box, are asked for by a loop that stays one. Unrolled, ptxas
+            keeps an address for each in registers (CUDA 13.0), for which some loaders have no room.
     """
 
     rolled = False
@@ -110,12 +113,13 @@ class Loader:
         full = self.barriers.q_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
+        packed = packed_of(self.key, work.unit)
         if cutlass.const_expr(self.key.pack == 1):
-            rows = cute.domain_offset((work.query, 0), self.mQ[None, None, work.unit])
+            rows = cute.domain_offset((work.query, 0), self.mQ[None, None, packed])
             gQ = cute.group_modes(cute.local_tile(rows, self.q_tile, (0, None)), 0, 2)
             self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
         else:
-            rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, work.unit])
+            rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, packed])
             tile = (self.key.pack, self.tokens_per_tile, self.chunk)
             gQ = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
             self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
@@ -124,8 +128,16 @@ class Loader:
         """The chunks (a range) of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
         one = cute.make_layout(1)
         to, given = cpasync.tma_partition(atom, 0, one, target, source)
-        for c in chunks:
-            cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+        self.copy_chunks(atom, given, to, stage, full, chunks)
+
+    @cute.jit
+    def copy_chunks(self, atom, given, to, stage, full, chunks: cutlass.Constexpr):
+        if cutlass.const_expr(self.rolled and len(chunks) > UNROLLED):
+            for c in cutlass.range(chunks.start, chunks.stop, unroll=1):
+                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+        else:
+            for c in cutlass.range_constexpr(chunks.start, chunks.stop):
+                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
@@ -144,13 +156,20 @@ class Loader:
         full = self.barriers.v_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
-        chunks = range(self.v_chunks)
-        self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
+        mV, chunks = self.values_of(work), range(self.v_chunks)
+        self.load_tile(self.v_load, mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
+
+    def values_of(self, work):
+        """Values as keys are: [token, column, head, page], of the item's slice."""
+        if self.key.value_slices == 1:
+            return self.mV
+        every = (None,) * (4 if self.page else 3)
+        return self.mV[(*every, slice_of(self.key, work.unit))]
 
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
         """Every box of a tile of keys or values, and of it the chunks (a range)."""
         one = cute.make_layout(1)
-        head = work.unit // self.group
+        head = packed_of(self.key, work.unit) // self.group
         if self.page:
             # [box, place in a page, chunk, page]
             cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
@@ -176,3 +195,7 @@ class Loader:
         for c in chunks:
             source = given[None, place, c, page]
             cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)
+
+
+class RolledLoader(Loader):
+    rolled = True

@@ -14,6 +14,7 @@ from dsl_backend.attention.parts.schedule import (
 )
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
+from dsl_backend.attention.parts.work import head_of, slice_of
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, tree
 
@@ -46,7 +47,7 @@ class Merge:
     def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None, resident: int = 1):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
         self.tile_tokens, self.resident = tile_tokens, resident
-        self.units = key.heads_q // key.pack
+        self.units = key.units
         self.vector = 4 if columns > 2 * WARP else 2
         self.slices = -(-columns // (WARP * self.vector))
 
@@ -303,22 +304,25 @@ class Merger:
 
     @cute.jit
     def write(self, own, top, total, query, unit, row, column):
-        """Sums, divided, into the row's place, where the column is one."""
+        """Sums, divided, into the row's place, where the column is one of the unit's."""
         out, lse = self.out, self.lse
-        head = unit * self.key.pack + row % self.key.pack
+        head = head_of(self.key, unit, row)
         token = query + row // self.key.pack
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
         factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
-        if column < self.key.head_dim_v:
+        place = column
+        if cutlass.const_expr(self.key.value_slices > 1):
+            place += slice_of(self.key, unit) * self.key.columns
+        if column < self.key.columns:
             result = cute.make_rmem_tensor(self.vector, out.element_type)
             for j in cutlass.range_constexpr(self.vector):
                 result[j] = (own[j] * factor).to(out.element_type)
-            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + column
+            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + place
             store_vector(result, out.iterator, offset)
         if cutlass.const_expr(self.key.lse):
-            if column == 0:
+            if place == 0:
                 lse[token, head] = row_lse
 
     @cute.jit

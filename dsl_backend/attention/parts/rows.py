@@ -5,6 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.attention.parts.work import head_of
 from dsl_backend.primitives.math import LOG2_E
 
 # A thread's rows of an accumulator, 8 apart.
@@ -44,7 +45,7 @@ class Rows:
 
     @cute.jit
     def head(self, work, row: cutlass.Constexpr[int]):
-        return work.unit * self.key.pack + (self.row + 8 * row) % self.key.pack
+        return head_of(self.key, work.unit, self.row + 8 * row)
 
     @cute.jit
     def sink(self, work, row: cutlass.Constexpr[int]):

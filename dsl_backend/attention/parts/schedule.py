@@ -123,7 +123,7 @@ class QueryTiles:
     def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests):
         self.key, self.mailbox, self.requests = key, mailbox, requests
         self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
-        self.units = key.heads_q // key.pack
+        self.units = key.units
 
     @cute.jit
     def run(self):
@@ -412,7 +412,7 @@ class KeyShares:
     ):
         self.key, self.mailbox, self.requests = key, mailbox, requests
         self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
-        self.cluster, self.units = cluster, key.heads_q // key.pack // cluster
+        self.cluster, self.units = cluster, key.units // cluster
         self.merges, self.least = merges, least
 
     @cute.jit

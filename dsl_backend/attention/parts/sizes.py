@@ -3,6 +3,8 @@
 
 WARPGROUP = 128
 MBARRIER_BYTES = 8
+# Of a row's sums: 128 registers of a thread on SM90, and half of tensor memory on SM100.
+MOST_COLUMNS = 256
 MAILBOX_BYTES = 256  # of parts/work.py: two items, their barriers, room to align them
 
 
@@ -19,6 +21,16 @@ def chunk(dim: int) -> int:
 def fp8_chunk(dim: int) -> int:
     """Elements of an fp8 row that one tensor copy takes: the widest of 128 bytes or less that divide it."""
     return next(width for width in (128, 64, 32, 16) if padded(dim) % width == 0)
+
+
+def value_slices(dim_v: int) -> int:
+    """Slices of equal width into which a value row is cut, so that a block has room for the sums of one."""
+    return -(-dim_v // MOST_COLUMNS)
+
+
+def slice_columns(dim_v: int) -> int:
+    """Elements of a slice of a value row."""
+    return dim_v // value_slices(dim_v)
 
 
 def packed_heads(group: int, most: int = 64) -> int:

@@ -11,8 +11,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsl_backend.attention.parts.load import box_rows, query_box
 from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, OwnShares, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded
+from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded, value_slices
 from dsl_backend.attention.parts.widen import bytes_boxed, bytes_staged
+from dsl_backend.attention.parts.work import head_of, slice_of
 from dsl_backend.primitives.copy import store_vector
 
 VECTOR = 8  # elements of 16 bytes
@@ -60,12 +61,27 @@ class LayerKey:
     shares: int
     scores: ScoreKey
 
+    @property
+    def value_slices(self) -> int:
+        """Slices of a value row, each multiplied as if it were a head's own."""
+        return value_slices(self.head_dim_v)
+
+    @property
+    def columns(self) -> int:
+        """Of a slice."""
+        return self.head_dim_v // self.value_slices
+
+    @property
+    def units(self) -> int:
+        """Row tiles of a token: packed heads, times slices."""
+        return self.heads_q // self.pack * self.value_slices
+
 
 class TiledKernel:
     """Sizes and layouts of a kernel's tiles.
 
     Attributes:
-        dims, dims_v: elements of a key and a value row, padded.
+        dims, dims_v: elements of a key row and of a value row's slice, padded.
         chunk, chunk_v: of a row, those that lie side by side.
         dtype_v: of values as they are multiplied. What was fp8 is exact in float16, which one instruction makes of it;
             keys take the queries' dtype, whose range float16 has not.
@@ -77,14 +93,14 @@ class TiledKernel:
     def __init__(self, key: Any, config: Any) -> None:
         self.key, self.config = key, config
         self.dtype = NUMERIC[key.dtype]
-        self.dims, self.dims_v = padded(key.head_dim), padded(key.head_dim_v)
-        self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.head_dim_v)
+        self.dims, self.dims_v = padded(key.head_dim), padded(key.columns)
+        self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.columns)
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.tokens_per_tile = self.tile_m // key.pack
         self.box = box_rows(key.page_size, self.tile_n)
         self.dtype_v = cutlass.Float16 if key.fp8 else self.dtype
         self.copied = fp8_chunk(key.head_dim) if key.fp8 else self.chunk
-        self.copied_v = fp8_chunk(key.head_dim_v) if key.fp8 else self.chunk_v
+        self.copied_v = fp8_chunk(key.columns) if key.fp8 else self.chunk_v
 
     def atom(self, width: int):
         """The swizzled atom of rows `width` elements wide."""
@@ -146,10 +162,19 @@ class TiledKernel:
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
+        if key.value_slices > 1:
+            mV = self.by_slice(mV)
         q_copy = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
         k_copy = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
         v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.key_box(self.dims_v))
         return q_copy, k_copy, v_copy
+
+    def by_slice(self, values: cute.Tensor) -> cute.Tensor:
+        """Values [token, column, ...] as [token, column of a slice, ..., slice]."""
+        (tokens, _, *shape), (stride, *strides) = values.layout.shape, values.layout.stride
+        columns, slices = self.key.columns, self.key.value_slices
+        layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
+        return cute.make_tensor(values.iterator, layout)
 
     def schedule(self, mailbox, requests: Requests, ledger):
         """The role that finds work."""
@@ -209,7 +234,7 @@ def store_rows(
 @cute.jit
 def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexpr, m, column, offset):
     """16 bytes of row m, which begins at the offset."""
-    if m < work.rows and column * VECTOR < key.head_dim_v:
+    if m < work.rows and column * VECTOR < key.columns:
         held = cute.make_rmem_tensor(VECTOR, rows.element_type)
         cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
         store_vector(held, out.iterator, offset + column * VECTOR)
@@ -219,5 +244,8 @@ def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexp
 def row_offset(out: cute.Tensor, work, key: cutlass.Constexpr, m):
     """Elements from the output's beginning to row m of a tile."""
     token = work.query + m // key.pack
-    head = work.unit * key.pack + m % key.pack
-    return cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
+    head = head_of(key, work.unit, m)
+    offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
+    if cutlass.const_expr(key.value_slices > 1):
+        offset += slice_of(key, work.unit) * key.columns
+    return offset

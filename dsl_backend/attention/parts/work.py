@@ -19,7 +19,7 @@ class Work(NamedTuple):
         valid: 0 says that there is no more.
         query: row of q that holds the tile's first token.
         rows: of the tile that are there: tokens times packed heads.
-        unit: which packed heads: head_q // pack.
+        unit: which packed heads, and which slice of their value rows: head_q // pack * value_slices + slice.
         position: of the first token among its request's keys.
         keys: of the request.
         begin, end: key tiles, taken from the last to the first.
@@ -45,6 +45,30 @@ class Work(NamedTuple):
 
 
 FIELDS = len(Work._fields)
+
+
+def packed_of(key, unit):
+    """Which packed heads a unit has: head_q // pack."""
+    return unit if key.value_slices == 1 else unit // key.value_slices
+
+
+def slice_of(key, unit):
+    """Which slice of value rows, and of outputs, a unit has."""
+    return 0 if key.value_slices == 1 else unit % key.value_slices
+
+
+def head_of(key, unit, m):
+    """The query head of a tile's row m."""
+    return packed_of(key, unit) * key.pack + m % key.pack
+
+
+@cute.jit
+def lse_rows(key: cutlass.Constexpr, work: Work):
+    """Rows whose LSE is for an item to write: all slices of a row have the same, and the first one writes it."""
+    rows = work.rows
+    if cutlass.const_expr(key.value_slices > 1):
+        rows = work.rows if slice_of(key, work.unit) == 0 else cutlass.Int32(0)
+    return rows
 
 
 class Mailbox:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, slice_columns
 from dsl_backend.attention.spec import AttentionSpec
 
 WARP = 32
@@ -74,11 +74,11 @@ class ForwardConfig:
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
-        return self.halves * (self.tile_n + padded(spec.head_dim_v))
+        return self.halves * (self.tile_n + padded(slice_columns(spec.head_dim_v)))
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
-        dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        dims, dims_v = padded(spec.head_dim), padded(slice_columns(spec.head_dim_v))
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
         staged = self.staging * self.tile_n * (dims + dims_v)
@@ -105,24 +105,28 @@ class ForwardConfig:
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:
             reasons.append(f"a block needs {needed} bytes of shared memory: there are {smem_bytes}")
-        if spec.head_dim != spec.head_dim_v and chunk(spec.head_dim) != chunk(spec.head_dim_v):
+        columns = slice_columns(spec.head_dim_v)
+        if chunk(spec.head_dim) != chunk(columns):
             reasons.append(
-                f"outputs of {spec.head_dim_v} elements do not fit the place of queries of {spec.head_dim}: their rows "
-                f"are cut into pieces of {chunk(spec.head_dim_v)} and {chunk(spec.head_dim)}"
+                f"outputs of {columns} elements do not fit the place of queries of {spec.head_dim}: their rows are cut "
+                f"into pieces of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
         return reasons
 
 
 def default_config(spec: AttentionSpec) -> ForwardConfig:
     """For long queries."""
+    widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
-        widest, halves = max(spec.head_dim, spec.head_dim_v), 1 if spec.head_dim_v > 128 else 2
+        halves = 1 if widest > 256 or spec.head_dim_v > 128 else 2
         if widest <= 64:
             return ForwardConfig(tile_n=128, staging=4)
         # Both rings and 256 rows of queries are in shared memory.
         tile_n = 96 if widest <= 128 else 64 if widest <= 192 else 32
         return ForwardConfig(halves=halves, tile_n=tile_n, staging=2)
-    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest > 256:
+        # 128 rows of queries are more than half of shared memory.
+        return ForwardConfig(halves=1, tile_n=32, stages=2)
     if widest <= 96:
         return ForwardConfig(stages=2)
     # Products of wider heads take longer than seven eighths of the exponentials.
@@ -137,12 +141,14 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges."""
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
-        if spec.head_dim_v > 128:
+        if widest > 256 or spec.head_dim_v > 128:
             return ForwardConfig(halves=1, tile_n=64 if widest <= 192 else 32, staging=2)
         # What is on its way from memory is what is staged: small tiles, and many.
         if widest <= 64:
             return ForwardConfig(alternate=True, tile_n=128, staging=6)
         return ForwardConfig(alternate=True, tile_n=64, staging=6 if widest <= 128 else 4 if widest <= 192 else 2)
+    if widest > 256:
+        return ForwardConfig(halves=1, tile_n=32, stages=2)
     if spec.head_dim_v > 128:
         return ForwardConfig(halves=1, tile_n=64, stages=2)
     tile_n = 128 if widest <= 128 else 64

@@ -8,7 +8,7 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR, clear_rows, store_rows
-from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
@@ -191,14 +191,14 @@ class Corrector:
 
     @cute.jit
     def store_whole(self, work, m, stage, top, total, halves: cutlass.Constexpr):
-        head = work.unit * self.key.pack + m % self.key.pack
+        head = head_of(self.key, work.unit, m)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
         factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
         if cutlass.const_expr(self.key.lse):
             to = self.lse
-            if m < work.rows:
+            if m < lse_rows(self.key, work):
                 to[work.query + m // self.key.pack, head] = row_lse
         rows = self.sOut[None, None, stage]
         # Unrolled, the addresses of all pieces would be in registers.

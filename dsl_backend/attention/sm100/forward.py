@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.load import RolledLoader
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
@@ -72,10 +72,6 @@ class Barriers(NamedTuple):
     k_taken: cute.Pointer | None = None
     v_loaded: cute.Pointer | None = None
     v_taken: cute.Pointer | None = None
-
-
-class RolledLoader(Loader):
-    rolled = True
 
 
 class Forward(TiledKernel):

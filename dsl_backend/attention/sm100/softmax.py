@@ -6,6 +6,7 @@ from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.work import head_of
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import scores_at
 from dsl_backend.primitives import tensor_memory
@@ -99,7 +100,7 @@ class Softmax:
 
     @cute.jit
     def head(self, work):
-        return work.unit * self.key.pack + self.row % self.key.pack
+        return head_of(self.key, work.unit, self.row)
 
     @cute.jit
     def weigh(self, work, tile, count, told, masked: cutlass.Constexpr[bool]):

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded
+from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, slice_columns
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # of a warpgroup's wgmma
@@ -73,7 +73,7 @@ class ForwardConfig:
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
-        dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        dims, dims_v = padded(spec.head_dim), padded(slice_columns(spec.head_dim_v))
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
         keys = self.stages * self.tile_n * (dims + dims_v)
         staged = self.staging * self.tile_n * (dims + dims_v)
@@ -104,11 +104,12 @@ class ForwardConfig:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
-        held = padded(spec.head_dim_v) // 2 + (4 if self.guesses and not self.again else 3) * self.tile_n // 4
+        columns = slice_columns(spec.head_dim_v)
+        held = padded(columns) // 2 + (4 if self.guesses and not self.again else 3) * self.tile_n // 4
         most = 0 if reasons else self.registers[0]
         if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
-        accumulator = max(padded(spec.head_dim_v), self.tile_n) // 2
+        accumulator = max(padded(columns), self.tile_n) // 2
         if accumulator + PRODUCT_REGISTERS > self.first_registers:
             reasons.append(
                 f"an accumulator of {accumulator} registers and {PRODUCT_REGISTERS} more do not fit the "
@@ -117,10 +118,10 @@ class ForwardConfig:
         needed = self.smem_bytes(spec) * self.resident
         if needed > smem_bytes:
             reasons.append(f"{self.resident} blocks need {needed} bytes of shared memory: there are {smem_bytes}")
-        if spec.head_dim != spec.head_dim_v and chunk(spec.head_dim) != chunk(spec.head_dim_v):
+        if chunk(spec.head_dim) != chunk(columns):
             reasons.append(
-                f"outputs of {spec.head_dim_v} elements do not fit the place of queries of {spec.head_dim}: their rows "
-                f"are cut into pieces of {chunk(spec.head_dim_v)} and {chunk(spec.head_dim)}"
+                f"outputs of {columns} elements do not fit the place of queries of {spec.head_dim}: their rows are cut "
+                f"into pieces of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
         return reasons
 
@@ -131,7 +132,12 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if spec.is_fp8_kv:
         if widest <= 128:
             return ForwardConfig(groups=2, tile_n=128, stages=2, staging=2, take_turns=True)
+        if widest > 256:
+            return ForwardConfig(groups=1, tile_n=32, stages=2, staging=2)
         return ForwardConfig(groups=2 if widest <= 192 else 1, tile_n=64, stages=2, staging=2)
+    if widest > 256:
+        # 128 rows of queries are more than half of shared memory.
+        return ForwardConfig(groups=2, tile_n=32, stages=2)
     if spec.head_dim_v <= 128:
         # Guesses: 2 to 9 % with heads of 128, 1 to 6 % of 64 and up to 7 % of (192, 128); of 256 they cost 3 %.
         tiles = ForwardConfig(groups=2, tile_n=128, stages=2, take_turns=True, guesses=not spec.batch_invariant)
@@ -160,12 +166,15 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges."""
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
-        return ForwardConfig(groups=1, tile_n=128 if widest <= 128 else 64, stages=2, staging=4 if widest <= 64 else 2)
+        tile_n = 128 if widest <= 128 else 64 if widest <= 256 else 32
+        return ForwardConfig(groups=1, tile_n=tile_n, stages=2, staging=4 if widest <= 64 else 2)
     if widest <= 128:
         # Two blocks an SM hide each other's softmax: 5 to 10 % where memory is busy, and 8 % the other way for one
         # request. Guesses are worth 1 % with heads of 64, and nothing with those of 128.
         tile_n, guesses = (128, not spec.batch_invariant) if widest <= 64 else (64, False)
         return ForwardConfig(groups=1, tile_n=tile_n, stages=2, resident=2, guesses=guesses)
+    if widest > 256:
+        return ForwardConfig(groups=1, tile_n=48, stages=2)
     return ForwardConfig(groups=1, tile_n=64, stages=2)
 
 
@@ -175,6 +184,7 @@ TRIED_TILES = {
     128: ((2, 128), (2, 96), (2, 112), (2, 144), (2, 160), (2, 176)),
     192: ((2, 128), (2, 112), (2, 96), (2, 80), (2, 144)),
     256: ((2, 64), (2, 80), (2, 48), (1, 64), (1, 96)),
+    512: ((2, 32), (2, 16), (1, 32), (1, 48)),
 }
 TRIED_SPLIT_TILES = (32, 64, 96, 128)
 # fp8 tiles in flight; none of 16 bits.

@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.load import Loader, RolledLoader
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
@@ -199,7 +199,8 @@ class Forward(TiledKernel):
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
                 rings = rings_of_loader(barriers)
-                Loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
+                loader = RolledLoader if self.dims > 256 else Loader
+                loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, ledger).run()
         elif warp >= WARPGROUP // 32 + warps:

@@ -14,7 +14,7 @@ from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import clear_rows, row_offset
-from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.parts.work import WHOLE, lse_rows
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
@@ -314,7 +314,7 @@ class Multiplier:
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):
                 m, to = self.row + 8 * row, self.lse
-                if m < work.rows and self.column == 0:
+                if m < lse_rows(self.key, work) and self.column == 0:
                     to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
             self.store_row(work, row, sums)
 
@@ -326,7 +326,7 @@ class Multiplier:
         their way meanwhile. Neighbouring lanes trade a pair of columns, so that a quad writes 32 bytes side by side.
         """
         m, odd = self.row + 8 * row, self.thread % 2 != 0
-        out, dims = self.out, cutlass.const_expr(self.key.head_dim_v)
+        out, dims = self.out, cutlass.const_expr(self.key.columns)
         offset = row_offset(out, work, self.key, m)
         held = cute.make_rmem_tensor(4, self.kernel.dtype)
         words = words_of(held)
