@@ -99,13 +99,13 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
     emulate(WIDE_CASES[0], "sm_90a", defaults, index)
 
 
-@pytest.mark.parametrize(("guesses", "again"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("guesses", [True, False])
 @pytest.mark.parametrize("name", ["large-scores", "negative-scale", "window-sinks", "fp16-growing", "no-number"])
-def test_weights_by_guess(name: str, guesses: bool, again: bool) -> None:
+def test_weights_by_guess(name: str, guesses: bool) -> None:
     """Scores that exceed those before them by far, that a row has not seen any of, and that are no number."""
     growing = Case(q_lens=(40,), kv_lens=(200,), heads=(1, 1), dim=64, dtype=FP16, scale=4.0)
     more = {"fp16-growing": growing, "no-number": Case(q_lens=(70, 3), kv_lens=(200, 70), nan_request=0)}
-    config = ForwardConfig(groups=2, tile_n=32, stages=2, take_turns=True, guesses=guesses, again=again)
+    config = ForwardConfig(groups=2, tile_n=32, stages=2, take_turns=True, guesses=guesses)
     make = lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config)  # noqa: E731
     emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
 

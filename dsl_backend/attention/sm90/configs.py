@@ -34,8 +34,6 @@ class ForwardConfig:
         take_turns: the warpgroups' products alternate, so that one's softmax runs beside the other's products.
         guesses: a tile's weights are taken by the largest scores before it, which costs no maximum; only where one of
             them exceeds those by far, the tile's own are found.
-        again: scores of a guess that failed are multiplied again, rather than kept until it is known: a quarter of the
-            registers of a tile's scores less, and a barrier of the warpgroup more.
         staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
             keys and values have 16 bits.
     """
@@ -48,7 +46,6 @@ class ForwardConfig:
     least_share: int = 2
     take_turns: bool = False
     guesses: bool = False
-    again: bool = False
     staging: int = 0
 
     @property
@@ -98,14 +95,12 @@ class ForwardConfig:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         if self.guesses and spec.batch_invariant:
             reasons.append(GUESSES_VARY)
-        if self.again and not self.guesses:
-            reasons.append("nothing is multiplied again where nothing is guessed")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         columns = slice_columns(spec.head_dim_v)
-        held = padded(columns) // 2 + (4 if self.guesses and not self.again else 3) * self.tile_n // 4
+        held = padded(columns) // 2 + (4 if self.guesses else 3) * self.tile_n // 4
         most = 0 if reasons else self.registers[0]
         if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
@@ -202,9 +197,8 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """Configurations for long queries that are worth a try and fit."""
     tiles = TRIED_TILES[next(width for width in TRIED_TILES if width >= max(spec.head_dim, spec.head_dim_v))]
     staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
-    guessing = ((False, False), (True, False), (True, True))
-    choices = itertools.product(tiles, (1, 2), (False, True), guessing, staging)
-    for (groups, tile_n), query_stages, turns, (guesses, again), staged in choices:
+    choices = itertools.product(tiles, (1, 2), (False, True), (False, True), staging)
+    for (groups, tile_n), query_stages, turns, guesses, staged in choices:
         if groups > 1 or not turns:
             made = ForwardConfig(
                 groups=groups,
@@ -213,7 +207,6 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
                 query_stages=query_stages,
                 take_turns=turns,
                 guesses=guesses,
-                again=again,
                 staging=staged,
             )
             yield from deepest(made, spec, smem_bytes)

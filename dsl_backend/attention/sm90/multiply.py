@@ -22,7 +22,7 @@ from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
-TURN, ALL_MATH, OWN_GROUP = 1, 4, 5
+TURN, ALL_MATH = 1, 4
 # Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
 SLACK = 8.0
 
@@ -69,8 +69,7 @@ class Multiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype_v)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         # Weights on their way to P, while products read it.
-        aside = self.config.guesses and not self.config.again
-        self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if aside else None
+        self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
 
@@ -196,38 +195,17 @@ class Multiplier:
         self.give_turn()
         warpgroup.wait_group(1)
         settle(self.S)
-        if cutlass.const_expr(self.config.again and not masked):
-            self.guess_and_try_again(work, tile, stage, count)
+        self.release(self.barriers.k_empty, count)
+        if cutlass.const_expr(self.config.guesses):
+            self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink)
         else:
-            self.release(self.barriers.k_empty, count)
-            if cutlass.const_expr(self.guessed is not None):
-                self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink)
-            else:
-                self.weigh(work, tile, masked)
-            self.end_sums(count)
+            self.weigh(work, tile, masked)
+        self.end_sums(count)
         shrink_rows(self.O, self.shrink)
-        if cutlass.const_expr(self.guessed is not None):
+        if cutlass.const_expr(self.config.guesses):
             take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
         else:
             narrow(self.S, self.P)
-
-    @cute.jit
-    def guess_and_try_again(self, work, tile, stage, count):
-        """A tile's weights, by a guess: in the place of scores, which a guess that fails has multiplied anew.
-
-        All rows of the warpgroup decide, whose products are one.
-        """
-        fits = self.softmax.guess_in_place(self.scores(work, tile, False))
-        self.end_sums(count)
-        self.shrink.fill(1.0)
-        if group_all(fits, OWN_GROUP + self.group):
-            self.softmax.take()
-        else:
-            self.issue_scores(stage, count)
-            warpgroup.wait_group(0)
-            settle(self.S)
-            self.weigh(work, tile, False)
-        self.release(self.barriers.k_empty, count)
 
     @cute.jit
     def end_sums(self, count):
@@ -340,18 +318,6 @@ class Multiplier:
             column = j * 4 + (8 if odd else 0) + self.thread % QUAD // 2 * 4
             if m < work.rows and column < dims:
                 store_vector(held, out.iterator, offset + column)
-
-
-@cute.jit
-def group_all(holds, barrier):
-    """Whether it holds for all threads of a warpgroup, which meet at the barrier."""
-    found = cute.arch.inline_ptx(
-        "{\n.reg .pred p, q;\nsetp.ne.s32 p, {$r0}, 0;\n"
-        f"barrier.cta.red.and.aligned.pred q, {{$r1}}, {WARPGROUP}, p;\nselp.s32 {{$w0}}, 1, 0, q;\n}}",
-        write_only_types=[cutlass.Int32],
-        read_only_args=[cutlass.Int32(1) if holds else cutlass.Int32(0), cutlass.Int32(barrier)],
-    )
-    return found != 0
 
 
 def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
