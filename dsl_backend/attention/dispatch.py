@@ -235,9 +235,14 @@ def choose(
     return dispatch.choose(operation.value, TABLE[operation], spec, target, kernel)
 
 
+def attention_of(spec: AttentionSpec) -> tuple[Operation, ...]:
+    """The operations by which a layer of this spec attends."""
+    return (Operation.MLA_DECODE,) if spec.latent else (Operation.PREFILL, Operation.DECODE)
+
+
 def operations_of(spec: AttentionSpec) -> Sequence[Operation]:
     """The operations that a layer of this spec needs."""
-    attend = (Operation.MLA_DECODE,) if spec.latent else (Operation.PREFILL, Operation.DECODE)
+    attend = attention_of(spec)
     return attend if spec.page_size is None else (*attend, Operation.WRITE_KV)
 
 

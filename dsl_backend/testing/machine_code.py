@@ -115,7 +115,7 @@ def subjects() -> Iterator[Subject]:
 
     for arch in ARCHS:
         for case, name in LAYERS:
-            for operation in dispatch.operations_of(case.spec):
+            for operation in dispatch.attention_of(case.spec):
                 judged = dispatch.judge(operation, case.spec, from_arch(arch))
                 if any(entry.name == "cute" and not why for entry, why in judged):
                     short = operation is not dispatch.Operation.PREFILL

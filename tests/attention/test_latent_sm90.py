@@ -147,4 +147,4 @@ def test_unaligned_cache_is_refused() -> None:
     keys = torch.zeros(*problem.keys.shape[:-1], 577, dtype=problem.keys.dtype)[..., 1:]
     operands = Operands(problem.q, None, keys, keys[..., :512], result.out, result.lse, *[None] * 4)
     with pytest.raises(InvalidInput, match="keys begins at"):
-        kernel.launch(problem.batch, operands, 0, 1)
+        kernel.bind(problem.batch, 0, 1)(operands)
