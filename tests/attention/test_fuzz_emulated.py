@@ -32,7 +32,7 @@ def drawn(family: str, layer: int, turn: int) -> Case:
 def served(arch: str, family: str, layer: int) -> bool:
     """Whether a kernel in CuTe DSL serves the layer by itself, for short queries and for long ones."""
     spec = drawn(family, layer, 0).spec
-    judged = [dispatch.judge(operation, spec, from_arch(arch)) for operation in dispatch.operations_of(spec)[:2]]
+    judged = [dispatch.judge(operation, spec, from_arch(arch)) for operation in dispatch.attention_of(spec)]
     attends = [entries for entries in judged if any(entry.name == "cute" for entry, _ in entries)]
     return all(any(entry.name == "cute" and not why for entry, why in entries) for entries in attends)
 
