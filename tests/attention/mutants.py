@@ -154,7 +154,7 @@ UNSEEN: Rows = [
         "order between lanes of a warp: a warp has one clock",
     ),
     (
-        "SM90",
+        "SM",
         "drop: .*fence.acq_rel.gpu.* in leave",
         "the block that leaves last has also claimed last, and of a word's writers only the last one is known",
     ),

@@ -55,12 +55,13 @@ class Corrector:
             else:
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     self.begin(g, tiles + items)
-                for step in cutlass.range(1, count, unroll=1):
+                told = tiles + items
+                for message in cutlass.range(told + 1, told + count, unroll=1):
                     for g in cutlass.range_constexpr(self.kernel.halves):
-                        self.correct(g, tiles + step + items)
+                        self.correct(g, message)
                 self.wait_sums(items)
                 for g in cutlass.range_constexpr(self.kernel.halves):
-                    total, top = self.told(g, tiles + count + items)
+                    total, top = self.told(g, told + count)
                     self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
             self.leave(work, stage)
             tiles += count
@@ -99,8 +100,8 @@ class Corrector:
 
     @cute.jit
     def ready(self, g: cutlass.Constexpr[int]):
+        """The half's sums are; and what was told has been read, which the next scores come behind."""
         cute.arch.mbarrier_arrive(self.barriers.p_full + g)
-        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
 
     @cute.jit
     def wait_sums(self, items):
@@ -136,7 +137,9 @@ class Corrector:
     @cute.jit
     def shrink(self, g: cutlass.Constexpr[int], factor):
         """Sums times the factor, where a row of the warp needs it. Products are done: the scores came after them."""
-        if cute.arch.vote_any_sync(factor != 1.0):
+        if cute.arch.vote_all_sync(factor == 1.0):
+            pass
+        else:
             tensor_memory.after_sync()
             base = self.base + sums_at(self.kernel, g)
             for first in cutlass.range_constexpr(0, self.kernel.dims_v, PIECE):

@@ -51,24 +51,20 @@ class Softmax:
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.start(work)
-            told = tiles + items  # a message for each tile, and one for each item
+            self.start(work, items)
             whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
             for step in cutlass.range(work.end - whole_end, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, told, True)
+                self.weigh(work, work.end - 1 - step, tiles, True)
                 tiles += 1
-                told += 1
             whole_begin = cutlass.min(work.whole_begin, whole_end)
             for step in cutlass.range(whole_end - whole_begin, unroll=1):
-                self.weigh(work, whole_end - 1 - step, tiles, told, False)
+                self.weigh(work, whole_end - 1 - step, tiles, False)
                 tiles += 1
-                told += 1
             if cutlass.const_expr(self.key.left):
                 for step in cutlass.range(whole_begin - work.begin, unroll=1):
-                    self.weigh(work, whole_begin - 1 - step, tiles, told, True)
+                    self.weigh(work, whole_begin - 1 - step, tiles, True)
                     tiles += 1
-                    told += 1
-            self.tell(self.total[0], self.top[0] * self.scores.factor, told)
+            self.tell_end(tiles)
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
@@ -80,19 +76,19 @@ class Softmax:
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.start(work)
-            told = tiles + items
+            self.start(work, items)
             for step in cutlass.range(self.half, work.end - work.begin, 2, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, told, True)
+                self.weigh(work, work.end - 1 - step, tiles, True)
                 tiles += 1
-                told += 1
-            self.tell(self.total[0], self.top[0] * self.scores.factor, told)
+            self.tell_end(tiles)
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
 
     @cute.jit
-    def start(self, work):
+    def start(self, work, items):
+        # The correction has read the totals of the item before.
+        cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (items & 1) ^ 1)
         self.top.fill(-cutlass.Float32.inf)
         self.total.fill(0.0)
         if cutlass.const_expr(self.key.scores.alibi):
@@ -103,7 +99,7 @@ class Softmax:
         return head_of(self.key, work.unit, self.row)
 
     @cute.jit
-    def weigh(self, work, tile, count, told, masked: cutlass.Constexpr[bool]):
+    def weigh(self, work, tile, count, masked: cutlass.Constexpr[bool]):
         """A tile's scores into weights; count: tiles before it."""
         cute.arch.mbarrier_wait(self.barriers.s_full + self.half, count & 1)
         tensor_memory.after_sync()
@@ -125,7 +121,8 @@ class Softmax:
         self.top[0] = top
         reference = finite_or_zero(top) * self.scores.factor
         shrink = exp2(before * self.scores.factor - reference)
-        self.tell(shrink, cutlass.Float32(0.0), told)
+        self.statistics[self.thread, SHRINK, self.half] = shrink
+        cute.arch.mbarrier_arrive(self.barriers.l_full + self.half)
         sums = self.narrow(scores, reference, 0 if masked else self.polynomial)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
@@ -174,12 +171,13 @@ class Softmax:
         return kept
 
     @cute.jit
-    def tell(self, value, top, told):
-        """The correction, of this row."""
-        cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (told & 1) ^ 1)
+    def tell_end(self, tiles):
+        """The correction, of this row of an item; tiles: so far."""
+        # It has read what the last tile's message said. That of the tiles before came ahead of scores, which follow it.
+        cute.arch.mbarrier_wait(self.barriers.p_full + self.half, (tiles - 1) & 1)
         place = self.statistics
-        place[self.thread, SHRINK, self.half] = value
-        place[self.thread, TOP, self.half] = top
+        place[self.thread, SHRINK, self.half] = self.total[0]
+        place[self.thread, TOP, self.half] = self.top[0] * self.scores.factor
         cute.arch.mbarrier_arrive(self.barriers.l_full + self.half)
 
 
