@@ -124,6 +124,10 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
     )
 
 
+# Share of requests whose queries are no decode; MLA's kernels for those also serve short pieces of prompts.
+LONG = {"decode": 0.0, "prefill": 0.7, "mla": 0.2}
+
+
 def longest_decode(layer: Case) -> int:
     """The longest query that is drawn as a decode with drafts."""
     return 8 if layer.latent else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
@@ -145,11 +149,11 @@ def requests(family: str, layer: Case, draw: random.Random, sizes: Sizes) -> tup
         kind = draw.random()
         kv_len = length(draw, sizes.kv)
         short = draw.randint(1, longest_short) if speculative else 1
-        if family != "prefill" or kind < 0.3:
+        if kind >= LONG[family]:
             q_len = min(short, kv_len)
         else:
             q_len = length(draw, sizes.q)
-            kv_len = q_len if kind < 0.6 else min(sizes.kv, q_len + kv_len)
+            kv_len = q_len if kind < 0.4 * LONG[family] else min(sizes.kv, q_len + kv_len)
         while layer.heads[0] * q_len * kv_len > sizes.scores:
             kv_len = max(1, kv_len // 2)
             q_len = min(q_len, kv_len)

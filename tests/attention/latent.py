@@ -67,6 +67,7 @@ RAGGED = mla(
 HEADS_128 = mla(
     128, id="heads-128", q_lens=(2,), kv_lens=(330,), page=64, why="two blocks share key tiles, for two tokens"
 )
+PIECES = mla(16, id="pieces", q_lens=(70, 1, 33), kv_lens=(150, 90, 33), why="pieces of prompts beside a decode")
 PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two blocks")
 CLUSTERS = mla(128, id="clusters", q_lens=(3, 1), kv_lens=(300, 1), page=48, why="whole ranges of neighbouring units")
 WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)

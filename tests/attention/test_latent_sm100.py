@@ -25,6 +25,7 @@ CLUSTERS = LatentConfig(stages=2, least_share=1, cluster=2)
 QUICK = (
     Run(replace(latent.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
     Run(by_id("mla-8-ragged"), "lazy"),
+    Run(latent.PIECES, "eager"),
     Run(replace(latent.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(tile_n=64, stages=4)),
     latent.FP8[0],

@@ -32,6 +32,7 @@ QUICK = (
     Run(latent.RAGGED, "random"),
     Run(replace(latent.RAGGED, id="ragged-guesses"), "random", config=GUESSES),
     Run(by_id("mla-8-ragged"), "lazy"),
+    Run(latent.PIECES, "random"),
     Run(latent.HEADS_128, "lazy", config=CLUSTERS),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(stages=4)),
     latent.FP8[0],
