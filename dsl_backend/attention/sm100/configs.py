@@ -27,6 +27,8 @@ class Registers(NamedTuple):
 
 # Times the roles' threads, the 64 K of an SM.
 REGISTERS = Registers(softmax=200, correct=64, other=48)
+# One half leaves a warpgroup without work: heads of 512 spilled 8 bytes with what there is room for beside two.
+ONE_HALF_REGISTERS = Registers(softmax=200, correct=96, other=80)
 # 640 threads start with 96 each, since registers come in eights. Fewest bytes spilled (ptxas 13.0, heads of 128).
 WIDENING_REGISTERS = Registers(softmax=144, correct=80, other=48, widen=64)
 
@@ -70,7 +72,9 @@ class ForwardConfig:
 
     @property
     def registers(self) -> Registers:
-        return WIDENING_REGISTERS if self.staging else REGISTERS
+        if self.staging:
+            return WIDENING_REGISTERS
+        return REGISTERS if self.halves > 1 else ONE_HALF_REGISTERS
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
