@@ -193,5 +193,7 @@ def test_names_of_classes() -> None:
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_every_kernel_of_the_table_may_have_winners() -> None:
-    kernels = [entry.load() for entries in dispatch.TABLE.values() for entry in entries if entry.name == "cute"]
+    # What writes the cache has nothing to choose.
+    attends = set(dispatch.TABLE) - {dispatch.Operation.WRITE_KV}
+    kernels = [entry.load() for name in attends for entry in dispatch.TABLE[name] if entry.name == "cute"]
     assert {kernel.default for kernel in kernels} == set(CHOICES)
