@@ -283,6 +283,8 @@ def test_sigterm(loaded: Loaded) -> None:
         limit = time.monotonic() + LOAD.end_s
         while sum(map(server.metric, ACCEPTED_NOW)) < 0.75 * len(asked):
             assert time.monotonic() < limit, "no load"
+            # On few cores, who asks all the time keeps the server from taking requests up, and the first of them end.
+            time.sleep(0.05)
         unfinished = sum(not future.done() for future in streams)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
