@@ -255,6 +255,7 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
     )
     # All weights come from memory once.
     weights_ns = spec.weight_rows * spec.k * ELEMENT_BYTES / (bytes_per_ns * target.sm_count)
+    # And what it takes to fill the pipe again behind one that overlaps with nothing.
     epilogue_ns = config.tile_m * config.columns(spec.parts) / 16 + 500
     exposed = 1 if config.overlaps else waves
     return (max(waves * steps * stage_ns, weights_ns) + exposed * epilogue_ns + 4000) / 1000
@@ -274,7 +275,6 @@ TRIED_GEMMS = (
     (128, 80, True),
     (128, 88, True),
     (128, 96, True),
-    (128, 104, True),
     (128, 120, False),
     (192, 64, True),
 )

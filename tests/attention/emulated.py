@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of dense attention on the emulator: tiles that small problems fill, and rings that they go around."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import emulator
@@ -49,6 +50,17 @@ def widening_conflicts(profile: Profile) -> list[str]:
 
 def scratch() -> Workspace:
     return Workspace(torch.device("cpu"))
+
+
+def numbered(cases: Sequence[Case], quick: Collection[str]) -> pytest.MarkDecorator:
+    """A test of each case and its index; `full` but for those whose ids are quick."""
+    return pytest.mark.parametrize(
+        ("index", "case"),
+        [
+            pytest.param(index, case, id=case.id, marks=() if case.id in quick else (pytest.mark.full,))
+            for index, case in enumerate(cases)
+        ],
+    )
 
 
 def served(case: Case) -> bool:
@@ -155,3 +167,4 @@ WIDE_CASES = (
     ),
     Case(id="fp8", q_lens=(2, 40), kv_lens=(200, 60), dim=384, page=32, fp8=True, why="slices are widened"),
 )
+QUICK_WIDE = ("parts", "window-sinks")

@@ -16,10 +16,12 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
 from tests.attention.emulated import (
     FP8_CASES,
+    QUICK_WIDE,
     SERVED,
     SERVED_FP8,
     WIDE_CASES,
     emulate,
+    numbered,
     scratch,
     widening_conflicts,
 )
@@ -27,7 +29,6 @@ from tests.attention.emulated import (
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 # What a change is checked with: each role, ring, mask, score and layout once.
 QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128", "fp8-128")
-QUICK_WIDE = ("parts", "window-sinks")
 REGISTERS = 1 << 16  # of an SM
 
 
@@ -47,13 +48,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     return (SplitKV if short else Prefill)(spec, target, scratch(), config)
 
 
-@pytest.mark.parametrize(
-    ("index", "case"),
-    [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.full,))
-        for index, case in enumerate(ALL)
-    ],
-)
+@numbered(ALL, QUICK)
 def test_case(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index)
 
@@ -66,13 +61,7 @@ def defaults(planner: Planner, short: bool) -> Kernel:
     return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch())
 
 
-@pytest.mark.parametrize(
-    ("index", "case"),
-    [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK_WIDE else (pytest.mark.full,))
-        for index, case in enumerate(WIDE_CASES)
-    ],
-)
+@numbered(WIDE_CASES, QUICK_WIDE)
 def test_wide_heads(index: int, case: Case) -> None:
     emulate(case, "sm_100a", defaults, index)
 

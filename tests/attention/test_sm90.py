@@ -23,10 +23,12 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP16, Case, by_id
 from tests.attention.emulated import (
     FP8_CASES,
+    QUICK_WIDE,
     SERVED,
     SERVED_FP8,
     WIDE_CASES,
     emulate,
+    numbered,
     scratch,
     widening_conflicts,
 )
@@ -34,7 +36,6 @@ from tests.attention.emulated import (
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 
 # What a change is checked with: each role, ring, mask, score and layout once.
-QUICK_WIDE = ("parts", "window-sinks")
 QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128")
 
 
@@ -60,13 +61,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     return Prefill(spec, target, scratch(), config)
 
 
-@pytest.mark.parametrize(
-    ("index", "case"),
-    [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.full,))
-        for index, case in enumerate(ALL)
-    ],
-)
+@numbered(ALL, QUICK)
 def test_case(index: int, case: Case) -> None:
     emulate(case, "sm_90a", lambda planner, short: make(planner, short, index), index)
 
@@ -82,13 +77,7 @@ def defaults(planner: Planner, short: bool) -> Kernel:
 WIDE = (*WIDE_CASES, replace(WIDE_CASES[-1], id="fp8-512", dim=512))
 
 
-@pytest.mark.parametrize(
-    ("index", "case"),
-    [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK_WIDE else (pytest.mark.full,))
-        for index, case in enumerate(WIDE)
-    ],
-)
+@numbered(WIDE, QUICK_WIDE)
 def test_wide_heads(index: int, case: Case) -> None:
     emulate(case, "sm_90a", defaults, index)
 

@@ -112,8 +112,8 @@ DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", mark
 @pytest.mark.parametrize("along", ALONG)
 def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) -> None:
     """Of one row, by as many seeds or as many positions of one seed."""
-    z, _, _ = reference.scaled(logits(), setting(name, 1, along, 0, torch.device("cpu")).temperature)
     one = setting(name, 1, along, 0, torch.device("cpu"))
+    z, _, _ = reference.scaled(logits(), one.temperature)
     w = reference.weights(reference.distances(z)) * reference.kept(z, one)
     # Weights do not depend on the seed: they are found once.
     assert_fair(name, along, draws, w.device, lambda rows, drawn: reference.draw(w.expand(len(rows), -1), drawn))

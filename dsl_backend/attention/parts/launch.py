@@ -299,14 +299,10 @@ class LayerKernel:
             self.blocks,
             rows,
         )
-        functions: dict[tuple[bool, torch.dtype | None], Function] = {}
 
         def launch(operands: Operands) -> None:
             out, lse, sinks = operands.out, operands.lse, operands.sinks
-            wanted = lse is not None, None if sinks is None else sinks.dtype
-            function = functions.get(wanted)
-            if function is None:
-                function = functions[wanted] = self.function(*wanted)
+            function = self.function(lse is not None, None if sinks is None else sinks.dtype)
             scales = scales_of(spec, operands)
             function(*tensors(operands), out, lse, *requests, sinks, operands.alibi_slopes, *scales, *tail)
 

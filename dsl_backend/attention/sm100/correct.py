@@ -137,6 +137,7 @@ class Corrector:
     @cute.jit
     def shrink(self, g: cutlass.Constexpr[int], factor):
         """Sums times the factor, where a row of the warp needs it. Products are done: the scores came after them."""
+        # This way around the vote is what the branch takes: the other way it is negated first, for every tile.
         if cute.arch.vote_all_sync(factor == 1.0):
             pass
         else:
