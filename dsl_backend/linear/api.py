@@ -9,7 +9,7 @@ torch.
 """
 
 import math
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +20,6 @@ from dsl_backend.linear.spec import DTYPES, MOST, SWIGLU_OAI, Activation, Geglu,
 from dsl_backend.runtime import target as targets
 
 __all__ = ["SWIGLU_OAI", "Activation", "Geglu", "Swiglu", "linear"]
-
-# Checked once: a model's layers ask for the same few in every step.
-spec_of = lru_cache(maxsize=1 << 12)(LinearSpec)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
@@ -128,21 +125,20 @@ def linear(
         InvalidInput: a tensor does not fit; the message names it.
         Unsupported: no kernel serves the problem on x's device.
     """
-    n = columns(x, weight, activation)
     if torch.compiler.is_compiling():
+        columns(x, weight, activation)
         return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, kernel)
-    rows, k = x.shape
-    # Here and not with the other checks: while torch.compile traces, nobody may know it.
-    if rows > MOST:
-        raise InvalidInput(f"x has {rows} rows: {MOST} are the most")
-    if bias is not None:
-        check_tensor("bias", bias, (weight.shape[0],), x)
-    if residual is not None:
-        check_tensor("residual", residual, (rows, n), x)
+    asked = (activation, interleaved, batch_invariant, kernel)
+    facts = (facts_of(x), facts_of(weight), facts_of(bias), facts_of(residual), facts_of(out), *asked)
+    known = _known.get(facts)
+    if known is None:
+        known = Known(check(x, weight, bias, residual, out, activation), {})
+        if len(_known) >= LAYOUTS:
+            _known.clear()
+        _known[facts] = known
+    rows, n = x.shape[0], known.n
     if out is None:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    else:
-        check_out(out, rows, n, x)
     if rows and n:
         operands = Operands(
             side_by_side(x),
@@ -151,20 +147,79 @@ def linear(
             None if residual is None else side_by_side(residual),
             side_by_side(out),
         )
-        spec = spec_of(
-            n=n,
-            k=k,
-            dtype=x.dtype,
-            activation=activation,
-            interleaved=interleaved,
-            bias=bias is not None,
-            residual=residual is not None,
-            batch_invariant=batch_invariant,
-            vector=common_vector(n, k, operands),
-        )
         stream = plan.current_stream(x.device)
-        plan.plan_of(spec, targets.detect(x.device), x.device, stream, kernel).run(operands)
+        serving = known.plans.get(stream)
+        if serving is None:
+            serving = known.plans[stream] = plan_for(operands, n, stream, *asked)
+        serving.run(operands)
     return out
+
+
+def facts_of(tensor: torch.Tensor | None) -> object:
+    """All that is looked at in a tensor, but for its values: what a call's checks and its plan depend on."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor)
+    gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, gradient
+
+
+class Known(NamedTuple):
+    """What was found out about calls whose tensors lie alike: columns of the output, and plans by stream."""
+
+    n: int
+    plans: dict[int, plan.LinearPlan]
+
+
+# A model asks with the same few layouts in every step, on the host's time: they are looked at once.
+LAYOUTS = 1 << 14
+_known: dict[object, Known] = {}
+
+
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    activation: Activation | None,
+) -> int:
+    """Columns of the output; raises InvalidInput where a tensor does not fit."""
+    n = columns(x, weight, activation)
+    rows = x.shape[0]
+    # Here and not with x's other checks: while torch.compile traces, nobody may know it.
+    if rows > MOST:
+        raise InvalidInput(f"x has {rows} rows: {MOST} are the most")
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), x)
+    if residual is not None:
+        check_tensor("residual", residual, (rows, n), x)
+    if out is not None:
+        check_out(out, rows, n, x)
+    return n
+
+
+def plan_for(
+    operands: Operands,
+    n: int,
+    stream: int,
+    activation: Activation | None,
+    interleaved: bool,
+    batch_invariant: bool,
+    kernel: str | None,
+) -> plan.LinearPlan:
+    x = operands.x
+    spec = LinearSpec(
+        n=n,
+        k=x.shape[1],
+        dtype=x.dtype,
+        activation=activation,
+        interleaved=interleaved,
+        bias=operands.bias is not None,
+        residual=operands.residual is not None,
+        batch_invariant=batch_invariant,
+        vector=common_vector(n, x.shape[1], operands),
+    )
+    return plan.plan_of(spec, targets.detect(x.device), x.device, stream, kernel)
 
 
 def compiled(

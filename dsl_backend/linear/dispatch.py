@@ -48,9 +48,9 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 
 
 TABLE = (
-    Entry("cute", "dsl_backend.linear.parts.launch:linear", cute),
-    Entry("triton", "dsl_backend.linear.triton.gemm:linear", triton),
-    Entry("reference", "dsl_backend.linear.reference:linear", cpu_only),
+    Entry("cute", "dsl_backend.linear.parts.launch:bind", cute),
+    Entry("triton", "dsl_backend.linear.triton.gemm:bind", triton),
+    Entry("reference", "dsl_backend.linear.reference:bind", cpu_only),
 )
 
 

@@ -2,7 +2,7 @@
 """What a plan and its kernels agree on: a launch's operands, and the scratch that launches share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The tensors of one call; `api.linear` has their shapes. There is at least one row."""
 
     x: torch.Tensor
@@ -69,4 +68,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-Run = Callable[[Operands, LinearSpec, Target, Workspace], None]
+# Writes operands.out; as many rows as it was bound for.
+Launch = Callable[[Operands], None]
+# What a kernel is: bound once for a problem and a number of rows, at least one.
+Bind = Callable[[LinearSpec, int, Target, Workspace], Launch]

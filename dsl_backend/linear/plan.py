@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.kernel import Operands, Workspace, capturing
+from dsl_backend.linear.kernel import Launch, Operands, Workspace, capturing
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 
@@ -25,16 +25,25 @@ class LinearPlan:
         InvalidInput, Unsupported: as dispatch.choose.
     """
 
+    # Numbers of rows to remember; prompts bring ever new ones.
+    MOST = 1 << 16
+
     def __init__(self, spec: LinearSpec, target: Target, workspace: Workspace, kernel: str | None = None) -> None:
         entry = dispatch.choose(spec, target, kernel)
         self.spec, self.target, self.workspace = spec, target, workspace
         self.kernel_name = entry.name
-        self._run = entry.load()
+        self._bind = entry.load()
+        self._launches: dict[int, Launch] = {}
 
     def run(self, operands: Operands) -> None:
-        """Writes operands.out; any rows. The operands are as the spec says, which nobody checks here."""
-        if operands.x.shape[0]:
-            self._run(operands, self.spec, self.target, self.workspace)
+        """Writes operands.out; at least one row. The operands are as the spec says, which nobody checks here."""
+        rows = operands.x.shape[0]
+        launch = self._launches.get(rows)
+        if launch is None:
+            if len(self._launches) >= self.MOST:
+                self._launches.clear()
+            launch = self._launches[rows] = self._bind(self.spec, rows, self.target, self.workspace)
+        launch(operands)
 
 
 @cache

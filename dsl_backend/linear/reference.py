@@ -2,11 +2,12 @@
 """Linear layers in eager torch: what kernels are judged by, and what serves a CPU."""
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands, Workspace
 from dsl_backend.linear.spec import Activation, Geglu, LinearSpec
 from dsl_backend.runtime.target import Target
 
@@ -58,7 +59,12 @@ def exact(
     return out if residual is None else out + residual.to(dtype)
 
 
-def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Workspace) -> None:
+def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
+    """The layer for so many rows."""
+    return partial(linear, spec)
+
+
+def linear(spec: LinearSpec, operands: Operands) -> None:
     """Writes operands.out, in float32 arithmetic."""
     result = exact(
         operands.x,

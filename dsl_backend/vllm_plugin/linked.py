@@ -111,13 +111,13 @@ class GatedLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Of x [..., k]; [..., n], where the layer's weight is [2 n, k]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         out: torch.Tensor = GATED_LINEAR(
             rows, layer.weight, bias, self.activation, self.parameters, self.interleaved, self.batch_invariant
         )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 class PassedOn(nn.Module):

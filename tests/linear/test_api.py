@@ -166,6 +166,29 @@ def test_batch_invariance_is_not_torch() -> None:
         api.linear(X, W, batch_invariant=True, kernel="reference")
 
 
+def test_a_call_like_an_earlier_one_is_still_looked_at() -> None:
+    """What is remembered of a layout says nothing of another one, nor of gradients."""
+    x, weight = torch.randn(3, 8).to(BF16), torch.randn(6, 8).to(BF16)
+    right = api.linear(x, weight)
+    with pytest.raises(InvalidInput, match="weight requires a gradient"):
+        api.linear(x, weight.clone().requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(api.linear(x, weight.clone().requires_grad_()), right)
+    with pytest.raises(InvalidInput, match="weight has stride 2"):
+        api.linear(x, weight.repeat_interleave(2, 1)[:, ::2])
+    with pytest.raises(InvalidInput, match="weight has 5 rows"):
+        api.linear(x, weight[:5], activation=Swiglu())
+    assert torch.equal(api.linear(x, weight[:5]), right[:, :5])
+
+
+def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "LAYOUTS", 4)
+    for rows in range(1, 20):
+        x, weight = torch.ones(rows, 8, dtype=BF16), torch.ones(2, 8, dtype=BF16)
+        assert api.linear(x, weight).tolist() == [[8.0, 8.0]] * rows
+        assert len(api._known) <= 4
+
+
 def test_activations_that_are_none() -> None:
     with pytest.raises(InvalidInput, match="Swiglu's limit is nan: a finite number is needed"):
         Swiglu(limit=float("nan"))

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, Streams, blocks_of
-from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands, Workspace
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.views import NUMERIC
 from dsl_backend.linear.sm90 import gemm as sm90_gemm
@@ -93,7 +93,8 @@ def run(function: Function, config: Config, operands: Operands, blocks: int, wor
         function(*tensors, blocks)
 
 
-def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Workspace) -> None:
-    """Writes operands.out; at least one row."""
-    config, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
-    run(function, config, operands, blocks_of(config, target), workspace)
+def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
+    """The kernel for so many rows, at least one."""
+    config, function = chosen(spec, rows, target, toolkit.libraries())
+    blocks = blocks_of(config, target)
+    return lambda operands: run(function, config, operands, blocks, workspace)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix product with bias, gated activation and residual: a program a tile."""
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
-from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands, Workspace
 from dsl_backend.linear.spec import Geglu, LinearSpec
 from dsl_backend.runtime.target import Target, triton_interpreted
 
@@ -123,7 +125,12 @@ def part_stride(spec: LinearSpec, row_stride: int) -> tuple[int, int]:
     return row_stride, spec.n * row_stride
 
 
-def linear(operands: Operands, spec: LinearSpec, target: Target, workspace: Workspace) -> None:
+def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
+    """The kernel for so many rows, at least one."""
+    return partial(linear, spec)
+
+
+def linear(spec: LinearSpec, operands: Operands) -> None:
     """Writes operands.out."""
     x, weight, bias, residual, out = (
         operands.x,
