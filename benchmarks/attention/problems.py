@@ -19,6 +19,7 @@ class Problem:
         page_size: tokens a page; None where keys are packed.
         window_left: keys visible before a position; None is unbounded.
         scale: multiplies q·k.
+        batch_invariant: a request's results are the same bits whatever is beside it.
     """
 
     heads_q: int
@@ -33,6 +34,7 @@ class Problem:
     kv_dtype: torch.dtype = torch.bfloat16
     latent: bool = False
     scale: float
+    batch_invariant: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -47,6 +49,7 @@ class Problem:
             scale=self.scale,
             window_left=self.window_left,
             latent=self.latent,
+            batch_invariant=self.batch_invariant,
         )
 
     @property
@@ -101,6 +104,7 @@ class Problem:
             "window_left": self.window_left,
             "dtype": short(self.dtype),
             "kv_dtype": short(self.kv_dtype),
+            "batch_invariant": self.batch_invariant,
         }
 
 
@@ -129,6 +133,7 @@ def dense(
     page_size: int = 16,
     window_left: int | None = None,
     kv_dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> Problem:
     """Keys and values of their own, in pages."""
     return Problem(
@@ -141,11 +146,19 @@ def dense(
         page_size=page_size,
         window_left=window_left,
         kv_dtype=kv_dtype,
+        batch_invariant=batch_invariant,
         scale=head_dim**-0.5,
     )
 
 
-def latent(heads: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, page_size: int = 16) -> Problem:
+def latent(
+    heads: int,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    page_size: int = 16,
+    batch_invariant: bool = False,
+) -> Problem:
     """Absorbed MLA of DeepSeek's sizes: one latent row of 512 and a rope part of 64 serve every head."""
     return Problem(
         heads_q=heads,
@@ -156,6 +169,7 @@ def latent(heads: int, q_lens: Sequence[int], kv_lens: Sequence[int], *, page_si
         kv_lens=tuple(kv_lens),
         page_size=page_size,
         latent=True,
+        batch_invariant=batch_invariant,
         scale=192**-0.5,
     )
 

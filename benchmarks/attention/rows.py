@@ -71,6 +71,8 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
     cases += [row((64, 64, 8), b, 8 * K, "window128", window_left=127) for b in (8, 64)]
     cases += [row(main, b, 32 * K, "window4k", window_left=4 * K - 1) for b in (1, 16)]
     cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in DECODE_SHAPES]
+    cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in DECODE_SHAPES]
+    cases += [row((512, 16, 2), b, 8 * K, "hd512") for b in (1, 8, 64)]
     cases += [row(main, b, k, f"q{q}", q=q) for q in (1, 2, 4, 8) for b, k in ((8, 8 * K), (64, 4 * K))]
     cases.append(case("hd64-h4x2", dense(64, 4, 2, [1, 1, 1], [5, 16, 40], page_size=page), "tiny"))
     return cases
@@ -102,6 +104,8 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
     cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
     cases += [row((64, 64, 8), *shape, "window128", window_left=127) for shape in PREFILL_SHAPES[1:]]
     cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in PREFILL_SHAPES]
+    cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in PREFILL_SHAPES]
+    cases += [row((512, 16, 2), *shape, "hd512") for shape in PREFILL_SHAPES]
     cases.append(case("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
     return cases
 
@@ -117,6 +121,9 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
             case(f"h{h}-b{b}-k8k", latent(h, [1] * b, [8 * K] * b, page_size=page), "batch", "requests")
             for b in SWEEP_BATCHES
         ]
+        for batch, keys in LATENT_SHAPES:
+            problem = latent(h, [1] * batch, [keys] * batch, page_size=page, batch_invariant=True)
+            cases.append(case(f"h{h}-b{batch}-k{length(keys)}", problem, "invariant"))
     for h in (16, 128):
         problem = latent(h, [1] * 64, zipf_lengths(64, seed=3), page_size=page)
         cases.append(case(f"h{h}-b64", problem, "ragged"))
