@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -55,7 +55,14 @@ def register_op(
         raise InvalidInput(f"operator {NAMESPACE}::{name} cannot be registered: {error}") from None
     library = _library()
     library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    library.impl(name, function, "CompositeExplicitAutograd")
+
+    @wraps(function)
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        # vLLM's weights are of a class of its own, and every look at one would be a call in Python: 1.4 us (a CPU).
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    library.impl(name, implementation, "CompositeExplicitAutograd")
     library._register_fake(name, fake)
     _registered[name] = function
     return _overload(name)

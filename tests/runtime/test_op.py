@@ -42,6 +42,28 @@ def test_torch_accepts_it() -> None:
         assert set(results.values()) == {"SUCCESS"}
 
 
+class Weight(torch.nn.Parameter):
+    """A parameter that hears of every function that is called with it, as vLLM's do."""
+
+    heard = 0
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        cls.heard += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_looks_at_tensors_of_other_classes_are_no_calls() -> None:
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        return x.new_full((x.shape[0],), sum(x.stride()))
+
+    op = register_op(name(), looks, fake=lambda x: x.new_empty(x.shape[0]))
+    weight = Weight(torch.zeros(3, 4), requires_grad=False)
+    assert (weight.shape, Weight.heard) == ((3, 4), 1)
+    assert op(weight).tolist() == [5.0] * 3
+    assert Weight.heard == 2
+
+
 def test_a_lie_is_found() -> None:
     """The check above can fail: a fake that makes another shape, and a write that was not announced."""
     wrong = register_op(name(), rows, fake=lambda x, count: x.new_empty(count + 1))
