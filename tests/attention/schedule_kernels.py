@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that has no other role than the schedule's."""
+"""Kernels that have no other role than the schedule's."""
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import ClaimedTiles, Requests
+from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, Requests
 from dsl_backend.attention.parts.work import FIELDS
 
 
@@ -49,3 +49,22 @@ class Claiming:
     @cute.kernel
     def kernel(self, requests: Requests, claims: cute.Tensor, posts: cute.Tensor):
         ClaimedTiles(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, claims).run()
+
+
+class Sharing:
+    """Equal shares of a batch's key tiles, as blocks of one warp find them, and what they leave to merge."""
+
+    def __init__(self, key, tokens_per_tile: int, tile_n: int, least: int):
+        self.key, self.tokens_per_tile, self.tile_n, self.least = key, tokens_per_tile, tile_n, least
+
+    @cute.jit
+    def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, merges: cute.Tensor, posts: cute.Tensor):
+        left, right, rows = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(self.tokens_per_tile)
+        shortest, longest = cutlass.Int32(1), cutlass.Int32(self.tokens_per_tile)
+        requests = Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+        self.kernel(requests, merges, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+
+    @cute.kernel
+    def kernel(self, requests: Requests, merges: cute.Tensor, posts: cute.Tensor):
+        key, posted = self.key, Record(posts)
+        KeyShares(key, posted, self.tokens_per_tile, self.tile_n, requests, merges, self.least).run()

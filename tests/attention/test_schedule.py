@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query tiles as blocks claim them: each once, the longest first, and counters that are clear again."""
+"""Work as blocks find it: query tiles that they claim, each once, the longest first; shares of all key tiles."""
 
 import random
 from collections.abc import Sequence
@@ -18,11 +18,32 @@ from dsl_backend.attention.kernel import COUNTERS
 from dsl_backend.attention.parts import schedule
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.tiles import LayerKey
-from dsl_backend.attention.parts.work import FIELDS, Work
-from tests.attention.schedule_kernels import Claiming
+from dsl_backend.attention.parts.work import FIELDS, WHOLE, Work
+from tests.attention.schedule_kernels import Claiming, Sharing
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
+
+
+def key_of(**facts: object) -> LayerKey:
+    usual: dict[str, object] = {
+        "dtype": "bfloat16",
+        "heads_q": HEADS,
+        "heads_kv": 1,
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "pack": 1,
+        "page_size": 0,
+        "fp8": False,
+        "causality": "causal",
+        "left": False,
+        "right": False,
+        "lse": False,
+        "split": False,
+        "shares": 0,
+        "scores": ScoreKey(softcap=False, alibi=False, sinks=None, signed=False),
+    }
+    return LayerKey(**(usual | facts))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -66,23 +87,7 @@ class Lengths:
 
     def claimed(self, blocks: int, order: str) -> list[list[Item]]:
         """By each block, in its order; the emulator's schedule is `order`."""
-        key = LayerKey(
-            dtype="bfloat16",
-            heads_q=HEADS,
-            heads_kv=1,
-            head_dim=64,
-            head_dim_v=64,
-            pack=1,
-            page_size=0,
-            fp8=False,
-            causality=self.causality,
-            left=self.left is not None,
-            right=False,
-            lse=False,
-            split=False,
-            shares=0,
-            scores=ScoreKey(softcap=False, alibi=False, sinks=None, signed=False),
-        )
+        key = key_of(causality=self.causality, left=self.left is not None)
         int32 = {"dtype": torch.int32}
         starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
         claims = torch.zeros(COUNTERS, **int32)
@@ -152,3 +157,72 @@ def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item.request for item in claimed if item.unit == 0 and item.request in sections[0]][:1] == [1]
     places = [next(i for i, section in enumerate(sections) if item.request in section) for item in claimed]
     assert places == sorted(places)
+
+
+LEAST = 2
+DECODES = {
+    "equal": [90] * 6,
+    "long": [40 * TILE, 1, 900, 16, 17, 300, 33],
+    "short-ones-last": [60 * TILE, *[3] * 30],
+    "short-ones-first": [*[TILE] * 40, 70 * TILE],
+    "all-short": [5, 40, 17, 16, 1],
+    "one": [33 * TILE],
+    "empty-ones": [0, 200, 0, 700, 1],
+}
+
+
+def shared(lengths: Sequence[int], blocks: int) -> tuple[list[list[Work]], list[list[int]]]:
+    """Items of each block for decodes over so many keys, and what each leaves to merge."""
+    int32 = {"dtype": torch.int32}
+    starts, keys = torch.arange(len(lengths) + 1, **int32), torch.tensor(lengths, **int32)
+    merges = torch.full((blocks, schedule.MERGE_FIELDS), -7, **int32)
+    posts = torch.full((blocks, len(lengths) * HEADS + 1, FIELDS), -7, **int32)
+    with emulator.device(arch="sm_90a", sms=blocks, strict=True):
+        Sharing(key_of(split=True), 1, TILE, LEAST)(*(from_dlpack(one) for one in (starts, keys, merges, posts)))
+    found = [[Work(*fields) for fields in block] for block in posts.tolist()]
+    return [block[: [work.valid for work in block].index(0)] for block in found], merges.tolist()
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+@pytest.mark.parametrize("name", DECODES)
+def test_shares(name: str, blocks: int) -> None:
+    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks."""
+    lengths = DECODES[name]
+    found, merges = shared(lengths, blocks)
+    ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
+    for block, items in enumerate(found):
+        for work in items:
+            ranges.setdefault((work.query, work.unit), []).append((block, work))
+    assert len(ranges) == len(lengths) * HEADS
+    merged = {}
+    for (request, unit), parts in ranges.items():
+        tiles = max(-(-lengths[request] // TILE), 1)
+        ends = [work.end for _, work in parts]
+        assert [work.begin for _, work in parts] == [0, *ends[:-1]]
+        assert ends[-1] == tiles
+        first = parts[0][0]
+        assert [block for block, _ in parts] == list(range(first, first + len(parts)))
+        if len(parts) > 1:
+            assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
+            merged[first] = [len(parts), request, unit, 1]
+        else:
+            assert parts[0][1].slot == WHOLE
+    assert {block: left for block, left in enumerate(merges) if left[0]} == merged
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_shares_are_even(name: str) -> None:
+    """A block has no more to do than its share, with each range's beginning for a tile where lengths differ.
+
+    One range may begin in the block before with no more than what it has for its beginning.
+    """
+    blocks = 8
+    lengths = DECODES[name]
+    tiles = [max(-(-length // TILE), 1) for length in lengths]
+    found, _ = shared(lengths, blocks)
+    if len(set(tiles)) == 1:
+        assert max(sum(work.end - work.begin for work in items) for items in found) <= tiles[0] * HEADS
+        return
+    share = max(-(-HEADS * sum(tile + schedule.ITEM_TILES for tile in tiles) // blocks), LEAST)
+    begun = [sum(work.end - work.begin + schedule.ITEM_TILES * (work.begin == 0) for work in items) for items in found]
+    assert max(begun) <= share + schedule.ITEM_TILES

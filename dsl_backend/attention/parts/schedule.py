@@ -12,6 +12,9 @@ FAR = 1 << 30  # a window that ends nowhere
 # Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
 # a merge 3 to 4.
 SPARED = 2
+# Key tiles that an item costs besides its own, where short ranges share a block: 0.4 of heads of 128, 0.6 of 64 on an
+# H200, for the latency of its first tile and for its result.
+ITEM_TILES = 1
 WARP = 32
 # Of keys and values that row tiles of the same length are taken together for: half an H200's L2.
 SECTION_BYTES = 25 << 20
@@ -394,6 +397,9 @@ MERGE_FIELDS = 4
 class KeyShares:
     """Equal, contiguous shares of all the key tiles of the batch (stream-K: Osama et al., 2023).
 
+    Where requests shorter than a share are beside longer ones, a range begins with ITEM_TILES places without a tile:
+    else who gets many short ranges would have as many tiles to do as all others, and all their items besides.
+
     A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
     share, of neighbouring units: the first ones' slots come before all second ones'.
@@ -417,16 +423,15 @@ class KeyShares:
 
     @cute.jit
     def read(self, request, count):
-        """A lane's request: first query row, queries, keys, key tiles of a row tile, and all its key tiles."""
+        """A lane's request: first query row, queries, keys, key tiles of a row tile, and how many ranges of so many."""
         first, queries, keys = lengths_of(self.requests, request, count)
         begin = self.first_tile(queries, keys)
         # At least one tile, so that every row is written.
         tiles = cutlass.max((keys + self.tile_n - 1) // self.tile_n - begin, 1)
-        row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
-        work = self.units * row_tiles * tiles
+        ranges = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile * self.units
         if queries < self.requests.shortest or queries > self.requests.longest:
-            work = cutlass.Int32(0)
-        return first, queries, keys, tiles, work
+            ranges = cutlass.Int32(0)
+        return first, queries, keys, tiles, ranges
 
     @cute.jit
     def first_tile(self, queries, keys):
@@ -443,39 +448,42 @@ class KeyShares:
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        total, share = self.even_share(count, lane, blocks)
+        total, share, lead = self.even_share(count, lane, blocks)
         place = block * share
         end = cutlass.min(place + share, total)
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         merge = self.merges
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             values = self.read(chunk * WARP + lane, count)
-            through = sum_through(values[4]) + seen
+            through = sum_through(values[4] * (values[3] + lead)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
-                first, queries, keys, tiles, work = [cute.arch.shuffle_sync(value, owner) for value in values]
-                base = cute.arch.shuffle_sync(through, owner) - work
-                item, tile = (place - base) // tiles, (place - base) % tiles
-                taken = cutlass.min(tiles - tile, end - place)
-                row_tiles = work // tiles // self.units
-                unit, row = item // row_tiles * self.cluster + rank, item % row_tiles * self.tokens_per_tile
-                start = base + item * tiles
-                slot = cutlass.Int32(WHOLE)
-                if taken < tiles:
-                    slot = 2 * mine + (1 if start >= block * share else 0)
-                rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
-                if taken < tiles and start >= block * share:
-                    parts = (start + tiles - 1) // share - block + 1
-                    if lane == 0:
-                        merge[mine, 1] = first + row
-                        merge[mine, 2] = unit
-                        merge[mine, 3] = rows
-                self.mailbox.post(
-                    posted, self.piece(chunk * WARP + owner, first, queries, keys, unit, row, rows, tile, taken, slot)
-                )
-                posted += 1
-                place += taken
+                first, queries, keys, tiles, ranges = [cute.arch.shuffle_sync(value, owner) for value in values]
+                span = tiles + lead
+                base = cute.arch.shuffle_sync(through, owner) - ranges * span
+                item, offset = (place - base) // span, (place - base) % span
+                start = base + item * span + lead
+                places = cutlass.min(span - offset, end - place)
+                tile = cutlass.max(offset - lead, 0)
+                taken = cutlass.max(offset + places - lead, 0) - tile
+                if taken > 0:
+                    row_tiles = ranges // self.units
+                    unit, row = item // row_tiles * self.cluster + rank, item % row_tiles * self.tokens_per_tile
+                    slot = cutlass.Int32(WHOLE)
+                    if taken < tiles:
+                        slot = 2 * mine + (1 if start >= block * share else 0)
+                    rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
+                    if taken < tiles and start >= block * share:
+                        parts = (start + tiles - 1) // share - block + 1
+                        if lane == 0:
+                            merge[mine, 1] = first + row
+                            merge[mine, 2] = unit
+                            merge[mine, 3] = rows
+                    work = self.piece(chunk * WARP + owner, first, queries, keys, unit, row, rows, tile, taken, slot)
+                    self.mailbox.post(posted, work)
+                    posted += 1
+                place += places
         if lane == 0:
             merge[mine, 0] = parts
         nothing = cutlass.Int32(0)
@@ -483,22 +491,26 @@ class KeyShares:
 
     @cute.jit
     def even_share(self, count, lane, blocks):
-        """All key tiles, and those of a block."""
-        total, ranges, longest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1)
+        """Places of all ranges, those of a block, and how many of each range are before its first tile."""
+        total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            _, _, _, tiles, work = self.read(chunk * WARP + lane, count)
-            total += work
-            if work > 0:
-                ranges += work // tiles
-                longest = cutlass.max(longest, tiles)
-        total = cute.arch.warp_reduction_sum(total)
-        ranges, longest = cute.arch.warp_reduction_sum(ranges), cute.arch.warp_reduction_max(longest)
-        share = cutlass.max((total + blocks - 1) // blocks, self.least)
-        # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
-        whole = (ranges + blocks - 1) // blocks * longest
-        if ranges * longest == total and whole <= share + SPARED:
-            share = whole
-        return total, share
+            _, _, _, tiles, own = self.read(chunk * WARP + lane, count)
+            total += own * tiles
+            ranges += own
+            if own > 0:
+                longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, tiles)
+        total, ranges = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(ranges)
+        longest, shortest = cute.arch.warp_reduction_max(longest), cute.arch.warp_redux_sync(shortest, "min")
+        share, lead = cutlass.max((total + blocks - 1) // blocks, self.least), cutlass.Int32(0)
+        if ranges * longest == total:
+            # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
+            whole = (ranges + blocks - 1) // blocks * longest
+            share = whole if whole <= share + SPARED else share
+        elif shortest < share:
+            lead = cutlass.Int32(ITEM_TILES)
+            total += ranges * lead
+            share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        return total, share, lead
 
     @cute.jit
     def piece(self, request, first, queries, keys, unit, row, rows, tile, taken, slot):
