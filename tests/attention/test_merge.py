@@ -45,7 +45,7 @@ def test_few_and_many_parts_at_once(dim: int) -> None:
     """Of three heads' rows: ranges that warps merge alone, one that takes a block, and some that were not cut."""
     lengths = (5 * TILE, 3, 30 * TILE, 40, 10 * TILE + 1)
     case = Case(q_lens=(1, 1, 2, 1, 1), kv_lens=lengths, heads=(3, 1), dim=dim)
-    parts = parts_of(case, 18, 2)
+    parts = parts_of(case, 22, 2)
     assert max(parts) > FEW > min(one for one in parts if one) > 1
 
 
