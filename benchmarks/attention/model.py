@@ -6,17 +6,14 @@ is left is the cost of an item. Nothing here is a measurement: the cycles are th
 """
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-THIRDPARTY = ROOT / "tests/emulator/thirdparty"
+from ..counted import CHILD, Kernel, answer, executed, in_child, main_kernel, pretend, profiled
+
+MODULE = "benchmarks.attention.model"
 TILE = 128
 ARCH = "sm_100a"
 
@@ -60,18 +57,6 @@ ROLES = {"softmax": "softmax warp", "epilogue + store": "correction warp", "mma"
 SMS = 4
 
 
-def profiled(provider: str, shape: Shape, keys: int) -> list[dict[str, Any]]:
-    """Kernels of one run, as the emulator's profile tells of them."""
-    import emulator
-    from emulator.profile import summary
-
-    with emulator.device(ARCH, sms=SMS, schedule="eager") as device:
-        (ours if provider == "dsl" else theirs)(shape, keys)
-    profile: Any = device.profile
-    kernels: list[dict[str, Any]] = json.loads(summary(profile).to_json())["kernels"]
-    return kernels
-
-
 def ours(shape: Shape, keys: int) -> None:
     """Without LSE, as a server asks for it."""
     import torch
@@ -103,33 +88,23 @@ def ours(shape: Shape, keys: int) -> None:
 
 
 def theirs(shape: Shape, keys: int) -> None:
-    """In a process that believes in a GPU."""
-    sys.path.insert(0, str(THIRDPARTY))
-    import_module("stand_in").pretend(ARCH, ROOT / ".peers")
+    """In a process of its own."""
+    pretend(ARCH)
     cases = import_module("cases_flash")
     problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, absorbed=shape.absorbed)
     cases.attention(ARCH, problem).run()
 
 
-def run(provider: str, name: str, keys: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.attention.model", "--child", provider, name, str(keys)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{provider}, {name}, {keys} keys: {done.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def amounts(kernels: list[dict[str, Any]]) -> dict[str, float]:
+def amounts(kernels: list[Kernel]) -> dict[str, float]:
     """Warp instructions of a warp of each role; and of all warps of all blocks, work and model cycles."""
     from emulator.profile.summary import charged
 
-    main = max(kernels, key=lambda kernel: int(kernel["issued"]))
+    main = main_kernel(kernels)
     found = {}
     for role in main["roles"]:
         found[ROLES.get(role["name"], role["name"])] = charged(role["instructions"]) / len(role["warps"])
     found["all warps"] = main["issued"]
-    found["MUFU"] = sum(role["instructions"].get("MUFU", 0) for role in main["roles"])
+    found["MUFU"] = executed(main, "MUFU")
     found["KB of shared memory"] = main["shared_bytes"] / 1024
     for unit, cycles in main["cycles"].items():
         found[f"cycles: {unit}"] = cycles * main["ctas"]
@@ -139,7 +114,7 @@ def amounts(kernels: list[dict[str, Any]]) -> dict[str, float]:
 def costs(provider: str, name: str) -> dict[str, tuple[float, float]]:
     """(of a tile of 128 keys, of an item) of each amount."""
     shape = SHAPES[name]
-    few, many = (amounts(run(provider, name, keys)) for keys in shape.keys)
+    few, many = (amounts(in_child(MODULE, provider, name, str(keys))) for keys in shape.keys)
     found = {}
     for what, amount in many.items():
         before = few.get(what, 0.0)
@@ -163,12 +138,12 @@ def table(name: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--child", nargs=3, metavar=("PROVIDER", "SHAPE", "KEYS"), help=argparse.SUPPRESS)
+    parser.add_argument(CHILD, nargs=3, metavar=("PROVIDER", "SHAPE", "KEYS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         provider, name, keys = options.child
-        sys.stdout.write(json.dumps(profiled(provider, SHAPES[name], int(keys))) + "\n")
-        return 0
+        run = ours if provider == "dsl" else theirs
+        return answer(profiled(lambda: run(SHAPES[name], int(keys)), ARCH, SMS))
     for name in options.shapes:
         for line in table(name):
             sys.stdout.write(line + "\n")

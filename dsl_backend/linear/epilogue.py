@@ -8,27 +8,93 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.linear.spec import Activation, Geglu
-from dsl_backend.primitives.math import LOG2_E, exp2
+from dsl_backend.primitives.math import (
+    LOG2_E,
+    add_pair,
+    exp2,
+    fma_pair,
+    in_pairs,
+    larger_or_nan,
+    mul_pair,
+    smaller_or_nan,
+)
 
 TOGETHER = 4
 
 
-def sigmoids(xs: Sequence) -> list:
-    """1 / (1 + e^-x) of each, by approximate units (relative error 2^-21); 0 for -inf.
+class Singles:
+    """A value an instruction, for any SM."""
 
-    Four share a reciprocal, of their denominators' product: the unit that makes it and the exponential is what an
-    epilogue waits for, 16 values a cycle. Denominators are 1 + e^-|x|, at most 2: no product overflows, so that nothing
-    is decided and no registers are held for another way.
-    """
-    found: list = []
-    for first in range(0, len(xs), TOGETHER):
-        some = xs[first : first + TOGETHER]
-        powers = [exp2(cute.math.absf(x) * -LOG2_E) for x in some]
-        # The smaller of NaN and 1 is 1: a NaN stays its own, as the power that it is multiplied with.
-        sums = [cute.arch.fmin(power, 1.0) + 1.0 for power in powers]
-        inverses = reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
-        found += [numerator(x, power) * inverse for x, power, inverse in zip(some, powers, inverses, strict=True)]
-    return found
+    def products(self, *factors: Sequence) -> list:
+        """Of each place, from left to right."""
+        return [math.prod(rest, start=first) for first, *rest in zip(*factors, strict=True)]
+
+    def shifted(self, xs: Sequence, by: float) -> list:
+        return [x + by for x in xs]
+
+    def with_cubes(self, xs: Sequence, share: float) -> list:
+        """Of each x + share x^3."""
+        return [x + share * (x * x * x) for x in xs]
+
+    def at_most(self, xs: Sequence, limit: float) -> list:
+        """The minima; NaN stays NaN, which the instruction does not keep."""
+        return [at_most(x, limit) for x in xs]
+
+    def within(self, xs: Sequence, limit: float) -> list:
+        """From -limit to limit; NaN stays NaN."""
+        return [at_least(at_most(x, limit), -limit) for x in xs]
+
+    def sigmoids(self, xs: Sequence, scale: float = 1.0) -> list:
+        """1 / (1 + e^(-scale x)) of each, by approximate units (relative error 2^-21); 0 for -inf.
+
+        Four share a reciprocal, of their denominators' product: the unit that makes it and the exponential is what an
+        epilogue waits for, 16 values a cycle. Denominators are 1 + e^-|x|, at most 2: no product overflows, so that
+        nothing is decided and no registers are held for another way.
+        """
+        if scale != 1:
+            xs = [x * scale for x in xs]
+        found: list = []
+        for first in range(0, len(xs), TOGETHER):
+            some = xs[first : first + TOGETHER]
+            powers = [exp2(cute.math.absf(x) * -LOG2_E) for x in some]
+            # The smaller of NaN and 1 is 1: a NaN stays its own, as the power that it is multiplied with.
+            sums = [cute.arch.fmin(power, 1.0) + 1.0 for power in powers]
+            inverses = reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
+            found += [numerator(x, power) * inverse for x, power, inverse in zip(some, powers, inverses, strict=True)]
+        return found
+
+
+class Pairs:
+    """Two neighbours an instruction (SM100); there is an even number of values."""
+
+    def products(self, *factors: Sequence) -> list:
+        found, *rest = factors
+        for more in rest:
+            found = in_pairs(mul_pair, found, more)
+        return list(found)
+
+    def shifted(self, xs: Sequence, by: float) -> list:
+        return in_pairs(add_pair, xs, [by] * len(xs))
+
+    def with_cubes(self, xs: Sequence, share: float) -> list:
+        count = len(xs)
+        return self.products(in_pairs(fma_pair, self.products(xs, xs), [share] * count, [1.0] * count), xs)
+
+    def at_most(self, xs: Sequence, limit: float) -> list:
+        return [smaller_or_nan(x, limit) for x in xs]
+
+    def within(self, xs: Sequence, limit: float) -> list:
+        return [larger_or_nan(x, -limit) for x in self.at_most(xs, limit)]
+
+    def sigmoids(self, xs: Sequence, scale: float = 1.0) -> list:
+        """The same, with a reciprocal each: to share one takes magnitudes, minima and choices, which no instruction has
+        for two values. 0 also where e^(-scale x) is no float32.
+        """
+        powers = [exp2(x) for x in self.products(xs, [-scale * LOG2_E] * len(xs))]
+        return [cute.arch.rcp_approx(one) for one in self.shifted(powers, 1.0)]
+
+
+Arithmetic = Singles | Pairs
 
 
 @cute.jit
@@ -47,7 +113,6 @@ def reciprocals(a, b, c, d) -> list:
 
 @cute.jit
 def at_most(x: cutlass.Float32, limit: cutlass.Constexpr[float]):
-    """The minimum; NaN stays NaN, which the instruction does not keep."""
     return cutlass.Float32(limit) if x > limit else x
 
 
@@ -59,39 +124,39 @@ def at_least(x: cutlass.Float32, limit: cutlass.Constexpr[float]):
 class SwigluEpilogue:
     """`spec.Swiglu` of gates and ups."""
 
-    def __init__(self, alpha: float, beta: float, limit: float | None):
+    def __init__(self, alpha: float, beta: float, limit: float | None, arithmetic: Arithmetic):
         self.alpha, self.beta, self.limit = alpha, beta, limit
+        self.arithmetic = arithmetic
 
     def __call__(self, gates: Sequence, ups: Sequence) -> list:
+        using = self.arithmetic
         if self.limit is not None:
-            gates = [at_most(gate, self.limit) for gate in gates]
-            ups = [at_least(at_most(up, self.limit), -self.limit) for up in ups]
+            gates, ups = using.at_most(gates, self.limit), using.within(ups, self.limit)
         if self.beta:
-            ups = [up + self.beta for up in ups]
-        factors = sigmoids([gate if self.alpha == 1 else gate * self.alpha for gate in gates])
-        return [gate * factor * up for gate, factor, up in zip(gates, factors, ups, strict=True)]
+            ups = using.shifted(ups, self.beta)
+        return using.products(gates, using.sigmoids(gates, self.alpha), ups)
 
 
 class GegluEpilogue:
     """`spec.Geglu` of gates and ups."""
 
-    def __init__(self, tanh: bool):
-        self.tanh = tanh
+    def __init__(self, tanh: bool, arithmetic: Arithmetic):
+        self.tanh, self.arithmetic = tanh, arithmetic
 
     def __call__(self, gates: Sequence, ups: Sequence) -> list:
+        using = self.arithmetic
         if self.tanh:
             # (1 + tanh(u)) / 2 is sigmoid(2 u).
-            inner = [gate + 0.044715 * (gate * gate * gate) for gate in gates]
-            factors = sigmoids([one * (2 * math.sqrt(2 / math.pi)) for one in inner])
+            factors = using.sigmoids(using.with_cubes(gates, 0.044715), 2 * math.sqrt(2 / math.pi))
         else:
             factors = [0.5 * (1.0 + cute.math.erf(gate * math.sqrt(0.5))) for gate in gates]
-        return [gate * factor * up for gate, factor, up in zip(gates, factors, ups, strict=True)]
+        return using.products(gates, factors, ups)
 
 
-def epilogue_of(activation: Activation | None):
+def epilogue_of(activation: Activation | None, arithmetic: Arithmetic):
     """The function (gates, ups) -> outputs of an activation; None where there is none."""
     if activation is None:
         return None
     if isinstance(activation, Geglu):
-        return GegluEpilogue(activation.tanh)
-    return SwigluEpilogue(activation.alpha, activation.beta, activation.limit)
+        return GegluEpilogue(activation.tanh, arithmetic)
+    return SwigluEpilogue(activation.alpha, activation.beta, activation.limit, arithmetic)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
+from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 LOG2_E = math.log2(math.e)
@@ -89,6 +90,28 @@ def add_pair(a: Pair, b: Pair) -> Pair:
 
 def mul_pair(a: Pair, b: Pair) -> Pair:
     return cute.arch.mul_packed_f32x2(a, b)
+
+
+def in_pairs(operation: Callable, *lists: Sequence) -> list:
+    """An operation on pairs, of neighbours in each list."""
+    found: list = []
+    for i in range(0, len(lists[0]), 2):
+        found += operation(*((values[i], values[i + 1]) for values in lists))
+    return found
+
+
+@dsl_user_op
+def smaller_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
+    """The smaller of two in one instruction; NaN where one is."""
+    values = (cutlass.Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b))
+    return cutlass.Float32(nvvm.fmin(*values, nan=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def larger_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
+    """The larger of two in one instruction; NaN where one is."""
+    values = (cutlass.Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b))
+    return cutlass.Float32(nvvm.fmax(*values, nan=True, loc=loc, ip=ip))
 
 
 @dsl_user_op

@@ -2,7 +2,7 @@
 """Linear layers as test cases: their tensors, their oracle, random ones."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +34,7 @@ class LinearCase:
         offset: elements that x begins after an aligned address.
         gain: of x; products are of about this size.
         special: rows of x get NaN, infinities and zeros.
+        special_weights: rows of weights get them, gate and up rows in every combination from 25 columns on.
         in_place: the residual is the output.
     """
 
@@ -52,6 +53,7 @@ class LinearCase:
     offset: int = 0
     gain: float = 1.0
     special: bool = False
+    special_weights: bool = False
     seed: int = 0
 
     @property
@@ -87,6 +89,10 @@ def tensors(case: LinearCase, device: str) -> Tensors:
     x = normal(case.rows, case.k, gain=case.gain)
     if case.special:
         plant(x)
+    weight = normal(case.weight_rows, case.k, gain=case.k**-0.5)
+    if case.special_weights:
+        for place, rows in enumerate(reference.halves(weight, case.interleaved) if case.activation else (weight,)):
+            plant(rows, each=len(KINDS) ** place)
     out = strided(torch.full((case.rows, case.n), SENTINEL, dtype=case.dtype), case.pad_out, 0, device)
     residual = None
     if case.residual:
@@ -94,24 +100,26 @@ def tensors(case: LinearCase, device: str) -> Tensors:
         residual = out.copy_(values) if case.in_place else values.to(device)
     return Tensors(
         strided(x, case.pad_x, case.offset, device),
-        strided(normal(case.weight_rows, case.k, gain=case.k**-0.5), case.pad_weight, 0, device),
+        strided(weight, case.pad_weight, 0, device),
         normal(case.weight_rows).to(device) if case.bias else None,
         residual,
         out,
     )
 
 
-def plant(x: torch.Tensor) -> None:
-    """One kind of trouble a row, as often as there are rows; some rows have none."""
-    kinds = (
-        lambda row: row[-1:].fill_(torch.nan),
-        lambda row: None,
-        lambda row: row[:1].fill_(torch.inf),
-        lambda row: row.zero_(),
-        lambda row: row[-1:].fill_(-torch.inf),
-    )
-    for index, row in enumerate(x):
-        kinds[index % len(kinds)](row)
+KINDS: tuple[Callable[[torch.Tensor], object], ...] = (
+    lambda row: row[-1:].fill_(torch.nan),
+    lambda row: None,
+    lambda row: row[:1].fill_(torch.inf),
+    lambda row: row.zero_(),
+    lambda row: row[-1:].fill_(-torch.inf),
+)
+
+
+def plant(rows: torch.Tensor, each: int = 1) -> None:
+    """A kind of trouble in `each` rows, then the next one, as often as there are rows; some rows have none."""
+    for index, row in enumerate(rows):
+        KINDS[index // each % len(KINDS)](row)
 
 
 class Expected(NamedTuple):

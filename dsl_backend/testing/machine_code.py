@@ -17,14 +17,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
 
 # NVIDIA's cuda-binary format: .nv.info has attributes (format, kind, size or value), some of them of a kernel's symbol.
@@ -39,13 +41,13 @@ class Code:
     """A kernel's machine code.
 
     Attributes:
-        id: of the case in `CASES`.
+        id: of the subject.
         kernel: the first or a later kernel of the function; the merge kernel comes behind the one that it merges for.
         registers: of a thread when it starts; warps trade them later.
         stack: bytes of local memory of a thread: what spills, and arrays that are indexed at run time.
         products: warpgroup products of SM90; None where no disassembler is at hand.
         waits: for products. Where products run one at a time there are as many.
-        shared_bytes, tensor_columns: of a block, by its configuration; None for the merge kernel.
+        shared_bytes, tensor_columns: of a block, by its configuration; None for the merge kernel and linear layers.
     """
 
     id: str
@@ -65,15 +67,22 @@ class Code:
         return bool(self.products and self.waits is not None and 2 * self.waits > self.products)
 
 
+class Made(NamedTuple):
+    """A kernel that can be compiled: its configuration, how, and what a block has by it (see `Code`)."""
+
+    config: object
+    compile: Callable[[], object]
+    shared_bytes: int | None = None
+    tensor_columns: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A layer and which of its kernels: for short queries, for long ones, or for the longest alone."""
+    """A layer and those of its kernels that are looked at."""
 
     id: str
     arch: str
-    case: Case
-    short: bool
-    longest: bool = False
+    kernels: Callable[[], Iterator[Made]]
 
 
 def dense(name: str, **facts: Any) -> tuple[Case, str]:
@@ -104,11 +113,22 @@ LAYERS = (
     (mla(16, q_lens=(1,), kv_lens=(1,), fp8=True), "mla16-fp8"),
     (mla(128, q_lens=(1,), kv_lens=(1,), fp8=True), "mla128-fp8"),
 )
+SIZES = {"n": 4096, "k": 4096, "dtype": torch.bfloat16}
+ALL = SIZES | {"bias": True, "residual": True}
+LINEAR_LAYERS: dict[str, dict[str, Any]] = {
+    "product": SIZES,
+    "swiglu": SIZES | {"activation": Swiglu()},
+    "swiglu-all": ALL | {"activation": Swiglu()},
+    "swiglu-oai-all": ALL | {"activation": SWIGLU_OAI, "interleaved": True},
+    "geglu-all": ALL | {"activation": Geglu()},
+    "geglu-tanh-all": ALL | {"activation": Geglu(tanh=True)},
+}
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+LIMIT_S = 300
 
 
-def subjects() -> Iterator[Subject]:
-    """Those that a CuTe DSL kernel serves."""
+def attention_subjects() -> Iterator[Subject]:
+    """Those that a CuTe DSL kernel serves: for short queries, for long ones, and for the longest alone."""
     from dsl_backend.attention import dispatch
     from dsl_backend.attention.sm90.configs import long_query_config
     from dsl_backend.runtime.target import from_arch
@@ -119,49 +139,88 @@ def subjects() -> Iterator[Subject]:
                 judged = dispatch.judge(operation, case.spec, from_arch(arch))
                 if any(entry.name == "cute" and not why for entry, why in judged):
                     short = operation is not dispatch.Operation.PREFILL
-                    yield Subject(
-                        id=f"{arch}-{name}-{'decode' if short else 'prefill'}", arch=arch, case=case, short=short
-                    )
+                    kinds = ["decode" if short else "prefill"]
                     if arch == "sm_90a" and not short and long_query_config(case.spec):
-                        yield Subject(id=f"{arch}-{name}-longest", arch=arch, case=case, short=False, longest=True)
+                        kinds.append("longest")
+                    for kind in kinds:
+                        kernels = partial(attention_kernel, arch, case, kind)
+                        yield Subject(id=f"{arch}-{name}-{kind}", arch=arch, kernels=kernels)
 
 
-def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
-    """Compile a subject's kernel, and read what came out."""
+def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     from dsl_backend.attention.kernel import Workspace
     from dsl_backend.attention.plan import Planner
     from dsl_backend.runtime.target import from_arch
 
-    spec: AttentionSpec = subject.case.spec
-    planner = Planner(spec, from_arch(subject.arch), Workspace(torch.device("cpu")), "cute")
-    kernel: Any = (planner.short if subject.short else planner.long)[2]
-    kernel = kernel.longer if subject.longest else kernel
-    sinks = torch.float32 if subject.case.sinks else None
-    for old in folder.glob("*.cubin"):
-        old.unlink()
-    kernel.function(spec.latent, sinks)
-    (file,) = folder.glob("*.cubin")
-    for place, (registers, stack) in enumerate(kernels_of(file.read_bytes())):
-        products, waits = counted(file) if place == 0 else (None, None)
-        shared, columns = budgets(kernel.config, subject) if place == 0 else (None, None)
-        yield Code(
-            id=subject.id,
-            arch=subject.arch,
-            config=str(kernel.config),
-            kernel=place,
-            registers=registers,
-            stack=stack,
-            products=products,
-            waits=waits,
-            shared_bytes=shared,
-            tensor_columns=columns,
-        )
+    spec: AttentionSpec = case.spec
+    planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")
+    kernel: Any = (planner.short if kind == "decode" else planner.long)[2]
+    kernel = kernel.longer if kind == "longest" else kernel
+    sinks = torch.float32 if case.sinks else None
+    config = kernel.config
+    columns = None if arch == "sm_90a" else config.columns(spec)
+    yield Made(config, lambda: kernel.function(spec.latent, sinks), config.smem_bytes(spec), columns)
 
 
-def budgets(config: Any, subject: Subject) -> tuple[int, int | None]:
-    """(bytes of shared memory, columns of tensor memory) of a block."""
-    spec = subject.case.spec
-    return config.smem_bytes(spec), None if subject.arch == "sm_90a" else config.columns(spec)
+def linear_subjects() -> Iterator[Subject]:
+    """All configurations of a layer each."""
+    for arch in ARCHS:
+        for name, facts in LINEAR_LAYERS.items():
+            yield Subject(id=f"{arch}-{name}", arch=arch, kernels=partial(linear_kernels, arch, LinearSpec(**facts)))
+
+
+def linear_kernels(arch: str, spec: LinearSpec) -> Iterator[Made]:
+    from dsl_backend.linear.configs import fitting
+    from dsl_backend.linear.parts import launch
+    from dsl_backend.runtime.target import from_arch
+
+    target = from_arch(arch)
+    for config in fitting(spec, target):
+        build = partial(launch.build, launch.key_of(spec, config), target)
+        yield Made(config, build)
+
+
+def subjects() -> Iterator[Subject]:
+    yield from attention_subjects()
+    yield from linear_subjects()
+
+
+def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
+    """Compile a subject's kernels, and read what came out."""
+    for made in subject.kernels():
+        for old in folder.glob("*.cubin"):
+            old.unlink()
+        made.compile()
+        (file,) = folder.glob("*.cubin")
+        for place, (registers, stack) in enumerate(kernels_of(file.read_bytes())):
+            first = place == 0
+            products, waits = counted(file) if first else (None, None)
+            yield Code(
+                id=subject.id,
+                arch=subject.arch,
+                config=str(made.config),
+                kernel=place,
+                registers=registers,
+                stack=stack,
+                products=products,
+                waits=waits,
+                shared_bytes=made.shared_bytes if first else None,
+                tensor_columns=made.tensor_columns if first else None,
+            )
+
+
+def found(subject: str) -> list[Code]:
+    """A subject's kernels, by its id; compiled in a process of their own.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    command = [sys.executable, "-m", "dsl_backend.testing.machine_code", subject]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    codes = [Code(**json.loads(line)) for line in done.stdout.splitlines()]
+    if done.returncode or not codes:
+        raise RuntimeError(f"{subject}: {done.stderr[-4000:]}")
+    return codes
 
 
 def kernels_of(image: bytes) -> list[tuple[int, int]]:

@@ -4,9 +4,6 @@
 Both cost a multiple, and no result shows them: prefill ran at two thirds of its speed until products were in flight.
 """
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,36 +11,27 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.testing import machine_code
-from dsl_backend.testing.machine_code import Code, subjects
+from dsl_backend.testing.machine_code import Code, attention_subjects, found
 
-LIMIT_S = 300
 # What a change is checked with; a kernel takes some ten seconds.
 QUICK = tuple(
     f"{arch}-{layer}" for arch in ("sm_90a", "sm_100a") for layer in ("hd128-prefill", "hd128-decode", "mla16-decode")
 )
 # Bytes of stack that are known and not yet gone.
 KNOWN = {"sm_90a-hd256-decode": 80}
-IDS = [subject.id for subject in subjects()]
-
-
-def compiled(name: str) -> list[Code]:
-    command = [sys.executable, "-m", "dsl_backend.testing.machine_code", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Code(**json.loads(line)) for line in done.stdout.splitlines()]
+IDS = [subject.id for subject in attention_subjects()]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.full,)) for n in IDS])
 def test_registers_suffice(name: str) -> None:
-    found = compiled(name)
-    assert found, "nothing was compiled"
-    for code in found:
+    codes = found(name)
+    for code in codes:
         assert code.registers > 0
         assert code.stack <= KNOWN.get(name, 0), f"{code.stack} bytes of stack: {code}"
         assert not code.serialised, f"{code.products} products and {code.waits} waits for them: {code}"
     if machine_code.disassembler() is None:
         pytest.skip("nvdisasm is not installed: whether products run one at a time is not known")
-    assert found[0].products or not name.startswith("sm_90a")
+    assert codes[0].products or not name.startswith("sm_90a")
 
 
 def test_products_one_at_a_time_are_told_apart() -> None:

@@ -4,10 +4,13 @@
 import json
 import pathlib
 
+import pytest
 import torch
 
 import benchmarks
+from benchmarks import counted
 from benchmarks.case import TABLE
+from benchmarks.linear import model
 from benchmarks.linear.problems import Problem, build, reference
 
 
@@ -44,3 +47,13 @@ def test_a_run(tmp_path: pathlib.Path) -> None:
     for row in rows:
         cells = {cell["provider"]: cell["status"] for cell in row["cells"]}
         assert cells["dsl"] == cells["cuBLAS + silu_and_mul"] == "ok", row
+
+
+def test_work_that_the_emulator_counts() -> None:
+    """An epilogue of two values an instruction: four for a pair's SwiGLU beside its special units."""
+    pytest.importorskip("cutlass")
+    found = model.amounts(counted.in_child(model.MODULE, "dsl"))
+    pairs = model.ROWS * model.COLUMNS // 2 // 32 // 2
+    assert found["FP32 instructions"] == found["of these packed"] == 4 * pairs
+    assert found["MUFU instructions"] == 4 * pairs
+    assert found["of these in the epilogue's warps"] < 13 * pairs

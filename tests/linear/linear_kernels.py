@@ -189,6 +189,7 @@ CASES = [
 TENSOR = sm100.GemmConfig(box_n=32, stages=2)
 PAIR = sm100.GemmConfig(box_n=32, stages=2, pair=True)
 TENSOR_STREAM = sm100.StreamConfig(tokens=16, stages=2)
+GATES = {"swiglu": SWIGLU, "geglu": Geglu(), "geglu-tanh": Geglu(tanh=True), "swiglu-oai": SWIGLU_OAI}
 
 CASES_SM100 = [
     # --- many rows ---
@@ -253,6 +254,15 @@ CASES_SM100 = [
         config=replace(PAIR, stages=3, band=1),
         sms=2,
     ),
+    *(
+        Emulated(
+            id=f"gemm-special-{name}",
+            why="NaN and infinities in gate, in up, in both",
+            case=replace(GATED, rows=20, k=72, special_weights=True, activation=activation),
+            config=TENSOR,
+        )
+        for name, activation in GATES.items()
+    ),
     # --- few rows ---
     Emulated(
         id="stream",
@@ -299,6 +309,15 @@ CASES_SM100 = [
         why="NaN and infinities through partial sums",
         case=replace(GATED, rows=12, special=True, activation=Geglu()),
         config=TENSOR_STREAM,
+    ),
+    *(
+        Emulated(
+            id=f"stream-special-{name}",
+            why="NaN and infinities in gate, in up, in both",
+            case=replace(GATED, rows=12, k=72, special_weights=True, activation=activation),
+            config=TENSOR_STREAM,
+        )
+        for name, activation in GATES.items()
     ),
 ]
 

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.linear.configs import Gemms
-from dsl_backend.linear.epilogue import epilogue_of
+from dsl_backend.linear.epilogue import Arithmetic, epilogue_of
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K
 from dsl_backend.linear.parts.views import NUMERIC, parts_view
@@ -58,12 +58,12 @@ class TiledGemm:
     A kernel adds `acquire`, `load_boxes`, and who multiplies.
     """
 
-    def __init__(self, key: LinearKey[Gemms]):
+    def __init__(self, key: LinearKey[Gemms], arithmetic: Arithmetic):
         config = key.config
         self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
         self.cluster, self.band = config.cluster, config.band
         self.gated, self.interleaved = key.activation is not None, key.interleaved
-        self.activate = epilogue_of(key.activation)
+        self.activate = epilogue_of(key.activation, arithmetic)
         self.parts = 2 if self.gated else 1
         self.columns = config.columns(self.parts)
         self.dtype = NUMERIC[key.dtype]

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.linear.configs import Streams
-from dsl_backend.linear.epilogue import epilogue_of
+from dsl_backend.linear.epilogue import Arithmetic, epilogue_of
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARPGROUP
 from dsl_backend.linear.parts.views import NUMERIC, parts_view
@@ -81,13 +81,13 @@ class SharedStream:
     A kernel adds who multiplies. Its consumers hold sums of both boxes, `accumulators` a thread.
     """
 
-    def __init__(self, key: LinearKey[Streams]):
+    def __init__(self, key: LinearKey[Streams], arithmetic: Arithmetic):
         config = key.config
         self.tokens, self.groups, self.accumulators = config.tokens, config.groups, config.accumulators
         self.box, self.tile_tokens, self.tile_k = config.box, config.tile_tokens, config.tile_k
         self.stages, self.stage_bytes = config.stages, config.stage_bytes
         self.gated, self.interleaved = key.activation is not None, key.interleaved
-        self.activate = epilogue_of(key.activation)
+        self.activate = epilogue_of(key.activation, arithmetic)
         self.parts = 2 if self.gated else 1
         self.columns = 2 * self.box // self.parts
         self.dtype = NUMERIC[key.dtype]

@@ -11,24 +11,33 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 
+from dsl_backend.linear.epilogue import Pairs
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARP, WARPGROUP
 from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, GemmConfig
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
+from dsl_backend.primitives.math import add_pair, in_pairs
 from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import raster
 
-VECTOR = 8  # elements of 16 bytes
+VECTOR = 8  # elements
+VECTOR_BYTES = 16
 MOST_HELD = 32  # columns of each box in a thread's registers at a time
+
+
+def swizzled(address: cutlass.Int32, width: int):
+    """Where a row of `width` elements of 16 bits begins, whose vectors are swizzled over 32 to 128 bytes."""
+    mask = width // VECTOR - 1
+    return address ^ (address >> 7 & mask) * VECTOR_BYTES
 
 
 class Gemm(TiledGemm):
     """See `parts/gemm.py`."""
 
     def __init__(self, key: LinearKey[GemmConfig]):
-        super().__init__(key)
+        super().__init__(key, Pairs())
         config = key.config
         self.weight_rows, self.tensor_columns, self.threads = config.weight_rows, config.tensor_columns, config.threads
         self.piece = config.piece(self.parts)
@@ -211,10 +220,11 @@ class Gemm(TiledGemm):
                 # The copy out of this place, the last but one, has read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 cute.arch.sync_warp()
+                at = swizzled(sOut.iterator.toint() + (place * WARP + lane) * (2 * self.piece), self.piece)
                 # Of a piece of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
                 for start in cutlass.range(0, self.piece, self.held, unroll=1):
                     columns = tile + piece * self.piece + start
-                    self.results(args, sOut[None, None, place], start, base, columns, top + lane, left + start)
+                    self.results(args, at ^ start * 2, base, columns, top + lane, left + start)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -233,8 +243,7 @@ class Gemm(TiledGemm):
     def results(
         self,
         args: GemmArgs,
-        out: cute.Tensor,
-        start: cutlass.Int32,
+        first: cutlass.Int32,
         base: cute.Pointer,
         sums: cutlass.Int32,
         row: cutlass.Int32,
@@ -243,7 +252,7 @@ class Gemm(TiledGemm):
         """Neighbours of a row through bias, activation and residual, into shared memory.
 
         Args:
-            out, start: a piece of the warp's rows, and where in it.
+            first: where the first of them lies in shared memory.
             base, sums: tensor memory and the first column there, of the first box.
             row, left: in the whole output.
         """
@@ -262,11 +271,13 @@ class Gemm(TiledGemm):
             if cutlass.const_expr(self.gated):
                 found = self.activate(*values)
             if cutlass.const_expr(args.residual is not None):
-                self.add_residual(args, found, row, column)
+                found = self.with_residual(args, found, row, column)
             for j in cutlass.range_constexpr(VECTOR):
                 rounded[j] = found[j].to(self.dtype)
-            to = cute.local_tile(out, (1, VECTOR), (thread % WARP, start // VECTOR + i))
-            cute.autovec_copy(rounded, cute.group_modes(to, 0, 2))
+            # Vectors of a swizzled row differ from its first in some bits of their places.
+            place = first ^ (i * VECTOR_BYTES)
+            to = cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+            cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(VECTOR)))
 
     def add_bias(self, args: GemmArgs, values: list, column):
         """To 8 neighbours of each part, the bias; any values past the last column."""
@@ -278,9 +289,9 @@ class Gemm(TiledGemm):
             start = inside * 2 + part * VECTOR if self.interleaved else inside + part * n
             load_vector(args.bias.iterator, start, vector)
         for part in range(self.parts):
-            for j in range(VECTOR):
-                place = 2 * j + part if self.interleaved else part * VECTOR + j
-                values[part][j] += held[place // VECTOR][place % VECTOR].to(cutlass.Float32)
+            places = [2 * j + part if self.interleaved else part * VECTOR + j for j in range(VECTOR)]
+            biases = [held[place // VECTOR][place % VECTOR].to(cutlass.Float32) for place in places]
+            values[part] = in_pairs(add_pair, values[part], biases)
 
     @cute.jit
     def residual_of(self, args: GemmArgs, row: cutlass.Int32, column: cutlass.Int32, held: cute.Tensor):
@@ -290,8 +301,7 @@ class Gemm(TiledGemm):
         if row < m and column < n:
             load_vector(args.residual.iterator, cutlass.Int64(row) * args.residual.stride[0] + column, held)
 
-    def add_residual(self, args: GemmArgs, values: list, row, column):
+    def with_residual(self, args: GemmArgs, values: list, row, column) -> list:
         held = cute.make_rmem_tensor(VECTOR, self.dtype)
         self.residual_of(args, row, column, held)
-        for j in range(VECTOR):
-            values[j] += held[j].to(cutlass.Float32)
+        return in_pairs(add_pair, values, [held[j].to(cutlass.Float32) for j in range(VECTOR)])

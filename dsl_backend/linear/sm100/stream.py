@@ -9,6 +9,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.linear.epilogue import Singles
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARP, WARPGROUP
 from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
@@ -31,7 +32,8 @@ class Stream(SharedStream):
     """See `parts/stream.py`."""
 
     def __init__(self, key: LinearKey[StreamConfig]):
-        super().__init__(key)
+        # A thread holds up to 128 sums, and what pairs need beside them spilled up to 32 bytes (64 tokens, residual).
+        super().__init__(key, Singles())
         self.tensor_columns, self.threads = key.config.tensor_columns, key.config.threads
         self.held, self.trades_registers = self.accumulators // 2, key.config.trades_registers
 

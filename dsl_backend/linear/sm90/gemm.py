@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS, GemmConfig
+from dsl_backend.linear.epilogue import Singles
 from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
@@ -29,7 +30,7 @@ class Gemm(TiledGemm):
     """See `parts/gemm.py`."""
 
     def __init__(self, key: LinearKey[GemmConfig]):
-        super().__init__(key)
+        super().__init__(key, Singles())
         config = key.config
         self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats
         self.biased = key.bias

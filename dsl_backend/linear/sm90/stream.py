@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.linear.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, StreamConfig
+from dsl_backend.linear.epilogue import Singles
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.sizes import WARPGROUP
 from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
@@ -20,7 +21,7 @@ class Stream(SharedStream):
     """See `parts/stream.py`."""
 
     def __init__(self, key: LinearKey[StreamConfig]):
-        super().__init__(key)
+        super().__init__(key, Singles())
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
         self.trades_registers = config.trades_registers

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work of SM100's GEMM with SwiGLU beside quack's, counted on the emulator: `python -m benchmarks.linear.model`.
+
+One tile of 256 x 256 sums of two blocks that multiply as one, k = 1024, bfloat16: both kernels run once, and what a
+block executed is printed. Nothing here is a measurement: the cycles are the emulator's model from public rates.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+import torch
+
+from ..counted import CHILD, Kernel, answer, executed, in_child, main_kernel, pretend, profiled
+
+MODULE = "benchmarks.linear.model"
+ARCH = "sm_100a"
+SMS = 2
+ROWS, COLUMNS, K = 256, 128, 1024
+PROVIDERS = ("dsl", "quack")
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x [m, k] and of gate and up weights [2 n, k], in whichever order."""
+    x, weight = torch.randn(ROWS, K), torch.randn(2 * COLUMNS, K) * K**-0.5
+    return x.bfloat16(), weight.bfloat16()
+
+
+def ours() -> None:
+    from dsl_backend.linear.kernel import Operands, Workspace
+    from dsl_backend.linear.parts import launch
+    from dsl_backend.linear.sm100.configs import GemmConfig
+    from dsl_backend.linear.spec import LinearSpec, Swiglu
+    from dsl_backend.runtime.target import from_arch
+
+    spec = LinearSpec(n=COLUMNS, k=K, dtype=torch.bfloat16, activation=Swiglu())
+    config = GemmConfig(box_n=128, stages=6, pair=True)
+    function = launch.build(launch.key_of(spec, config), from_arch(ARCH))
+    x, weight = operands()
+    out = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+    launch.run(function, config, Operands(x, weight, None, None, out), SMS, Workspace(torch.device("cpu")))
+
+
+def theirs() -> None:
+    """In a process of its own. Gate and up rows take turns, and the product itself is not stored."""
+    pretend(ARCH)
+    chosen = import_module("cases_quack").config(ARCH, tile_m=256, tile_n=256, cluster_m=2)
+    x, weight = operands()
+    gemm_act = import_module("quack.gemm_interface").gemm_act
+    gemm_act(x, weight.mT, activation="swiglu", store_preact=False, config=chosen)
+
+
+def amounts(kernels: list[Kernel]) -> dict[str, float]:
+    """Of one block."""
+    from emulator.profile.summary import charged
+
+    main = main_kernel(kernels)
+    epilogue = max(main["roles"], key=lambda role: charged(role["instructions"]))
+    of_all = {
+        "warp instructions": main["issued"],
+        "of these in the epilogue's warps": charged(epilogue["instructions"]),
+        "MUFU instructions": executed(main, "MUFU"),
+        "FP32 instructions": executed(main, "FP32") + executed(main, "FP32 packed (f32x2)"),
+        "of these packed": executed(main, "FP32 packed (f32x2)"),
+        "mbarrier instructions": executed(main, "mbarrier"),
+        "barriers and fences": executed(main, "barriers, fences"),
+    }
+    found = {what: amount / main["ctas"] for what, amount in of_all.items()}
+    found["cycles: MUFU, conversions, in the epilogue"] = epilogue["cycles"]["MUFU, conversions"]
+    return found | {f"cycles: {unit}": cycles for unit, cycles in main["cycles"].items() if cycles}
+
+
+def table() -> Iterator[str]:
+    """Lines of a table in Markdown."""
+    ours, theirs = (amounts(in_child(MODULE, provider)) for provider in PROVIDERS)
+    yield "| a tile of 256 x 256 sums, of one block | dsl | quack | ratio |"
+    yield "| --- | ---: | ---: | ---: |"
+    for what, amount in ours.items():
+        other = theirs.get(what, 0.0)
+        ratio = f"{amount / other:.2f}" if other else ""
+        yield f"| {what} | {amount:,.0f} | {other:,.0f} | {ratio} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(CHILD, nargs=1, choices=PROVIDERS, metavar="PROVIDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return answer(profiled(ours if options.child == ["dsl"] else theirs, ARCH, SMS))
+    for line in table():
+        sys.stdout.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ptxas made of the kernels of linear layers: no register spills, and SM90's products are left in flight."""
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from dsl_backend.testing.machine_code import found, linear_subjects
+
+QUICK = ("sm_90a-swiglu", "sm_100a-swiglu-oai-all")
+# Bytes of stack that are known and not yet gone.
+KNOWN = {"sm_90a-swiglu-oai-all": 40, "sm_90a-geglu-all": 8, "sm_90a-geglu-tanh-all": 40}
+IDS = [subject.id for subject in linear_subjects()]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.full,)) for n in IDS])
+def test_registers_suffice(name: str) -> None:
+    for code in found(name):
+        assert code.registers > 0
+        assert code.stack <= KNOWN.get(name, 0), f"{code.stack} bytes of stack: {code}"
+        assert not code.serialised, f"{code.products} products and {code.waits} waits for them: {code}"
