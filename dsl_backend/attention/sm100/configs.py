@@ -161,7 +161,8 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
         if widest > 192:
             # 256 rows of queries leave no room for three places and the rest.
             return ForwardConfig(tile_n=96, stages=2, polynomial=2)
-        return ForwardConfig(shared_ring=True, polynomial=0)
+        # Products of 256 columns in all take as long as all exponentials.
+        return ForwardConfig(shared_ring=True, polynomial=0 if spec.head_dim + spec.head_dim_v > 256 else 2)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
 
 
