@@ -52,18 +52,24 @@ class TensorProduct:
         )
 
     def issue(
-        self, sums: cute.Pointer, a: cute.Tensor, b: cute.Tensor, adds: bool, then: Sequence[cute.Pointer] = ()
+        self,
+        sums: cute.Pointer,
+        a: cute.Tensor,
+        b: Sequence[cute.Tensor],
+        adds: bool,
+        then: Sequence[cute.Pointer] = (),
     ) -> None:
         """By all lanes of a warp, of which one issues.
 
         Args:
             sums: in tensor memory.
-            a, b: fragments [instruction, 1, k].
+            a: fragment [instruction, 1, k].
+            b: fragments like it, wherever they lie, whose k follow one another.
             adds: to what is there; else the first of k overwrites it.
             then: mbarriers that hear of the end of all products so far.
         """
         start = a.iterator.toint() if self.from_tensor_memory else tcgen05.smem_descriptor_to_int(a.iterator)
-        arguments = [sums.toint(), start, tcgen05.smem_descriptor_to_int(b.iterator)]
+        arguments = [sums.toint(), start]
         group = f"cta_group::{self.group}"
         code = [
             ".reg .pred leader, adds, overwrites; .reg .b64 from, to;",
@@ -72,21 +78,25 @@ class TensorProduct:
             "elect.sync zero|leader, 0xffffffff; and.b32 zero, zero, 32;",
             f"mov.b32 kind, {self.descriptor};",
             "setp.eq.b32 adds, kind, kind; setp.ne.b32 overwrites, kind, kind;",
-            "mov.b64 {b, b_rest}, {$r2}; add.s32 b, b, zero;",
             "mov.b32 a, {$r1};" if self.from_tensor_memory else "mov.b64 {a, a_rest}, {$r1};",
             "add.s32 a, a, zero;",
         ]
-        for k in range(cute.size(a, mode=[2])):
-            at_a, at_b = (cute.crd2idx((0, 0, k), one.layout) for one in (a, b))
-            if self.from_tensor_memory:
-                # Addresses count columns of 32 bits.
-                operand = f"[a + {at_a * self.dtype.width // 32}]"
-            else:
-                code.append(f"add.s32 x, a, {at_a}; mov.b64 from, {{x, a_rest}};")
-                operand = "from"
-            code.append(f"add.s32 y, b, {at_b}; mov.b64 to, {{y, b_rest}};")
-            fate = "adds" if adds or k else "overwrites"
-            code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
+        k = 0
+        for part in b:
+            code.append(f"mov.b64 {{b, b_rest}}, {{$r{len(arguments)}}}; add.s32 b, b, zero;")
+            arguments.append(tcgen05.smem_descriptor_to_int(part.iterator))
+            for inside in range(cute.size(part, mode=[2])):
+                at_a, at_b = cute.crd2idx((0, 0, k), a.layout), cute.crd2idx((0, 0, inside), part.layout)
+                if self.from_tensor_memory:
+                    # Addresses count columns of 32 bits.
+                    operand = f"[a + {at_a * self.dtype.width // 32}]"
+                else:
+                    code.append(f"add.s32 x, a, {at_a}; mov.b64 from, {{x, a_rest}};")
+                    operand = "from"
+                code.append(f"add.s32 y, b, {at_b}; mov.b64 to, {{y, b_rest}};")
+                fate = "adds" if adds or k else "overwrites"
+                code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
+                k += 1
         for barrier in then:
             place = f"[{{$r{len(arguments)}}}]"
             code.append(f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster.b64 {place};")

@@ -168,3 +168,43 @@ WIDE_CASES = (
     Case(id="fp8", q_lens=(2, 40), kv_lens=(200, 60), dim=384, page=32, fp8=True, why="slices are widened"),
 )
 QUICK_WIDE = ("parts", "window-sinks")
+# Keys that share a ring with narrower values: more key tiles than it has places, twice over, and items of a single one.
+SHARED_RING_CASES = (
+    Case(
+        id="packed",
+        q_lens=(18, 1, 270),
+        kv_lens=(220, 7, 290),
+        heads=(2, 2),
+        dim=192,
+        dim_v=128,
+        page=None,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="tiles begin anywhere and end in the middle; items of one tile",
+    ),
+    Case(
+        id="paged",
+        q_lens=(20, 40),
+        kv_lens=(250, 60),
+        heads=(4, 2),
+        dim=192,
+        dim_v=64,
+        page=16,
+        window=(130, None),
+        dtype=FP16,
+        why="boxes of 16 keys; the rest of the keys is wider than the values",
+    ),
+    Case(
+        id="narrow",
+        q_lens=(3, 40),
+        kv_lens=(150, 260),
+        heads=(3, 1),
+        dim=80,
+        dim_v=48,
+        page=48,
+        softcap=5.0,
+        nan_request=0,
+        why="chunks of 16 elements, where the rest alone would have those of 32; a NaN stays its request's",
+    ),
+    Case(id="full", q_lens=(5, 130), kv_lens=(700, 0), heads=(1, 1), dim=192, dim_v=128, causality=FULL, why="no keys"),
+)
+QUICK_SHARED_RING = ("packed",)

@@ -64,6 +64,9 @@ def subject(name: str, kernel_type: type[Any], config: Any, of: Case, arch: str 
 # One block makes three tiles of 64 queries, against five tiles of keys at most: as many as the ring has places, so that
 # no wait for one of these knows of the queries before.
 LONG = Case(q_lens=(150,), kv_lens=(160,), heads=(4, 1), dim=128, page=32)
+# Ten tiles through the three places of a ring that keys and values share, three times over. The last one ends in the
+# middle.
+SHARED = Case(q_lens=(140,), kv_lens=(150,), heads=(4, 1), dim=192, dim_v=128, page=None)
 # Six key tiles first, an odd number of them masked: arrivals that nobody waits for do not make up rounds. Behind the
 # last key are eleven rows of values: so many that both groups clear some. Then short ones, which are claimed ahead.
 ODD = Case(q_lens=(60, 60, *[120] * 8), kv_lens=(181, 181, *[120] * 8), heads=(1, 1), dim=128, page=32)
@@ -75,6 +78,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         subject("SM100 forward", Prefill, ForwardConfig(tile_n=32, stages=5, query_stages=2), LONG),
+        subject("SM100 shared ring", Prefill, ForwardConfig(tile_n=32, query_stages=2, shared_ring=True), SHARED),
         subject(
             "SM100 split-KV",
             SplitKV,

@@ -16,9 +16,11 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
 from tests.attention.emulated import (
     FP8_CASES,
+    QUICK_SHARED_RING,
     QUICK_WIDE,
     SERVED,
     SERVED_FP8,
+    SHARED_RING_CASES,
     WIDE_CASES,
     emulate,
     numbered,
@@ -72,6 +74,38 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
     emulate(WIDE_CASES[0], "sm_100a", defaults, index)
 
 
+def sharing(planner: Planner, short: bool, index: int) -> Kernel:
+    """One ring for keys and values, tiles small enough to go around it."""
+    config = ForwardConfig(
+        shared_ring=True,
+        halves=2 - index % 2,
+        tile_n=32 + 32 * (index % 3 // 2),
+        query_stages=1 + index % 2,
+        least_share=1,
+    )
+    assert config.objections(planner.spec, planner.target.smem_bytes) == []
+    return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch(), config)
+
+
+@numbered(SHARED_RING_CASES, QUICK_SHARED_RING)
+def test_shared_ring(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: sharing(planner, short, index), index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(1, 4))
+@pytest.mark.parametrize("case", SHARED_RING_CASES, ids=lambda case: case.id)
+def test_shared_ring_on_every_schedule(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: sharing(planner, short, index + 1), index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_shared_ring_by_default_on_every_schedule(index: int) -> None:
+    assert default_config(SHARED_RING_CASES[0].spec).shared_ring
+    emulate(replace(SHARED_RING_CASES[0], kv_lens=(700, 7, 290)), "sm_100a", defaults, index)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("case", [by_id("fp8-bf16"), FP8_CASES[0]], ids=lambda case: case.id)
@@ -116,3 +150,27 @@ def test_roles_share_what_a_block_starts_with(halves: int, staging: int) -> None
 def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
     spec = replace(FP8_CASES[0], **facts).spec
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({}, {"dim": 128}, "keys must be wider"),
+        ({"stages": 3}, {}, "3 stages"),
+        ({"alternate": True}, {}, "halves alternate"),
+        ({"staging": 2}, {"fp8": True}, "keys are fp8"),
+        ({}, {"dim": 256}, "shared memory"),
+        ({"query_stages": 2}, {}, "shared memory"),
+    ],
+)
+def test_objections_to_a_shared_ring(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+    spec = replace(SHARED_RING_CASES[0], **facts).spec
+    config = replace(ForwardConfig(shared_ring=True), **changes)
+    assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (192, 64), (176, 112), (144, 128), (224, 32), (208, 48)])
+def test_default_config_fits_keys_wider_than_values(dim: int, dim_v: int) -> None:
+    spec = replace(SHARED_RING_CASES[0], dim=dim, dim_v=dim_v).spec
+    reasons = default_config(spec).objections(spec, from_arch("sm_100a").smem_bytes)
+    assert not any("shared memory" in reason or "ring" in reason for reason in reasons)

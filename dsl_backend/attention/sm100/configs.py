@@ -12,6 +12,7 @@ from dsl_backend.attention.spec import AttentionSpec
 WARP = 32
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
+SHARED_PLACES = 3  # of a ring that keys and values share: values, the keys behind them, and the values behind those
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
 SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 12, 13, 14, 16
 
@@ -43,6 +44,8 @@ class ForwardConfig:
             rows of their own; for few queries over many keys.
         tile_n: keys of a tile.
         stages: key tiles, and value tiles, in flight.
+        shared_ring: keys and values go through three places in turn rather than `stages` each, and what keys are wider
+            through two; see places.py.
         query_stages: query tiles in flight; an output leaves through its query tile's place.
         least_share: key tiles that a block takes at least where ranges are split.
         polynomial: of each 16 exponentials, those that the FMA pipe computes rather than the special unit.
@@ -56,6 +59,7 @@ class ForwardConfig:
     tile_n: int = 128
     stages: int = 2
     query_stages: int = 1
+    shared_ring: bool = False
     least_share: int = 2
     polynomial: int = 4
     patience: float = 8.0
@@ -84,7 +88,10 @@ class ForwardConfig:
         """Shared memory of a block."""
         dims, dims_v = padded(spec.head_dim), padded(slice_columns(spec.head_dim_v))
         queries = self.query_stages * self.tile_m * max(dims, dims_v)
-        keys = self.stages * self.tile_n * (dims + dims_v)
+        columns = self.stages * (dims + dims_v)
+        if self.shared_ring:
+            columns = SHARED_PLACES * dims_v + self.stages * (dims - dims_v)
+        keys = self.tile_n * columns
         staged = self.staging * self.tile_n * (dims + dims_v)
         rings = self.query_stages + 2 * self.stages + 2 * self.staging
         barriers = MBARRIER_BYTES * (2 * rings + 4 * self.halves + 1)
@@ -102,6 +109,8 @@ class ForwardConfig:
             reasons.append(f"{self.stages} key stages, {self.query_stages} query stages: at least 2 and 1 are needed")
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
+        if self.shared_ring:
+            reasons += self.objections_to_sharing(spec)
         if self.columns(spec) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
@@ -115,6 +124,18 @@ class ForwardConfig:
                 f"outputs of {columns} elements do not fit the place of queries of {spec.head_dim}: their rows are cut "
                 f"into pieces of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
+        return reasons
+
+    def objections_to_sharing(self, spec: AttentionSpec) -> list[str]:
+        """Why keys and values cannot share a ring."""
+        reasons = []
+        dims, columns = spec.head_dim, slice_columns(spec.head_dim_v)
+        if self.stages != 2:
+            reasons.append(f"a ring that keys and values share, and {self.stages} stages: it has those of 2")
+        if self.alternate or self.staging:
+            reasons.append("keys and values do not share a ring where halves alternate or keys are fp8")
+        if padded(dims) <= padded(columns):
+            reasons.append(f"keys of {dims} elements and values of {columns} do not share a ring: keys must be wider")
         return reasons
 
 
@@ -137,7 +158,11 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
     if widest <= 128:
         return ForwardConfig(stages=2, polynomial=2)
     if spec.head_dim_v <= 128:
-        return ForwardConfig(tile_n=96, stages=2, polynomial=2)
+        if widest > 192:
+            # 256 rows of queries leave no room for three places and the rest.
+            return ForwardConfig(tile_n=96, stages=2, polynomial=2)
+        # Products of 256 columns in all take as long as all exponentials.
+        return ForwardConfig(shared_ring=True, polynomial=0 if spec.head_dim + spec.head_dim_v > 256 else 2)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
 
 
@@ -175,10 +200,16 @@ def deepest(tiles: ForwardConfig, spec: AttentionSpec, smem_bytes: int) -> list[
 def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
     """Configurations for long queries that are worth a try and fit."""
     tiles, staging = itertools.product((1, 2), TRIED_TILES), TRIED_STAGING if spec.is_fp8_kv else (0,)
-    shapes = itertools.product(tiles, (1, 2), TRIED_POLYNOMIAL, staging)
-    for (halves, tile_n), query_stages, polynomial, staged in shapes:
+    rings = (False, True) if spec.head_dim > spec.head_dim_v else (False,)
+    shapes = itertools.product(tiles, (1, 2), TRIED_POLYNOMIAL, staging, rings)
+    for (halves, tile_n), query_stages, polynomial, staged, shared in shapes:
         made = ForwardConfig(
-            halves=halves, tile_n=tile_n, query_stages=query_stages, polynomial=polynomial, staging=staged
+            halves=halves,
+            tile_n=tile_n,
+            shared_ring=shared,
+            query_stages=query_stages,
+            polynomial=polynomial,
+            staging=staged,
         )
         yield from deepest(made, spec, smem_bytes)
 

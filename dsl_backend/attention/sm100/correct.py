@@ -24,10 +24,12 @@ PIECE = 16  # columns of sums in registers at a time
 class Corrector:
     """A thread's row of each half."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring):
+    def __init__(
+        self, kernel, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
-        self.sV, self.sOut, self.out, self.lse, self.partials = sV, sOut, out, lse, partials
+        self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
         self.scoring, self.held = scoring, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
 
@@ -239,6 +241,6 @@ class Corrector:
         if kept < self.kernel.tile_n:
             buffer = stage_of(count, self.config.stages)
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
-            values = self.sV[None, None, buffer]
+            values = self.places.values[None, None, self.places.of_values(count)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")

@@ -34,6 +34,7 @@ from dsl_backend.attention.sm100.configs import (
 )
 from dsl_backend.attention.sm100.correct import Corrector
 from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multiplier
+from dsl_backend.attention.sm100.places import OwnRings, SharedRing, SharedRingLoader
 from dsl_backend.attention.sm100.softmax import Softmax
 
 
@@ -132,8 +133,6 @@ class Forward(TiledKernel):
             tcgen05.OperandSource.TMEM,
         )
         q_layout = self.query_tiles(self.dims)
-        k_layout = self.staged(self.tile_n, self.dims, config.stages)
-        v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         out_layout = self.query_tiles(self.dims_v)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
         requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
@@ -148,8 +147,6 @@ class Forward(TiledKernel):
             v_load,
             mV,
             q_layout,
-            k_layout,
-            v_layout,
             out_layout,
             out,
             lse,
@@ -174,8 +171,6 @@ class Forward(TiledKernel):
         v_load: cute.CopyAtom,
         mV: cute.Tensor,
         q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
         out_layout: cute.ComposedLayout,
         out: cute.Tensor,
         lse: cute.Tensor | None,
@@ -189,12 +184,11 @@ class Forward(TiledKernel):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
-        places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
-        q_place = allocator.allocate(places * 2, byte_alignment=1024)
+        queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+        q_place = allocator.allocate(queries * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
-        sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
-        sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
-        loaded_k, loaded_v = self.loaded(allocator, sK, sV)
+        places = SharedRing(self, allocator) if config.shared_ring else OwnRings(self, allocator)
+        loaded_k, loaded_v = self.loaded(allocator, places.keys[0], places.values)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
@@ -239,21 +233,28 @@ class Forward(TiledKernel):
                 softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
-            Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring).run()
+            Corrector(
+                self, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+            ).run()
         elif warp >= WIDEN:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(self.registers.widen)
-                Widener(self, mailbox, barriers, loaded_k, sK, loaded_v, sV).run()
+                Widener(self, mailbox, barriers, loaded_k, places.keys[0], loaded_v, places.values).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MULTIPLY:
                 role = AlternatingMultiplier if self.alternate else Multiplier
-                role(self, mailbox, product, weighing, barriers, base, sQ, sK, sV).run()
+                role(self, mailbox, product, weighing, barriers, base, sQ, places).run()
             if warp == LOAD:
                 rings = rings_of_loader(barriers)
-                RolledLoader(
-                    self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
-                ).run()
+                if cutlass.const_expr(config.shared_ring):
+                    SharedRingLoader(
+                        self, mailbox, rings, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests
+                    ).run()
+                else:
+                    RolledLoader(
+                        self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
+                    ).run()
             if warp == SCHEDULE:
                 self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()

@@ -21,8 +21,9 @@ from dsl_backend.primitives.tensor_product import TensorProduct
 class Multiplier:
     """Scores S = Q K^T and sums O += P V of each half."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV):
+    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, places):
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+        self.places = places
         self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
         self.weighing = TensorProduct(
             dtype=kernel.dtype_v, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
@@ -31,8 +32,8 @@ class Multiplier:
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
         own = range(1 if kernel.alternate else kernel.halves)
         self.fQ = [product.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in own]
-        self.fK = product.make_fragment_B(mine.partition_B(sK))
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
+        self.fK = [product.make_fragment_B(mine.partition_B(columns)) for columns in places.keys]
+        sVt = cute.make_tensor(places.values.iterator, cute.select(places.values.layout, mode=[1, 0, 2]))
         self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
         weights = weighing.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
         self.S = [base + scores_at(kernel, g) for g in range(kernel.halves)]
@@ -57,18 +58,16 @@ class Multiplier:
             self.release(self.barriers.k_empty, tiles)
             self.wait_values(tiles)
             for g in cutlass.range_constexpr(self.kernel.halves):
-                self.sum(g, tiles, tiles, False)
+                self.sum(g, tiles, tiles, False, self.freed(g, tiles))
                 if count > 1:
                     self.follow(g, stage, tiles)
-            self.release_last(tiles, count == 1)
             for step in cutlass.range(1, count, unroll=1):
                 tile = tiles + step
                 self.wait_values(tile)
                 for g in cutlass.range_constexpr(self.kernel.halves):
-                    self.sum(g, tile, tile, True)
+                    self.sum(g, tile, tile, True, self.freed(g, tile))
                     if step < count - 1:
                         self.follow(g, stage, tile)
-                self.release_last(tile, step == count - 1)
             self.commit(self.barriers.o_full)
             tiles += count
             items += 1
@@ -77,21 +76,17 @@ class Multiplier:
 
     @cute.jit
     def follow(self, g: cutlass.Constexpr[int], stage, tile):
-        """The half's scores of the tile after this one; the last half's free the places of what was read."""
+        """The half's scores of the tile after this one; the last half's free its place."""
         if cutlass.const_expr(g == 0):
             self.wait_keys(tile + 1)
         free = []
         if cutlass.const_expr(g == self.kernel.halves - 1):
-            keys, values = self.barriers.k_empty, self.barriers.v_empty
-            stages = self.config.stages
-            free = [keys + stage_of(tile + 1, stages), values + stage_of(tile, stages)]
+            free = [self.barriers.k_empty + stage_of(tile + 1, self.config.stages)]
         self.score(g, stage, tile + 1, free)
 
-    @cute.jit
-    def release_last(self, tile, last):
-        """The place of values that no scores follow."""
-        if last:
-            self.release(self.barriers.v_empty, tile)
+    def freed(self, g: int, tile):
+        """The place of values that the half's sums are the last to read."""
+        return [self.barriers.v_empty + stage_of(tile, self.config.stages)] if g == self.kernel.halves - 1 else []
 
     @cute.jit
     def wait_keys(self, tile):
@@ -118,16 +113,24 @@ class Multiplier:
     @cute.jit
     def score(self, g: cutlass.Constexpr[int], stage, tile, then: cutlass.Constexpr[Sequence] = ()):
         queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
-        keys = self.fK[None, None, None, stage_of(tile, self.config.stages)]
+        at = self.places.of_keys(tile)
+        keys = [columns[None, None, None, place] for columns, place in zip(self.fK, at, strict=True)]
         self.product.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g, *then])
 
     @cute.jit
-    def sum(self, g: cutlass.Constexpr[int], tile, turn, adds: cutlass.Constexpr[bool]):
+    def sum(
+        self,
+        g: cutlass.Constexpr[int],
+        tile,
+        turn,
+        adds: cutlass.Constexpr[bool],
+        then: cutlass.Constexpr[Sequence] = (),
+    ):
         """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
-        values = self.fV[None, None, None, stage_of(tile, self.config.stages)]
-        self.weighing.issue(self.O[g], self.P[g], values, adds)
+        values = self.fV[None, None, None, self.places.of_values(tile)]
+        self.weighing.issue(self.O[g], self.P[g], [values], adds, then)
 
 
 class AlternatingMultiplier(Multiplier):

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tiles of keys and values lie in shared memory: in a ring each, or in one that they share.
+
+Barriers are the same for both: `stages` tiles of each have one. What differs is what the loader waits for.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+from dsl_backend.attention.parts.load import RolledLoader
+from dsl_backend.attention.sm100.configs import SHARED_PLACES
+from dsl_backend.primitives.ring import phase_of, stage_of
+
+
+class OwnRings:
+    """A ring of key tiles, and one of value tiles.
+
+    Attributes:
+        keys: tensors [row, column, place], whose columns follow one another.
+        values: [row, column, place].
+    """
+
+    def __init__(self, kernel, allocator):
+        self.stages = kernel.config.stages
+        self.keys = [placed(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims, self.stages))]
+        self.values = placed(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, kernel.dims_v, self.stages))
+
+    def of_keys(self, tile):
+        """A place for each tensor of keys."""
+        return [stage_of(tile, self.stages)]
+
+    def of_values(self, tile):
+        return stage_of(tile, self.stages)
+
+
+class SharedRing:
+    """Places of a value tile's size, through which go value tiles and as many columns of key tiles, in turn; and a ring
+    of the keys' other columns.
+
+    Values take the place that the keys before them leave, and keys the place of the values before those.
+    """
+
+    def __init__(self, kernel, allocator):
+        self.stages = kernel.config.stages
+        self.values = placed(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims_v, SHARED_PLACES))
+        rest = (kernel.tile_n, kernel.dims - kernel.dims_v, self.stages)
+        self.rest = placed(allocator, kernel.dtype, cute.tile_to_shape(kernel.atom(kernel.dims), rest, order=(0, 1, 2)))
+        self.keys = [self.values, self.rest]
+
+    def of_keys(self, tile):
+        return [stage_of(tile, SHARED_PLACES), stage_of(tile, self.stages)]
+
+    def of_values(self, tile):
+        return stage_of(tile + SHARED_PLACES - 1, SHARED_PLACES)
+
+
+def placed(allocator, numeric, layout):
+    return allocator.allocate_tensor(numeric, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+class SharedRingLoader(RolledLoader):
+    """Fills a ring that keys and values share, in the order in which they are multiplied."""
+
+    def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests):
+        values = places.values
+        super().__init__(kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, values, v_load, mV, values, requests)
+        self.places = places
+        self.mRest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(mK) - 2)), mK)
+        self.sRest = self.in_boxes(places.rest, self.box, kernel.copied)
+
+    @cute.jit
+    def run(self):
+        for atom in (self.q_load, self.k_load, self.v_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            for step in cutlass.range(work.end - work.begin, unroll=1):
+                tile = work.end - 1 - step
+                pages = self.pages_of(work, tile)
+                self.load_keys(work, tile, pages, tiles)
+                self.load_values(work, tile, pages, tiles)
+                tiles += 1
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def load_keys(self, work, tile, pages, count):
+        stage = stage_of(count, self.stages)
+        place, rest_place = self.places.of_keys(count)
+        full = self.barriers.k_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
+        # The keys before the last ones, whose place this is, were read: the values before waited for them.
+        rest = range(self.k_chunks - self.v_chunks)
+        self.load_tile(self.k_load, self.mRest, self.sRest, self.copied, rest, work, tile, pages, rest_place, full)
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
+        chunks = range(self.v_chunks)
+        self.load_tile(self.k_load, self.mK, self.sK, self.copied, chunks, work, tile, pages, place, full)
+
+    @cute.jit
+    def load_values(self, work, tile, pages, count):
+        before = count - 1
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage_of(before, self.stages), phase_of(before, self.stages))
+        full = self.barriers.v_full + stage_of(count, self.stages)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
+        chunks, place = range(self.v_chunks), self.places.of_values(count)
+        self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
