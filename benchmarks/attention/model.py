@@ -124,7 +124,8 @@ def amounts(kernels: list[dict[str, Any]]) -> dict[str, float]:
     """Warp instructions of a warp of each role; and of all warps of all blocks, work and model cycles."""
     from emulator.profile.summary import charged
 
-    main = max(kernels, key=lambda kernel: int(kernel["issued"]))
+    # Not the one that merges partial results.
+    main = max(kernels, key=lambda kernel: sum(sum(role["flops"].values()) for role in kernel["roles"]))
     found = {}
     for role in main["roles"]:
         found[ROLES.get(role["name"], role["name"])] = charged(role["instructions"]) / len(role["warps"])

@@ -233,10 +233,7 @@ class Forward(TiledKernel):
         if warp < halves * group:
             cute.arch.setmaxregister_increase(self.registers.softmax)
             softmax = Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group)
-            if cutlass.const_expr(self.alternate):
-                softmax.run_alternating()
-            else:
-                softmax.run()
+            softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
             Corrector(self, mailbox, barriers, base, statistics, sV, sOut, out, lse, partials, requests, scoring).run()
