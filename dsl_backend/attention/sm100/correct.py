@@ -36,23 +36,21 @@ class Corrector:
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half, where they alternate
+        items, even, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.clear_past(work, tiles)
+            self.clear_past(work, even + odd)
             count = work.end - work.begin
             stage = stage_of(items, self.config.query_stages)
             if cutlass.const_expr(self.rests):
                 arrivals = arrivals_of(work, self.thread)
                 self.arrivals.fill(arrivals)
                 if arrivals > 0:
-                    self.serve(work, stage, items, tiles, even, odd)
+                    self.serve(work, stage, items, even, odd)
             else:
-                self.serve(work, stage, items, tiles, even, odd)
+                self.serve(work, stage, items, even, odd)
             self.leave(work, stage)
-            tiles += count
             even += (count + 1) // 2
             odd += count // 2
             items += 1
@@ -60,12 +58,12 @@ class Corrector:
             valid = work.valid
 
     @cute.jit
-    def serve(self, work, stage, items, tiles, even, odd):
+    def serve(self, work, stage, items, even, odd):
         """The sums of an item, from its first tile to what comes out.
 
         Args:
-            items, tiles: before it.
-            even, odd: tiles of each half before it, where they alternate.
+            items: before it.
+            even, odd: tiles before it, every other one of an item; those of each half, where they alternate.
         """
         count = work.end - work.begin
         if cutlass.const_expr(self.kernel.alternate):
@@ -79,8 +77,8 @@ class Corrector:
             self.finish_together(work, stage, items, even + (count + 1) // 2 + items, odd + count // 2 + items)
         else:
             for g in cutlass.range_constexpr(self.kernel.halves):
-                self.begin(g, tiles + items)
-            told = tiles + items
+                self.begin(g, even + odd + items)
+            told = even + odd + items
             for message in cutlass.range(told + 1, told + count, unroll=1):
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     self.correct(g, message)
