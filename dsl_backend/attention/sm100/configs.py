@@ -13,7 +13,7 @@ WARP = 32
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
-SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 12, 13, 14, 16
+SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 13, 14, 15, 16
 
 
 class Registers(NamedTuple):

@@ -15,7 +15,7 @@ from dsl_backend.attention.sm100.rest import arrivals_of, arrive
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, mul_pair
+from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 OWN = 1  # named barrier of the warpgroup
@@ -36,37 +36,38 @@ class Corrector:
 
     @cute.jit
     def run(self):
-        items, even, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        items, tiles, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.clear_past(work, even + odd)
+            self.clear_past(work, tiles)
             count = work.end - work.begin
             stage = stage_of(items, self.config.query_stages)
             if cutlass.const_expr(self.rests):
                 arrivals = arrivals_of(work, self.thread)
                 self.arrivals.fill(arrivals)
                 if arrivals > 0:
-                    self.serve(work, stage, items, even, odd)
+                    self.serve(work, stage, items, tiles, odd)
             else:
-                self.serve(work, stage, items, even, odd)
+                self.serve(work, stage, items, tiles, odd)
             self.leave(work, stage)
-            even += (count + 1) // 2
+            tiles += count
             odd += count // 2
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
 
     @cute.jit
-    def serve(self, work, stage, items, even, odd):
+    def serve(self, work, stage, items, tiles, odd):
         """The sums of an item, from its first tile to what comes out.
 
         Args:
-            items: before it.
-            even, odd: tiles before it, every other one of an item; those of each half, where they alternate.
+            items, tiles: before it.
+            odd: of these tiles those that are the second half's, where halves alternate.
         """
         count = work.end - work.begin
         if cutlass.const_expr(self.kernel.alternate):
+            even = tiles - odd
             self.begin(0, even + items)
             if count > 1:
                 self.begin(1, odd + items)
@@ -77,8 +78,8 @@ class Corrector:
             self.finish_together(work, stage, items, even + (count + 1) // 2 + items, odd + count // 2 + items)
         else:
             for g in cutlass.range_constexpr(self.kernel.halves):
-                self.begin(g, even + odd + items)
-            told = even + odd + items
+                self.begin(g, tiles + items)
+            told = tiles + items
             for message in cutlass.range(told + 1, told + count, unroll=1):
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     self.correct(g, message)
@@ -202,14 +203,15 @@ class Corrector:
         self.columns(halves[0][0], first, found)
         if cutlass.const_expr(len(halves) > 1):
             (_, weight), (other, other_weight) = halves
-            for j in cutlass.range_constexpr(PIECE):
-                found[j] *= weight
+            for j in cutlass.range_constexpr(0, PIECE, 2):
+                found[j], found[j + 1] = mul_pair((found[j], found[j + 1]), (weight, weight))
             # One without a tile has sums that nobody wrote.
             if work.end - work.begin > 1:
                 held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
                 self.columns(other, first, held)
-                for j in cutlass.range_constexpr(PIECE):
-                    found[j] += held[j] * other_weight
+                for j in cutlass.range_constexpr(0, PIECE, 2):
+                    others, weights = (held[j], held[j + 1]), (other_weight, other_weight)
+                    found[j], found[j + 1] = fma_pair(others, weights, (found[j], found[j + 1]))
         return found
 
     @cute.jit

@@ -10,12 +10,13 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.work import Work
 
 WARP = 32
 
 
 @cute.jit
-def arrivals_of(work, thread):
+def arrivals_of(work: Work, thread: cutlass.Int32) -> cutlass.Int32:
     """How often a warpgroup's thread arrives wherever it does for an item: 0 if its warp rests."""
     warp = cute.arch.make_warp_uniform(thread // WARP)
     awake = (work.rows + WARP - 1) // WARP
@@ -25,6 +26,6 @@ def arrivals_of(work, thread):
     return arrivals
 
 
-def arrive(barrier, arrivals: cute.Tensor | None):
+def arrive(barrier: cute.Pointer, arrivals: cute.Tensor | None) -> None:
     """By a thread of a warpgroup; arrivals: as often as [0] says, once where no warp rests."""
     cute.arch.mbarrier_arrive(barrier, arrive_count=1 if arrivals is None else arrivals[0])

@@ -70,7 +70,7 @@ class Softmax:
             valid = work.valid
 
     def own(self, stop):
-        """The half's turn from which on tiles are not before `stop`, counted from an item's last tile: how many are."""
+        """How many of an item's last `stop` tiles are the half's."""
         return (stop + 1 - self.half) // 2 if self.kernel.alternate else stop
 
     @cute.jit
@@ -79,14 +79,14 @@ class Softmax:
         self.start(work)
         whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
         whole_begin = cutlass.min(work.whole_begin, whole_end)
-        whole, rest = self.own(work.end - whole_end), self.own(work.end - whole_begin)
-        for turn in cutlass.range(whole, unroll=1):
-            self.weigh(work, turn, tiles + turn, True)
-        for turn in cutlass.range(whole, rest, unroll=1):
-            self.weigh(work, turn, tiles + turn, False)
+        whole, rest = tiles + self.own(work.end - whole_end), tiles + self.own(work.end - whole_begin)
+        for count in cutlass.range(tiles, whole, unroll=1):
+            self.weigh(work, tiles, count, True)
+        for count in cutlass.range(whole, rest, unroll=1):
+            self.weigh(work, tiles, count, False)
         if cutlass.const_expr(self.key.left):
-            for turn in cutlass.range(rest, own, unroll=1):
-                self.weigh(work, turn, tiles + turn, True)
+            for count in cutlass.range(rest, tiles + own, unroll=1):
+                self.weigh(work, tiles, count, True)
         self.tell_end(tiles + own)
 
     @cute.jit
@@ -101,15 +101,22 @@ class Softmax:
         return head_of(self.key, work.unit, self.row)
 
     @cute.jit
-    def weigh(self, work, turn, count, masked: cutlass.Constexpr[bool]):
-        """A tile's scores into weights; turn: the half's tiles of the item before it, count: all of them."""
+    def weigh(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
+        """A tile's scores into weights.
+
+        Args:
+            tiles: the half's before the item.
+            count: the half's before this one.
+        """
         cute.arch.mbarrier_wait(self.barriers.s_full + self.half, count & 1)
         tensor_memory.after_sync()
         tensor_memory.load(self.base, self.columns, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[j] for j in range(self.kernel.tile_n)]
         position = work.position + self.row // self.key.pack
-        place = 2 * turn + self.half if cutlass.const_expr(self.kernel.alternate) else turn
+        place = count - tiles
+        if cutlass.const_expr(self.kernel.alternate):
+            place = 2 * place + self.half
         first = (work.end - 1 - place) * self.kernel.tile_n
         if cutlass.const_expr(self.scores.bends):
             away = position - first
