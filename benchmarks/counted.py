@@ -55,8 +55,8 @@ def answer(kernels: list[Kernel]) -> int:
 
 
 def main_kernel(kernels: list[Kernel]) -> Kernel:
-    """The one that executes most."""
-    return max(kernels, key=lambda kernel: int(kernel["issued"]))
+    """The one that multiplies: over few keys, one that merges partial results may execute more."""
+    return max(kernels, key=lambda kernel: sum(sum(role["flops"].values()) for role in kernel["roles"]))
 
 
 def executed(kernel: Kernel, kind: str) -> int:

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernels on the emulator: right, and without a finding, whatever lies around their data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+import cutlass
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.parts import schedule
+from dsl_backend.attention.parts.launch import function_of
+from dsl_backend.attention.parts.schedule import work_of
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm100 import correct, rest, softmax
 from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.attention.sm100.rest import arrivals_of
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.runtime.compile import forget
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
+from dsl_backend.testing.inputs import Layout, Surroundings
+from emulator.errors import EmulatorError
 from tests.attention.emulated import (
     FP8_CASES,
     QUICK_SHARED_RING,
@@ -53,6 +63,80 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
 @numbered(ALL, QUICK)
 def test_case(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index)
+
+
+# One, two, three or all four warps of a row tile have rows that are there, and both SMs have several items.
+AWAKE = Case(
+    id="awake",
+    q_lens=(1, 16, 4, 12, 1, 5, 16, 2),
+    kv_lens=(300, 100, 90, 150, 65, 130, 16, 70),
+    heads=(8, 1),
+    window=(90, None),
+    page=32,
+    q_gain=4.0,
+    around=Surroundings(layout=Layout.SEPARATE),
+    why="a warp rests for an item, and works for the next one",
+)
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
+def test_warps_rest(index: int) -> None:
+    """In three schedules, with halves that alternate and with one."""
+    emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
+
+
+def rounded_down(work: Any, thread: Any) -> Any:
+    """Rests where a warp's rows are there in part."""
+    return arrivals_of(work._replace(rows=work.rows - rest.WARP + 1), thread)
+
+
+def once(work: Any, thread: Any) -> Any:
+    """Nobody arrives for a warp that rests."""
+    return cutlass.min(arrivals_of(work, thread), 1)
+
+
+def whole_to_the_end(*args: Any) -> Any:
+    """The tile behind which a row's keys end is not masked."""
+    work = work_of(*args)
+    return work._replace(whole_end=work.end)
+
+
+def whole_from_the_beginning(*args: Any) -> Any:
+    """The tile before which a row's window begins is not masked."""
+    work = work_of(*args)
+    return work._replace(whole_begin=work.begin)
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled for the test, and nothing is left of them."""
+    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+    forget()
+    function_of.cache_clear()
+    yield
+    forget()
+    function_of.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(
+    ("modules", "name", "mistake"),
+    [
+        ((softmax, correct), "arrivals_of", rounded_down),
+        ((softmax,), "arrivals_of", once),
+        ((correct,), "arrivals_of", once),
+        ((schedule,), "work_of", whole_to_the_end),
+        ((schedule,), "work_of", whole_from_the_beginning),
+    ],
+)
+def test_mistakes_are_found(
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ...], name: str, mistake: Callable[..., Any]
+) -> None:
+    for module in modules:
+        monkeypatch.setattr(module, name, mistake)
+    with pytest.raises((EmulatorError, AssertionError)):
+        emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, 1), 0, sms=2)
 
 
 def test_quick_cases_exist() -> None:

@@ -14,7 +14,7 @@ ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
 SHARED_PLACES = 3  # of a ring that keys and values share: values, the keys behind them, and the values behind those
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
-SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 12, 13, 14, 16
+SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 13, 14, 15, 16
 
 
 class Registers(NamedTuple):
@@ -167,7 +167,11 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
 
 
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
-    """For short queries over long key ranges."""
+    """For short queries over long key ranges: memory bounds them, and leaves the special unit time for all weights."""
+    return replace(split_tiles(spec), polynomial=0)
+
+
+def split_tiles(spec: AttentionSpec) -> ForwardConfig:
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
         if widest > 256 or spec.head_dim_v > 128:
@@ -219,6 +223,11 @@ def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConf
     staging = TRIED_STAGING if spec.is_fp8_kv else (0,)
     for halves, tile_n, least_share, staged in itertools.product((1, 2), TRIED_TILES, (1, 2, 4), staging):
         made = ForwardConfig(
-            halves=halves, alternate=halves == 2, tile_n=tile_n, least_share=least_share, staging=staged
+            halves=halves,
+            alternate=halves == 2,
+            tile_n=tile_n,
+            least_share=least_share,
+            polynomial=0,
+            staging=staged,
         )
         yield from deepest(made, spec, smem_bytes)

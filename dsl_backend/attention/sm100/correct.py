@@ -11,10 +11,11 @@ from dsl_backend.attention.parts.tiles import VECTOR, clear_rows, store_rows
 from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
+from dsl_backend.attention.sm100.rest import arrivals_of, arrive
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, mul_pair
+from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 OWN = 1  # named barrier of the warpgroup
@@ -32,49 +33,68 @@ class Corrector:
         self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
         self.scoring, self.held = scoring, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.rests = kernel.tile_m == ROWS
+        self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half, where they alternate
+        items, tiles, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
             self.clear_past(work, tiles)
             count = work.end - work.begin
             stage = stage_of(items, self.config.query_stages)
-            if cutlass.const_expr(self.kernel.alternate):
-                self.begin(0, even + items)
-                if count > 1:
-                    self.begin(1, odd + items)
-                for step in cutlass.range(1, (count + 1) // 2, unroll=1):
-                    self.correct(0, even + step + items)
-                    if 2 * step + 1 < count:
-                        self.correct(1, odd + step + items)
-                even += (count + 1) // 2
-                odd += count // 2
-                self.finish_together(work, stage, items, even + items, odd + items)
+            if cutlass.const_expr(self.rests):
+                arrivals = arrivals_of(work, self.thread)
+                self.arrivals.fill(arrivals)
+                if arrivals > 0:
+                    self.serve(work, stage, items, tiles, odd)
             else:
-                for g in cutlass.range_constexpr(self.kernel.halves):
-                    self.begin(g, tiles + items)
-                told = tiles + items
-                for message in cutlass.range(told + 1, told + count, unroll=1):
-                    for g in cutlass.range_constexpr(self.kernel.halves):
-                        self.correct(g, message)
-                self.wait_sums(items)
-                for g in cutlass.range_constexpr(self.kernel.halves):
-                    total, top = self.told(g, told + count)
-                    self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
+                self.serve(work, stage, items, tiles, odd)
             self.leave(work, stage)
             tiles += count
+            odd += count // 2
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
 
     @cute.jit
+    def serve(self, work, stage, items, tiles, odd):
+        """The sums of an item, from its first tile to what comes out.
+
+        Args:
+            items, tiles: before it.
+            odd: of these tiles those that are the second half's, where halves alternate.
+        """
+        count = work.end - work.begin
+        if cutlass.const_expr(self.kernel.alternate):
+            even = tiles - odd
+            self.begin(0, even + items)
+            if count > 1:
+                self.begin(1, odd + items)
+            for step in cutlass.range(1, (count + 1) // 2, unroll=1):
+                self.correct(0, even + step + items)
+                if 2 * step + 1 < count:
+                    self.correct(1, odd + step + items)
+            self.finish_together(work, stage, items, even + (count + 1) // 2 + items, odd + count // 2 + items)
+        else:
+            for g in cutlass.range_constexpr(self.kernel.halves):
+                self.begin(g, tiles + items)
+            told = tiles + items
+            for message in cutlass.range(told + 1, told + count, unroll=1):
+                for g in cutlass.range_constexpr(self.kernel.halves):
+                    self.correct(g, message)
+            self.wait_sums(items)
+            for g in cutlass.range_constexpr(self.kernel.halves):
+                total, top = self.told(g, told + count)
+                self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
+
+    @cute.jit
     def leave(self, work, stage):
-        """Whole rows go out; the queries' place is free."""
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+        """Whole rows go out; the queries' place is free, and the sums of the warpgroup's rows."""
+        tensor_memory.before_sync()
+        self.meet()
         if work.slot == WHOLE:
             rows = self.sOut[None, None, stage]
             store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
@@ -84,13 +104,13 @@ class Corrector:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
 
+    def meet(self):
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+
     @cute.jit
     def begin(self, g: cutlass.Constexpr[int], count):
         """The half's sums are free for the weights of an item's first tile; count: of messages before."""
         self.wait_told(g, count)
-        if cutlass.const_expr(g == 0):
-            # Behind the loads of the item before, of both halves.
-            tensor_memory.before_sync()
         self.ready(g)
 
     @cute.jit
@@ -103,7 +123,7 @@ class Corrector:
     @cute.jit
     def ready(self, g: cutlass.Constexpr[int]):
         """The half's sums are; and what was told has been read, which the next scores come behind."""
-        cute.arch.mbarrier_arrive(self.barriers.p_full + g)
+        arrive(self.barriers.p_full + g, self.arrivals)
 
     @cute.jit
     def wait_sums(self, items):
@@ -129,7 +149,7 @@ class Corrector:
         """What the half's softmax says of this thread's row: its total and largest score."""
         self.wait_told(g, count)
         value, top = self.statistics[self.thread, SHRINK, g], self.statistics[self.thread, TOP, g]
-        cute.arch.mbarrier_arrive(self.barriers.l_empty + g)
+        arrive(self.barriers.l_empty + g, self.arrivals)
         return value, top
 
     @cute.jit
@@ -185,14 +205,15 @@ class Corrector:
         self.columns(halves[0][0], first, found)
         if cutlass.const_expr(len(halves) > 1):
             (_, weight), (other, other_weight) = halves
-            for j in cutlass.range_constexpr(PIECE):
-                found[j] *= weight
+            for j in cutlass.range_constexpr(0, PIECE, 2):
+                found[j], found[j + 1] = mul_pair((found[j], found[j + 1]), (weight, weight))
             # One without a tile has sums that nobody wrote.
             if work.end - work.begin > 1:
                 held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
                 self.columns(other, first, held)
-                for j in cutlass.range_constexpr(PIECE):
-                    found[j] += held[j] * other_weight
+                for j in cutlass.range_constexpr(0, PIECE, 2):
+                    others, weights = (held[j], held[j + 1]), (other_weight, other_weight)
+                    found[j], found[j + 1] = fma_pair(others, weights, (found[j], found[j + 1]))
         return found
 
     @cute.jit
@@ -244,3 +265,6 @@ class Corrector:
             values = self.places.values[None, None, self.places.of_values(count)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(self.rests):
+                # Others arrive for warps that rest.
+                self.meet()

@@ -227,10 +227,7 @@ class Forward(TiledKernel):
         if warp < halves * group:
             cute.arch.setmaxregister_increase(self.registers.softmax)
             softmax = Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group)
-            if cutlass.const_expr(self.alternate):
-                softmax.run_alternating()
-            else:
-                softmax.run()
+            softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
             Corrector(
@@ -259,4 +256,6 @@ class Forward(TiledKernel):
                 self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
+            # Read again: kept, it was one register too many for the roles in between (ptxas 13.0).
+            base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
             cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)

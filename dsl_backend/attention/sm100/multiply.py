@@ -130,7 +130,7 @@ class Multiplier:
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
         values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.weighing.issue(self.O[g], self.P[g], [values], adds, then)
+        self.weighing.issue(self.O[g], self.P[g], [values], adds, then=then)
 
 
 class AlternatingMultiplier(Multiplier):
@@ -166,16 +166,15 @@ class AlternatingMultiplier(Multiplier):
         """The half's scores of the item's tile, if there is one."""
         if tile < count:
             self.wait_keys(tiles + tile)
-            self.score(g, stage, tiles + tile)
-            self.release(self.barriers.k_empty, tiles + tile)
+            self.score(g, stage, tiles + tile, [self.barriers.k_empty + stage_of(tiles + tile, self.config.stages)])
 
     @cute.jit
     def go_on(self, g: cutlass.Constexpr[int], stage, tiles, tile, count, turn, adds: cutlass.Constexpr[bool]):
         """The half's sums of the item's tile, if there is one, and then its next scores."""
         if tile < count:
             self.wait_values(tiles + tile)
-            self.sum(g, tiles + tile, turn, adds)
-            self.release(self.barriers.v_empty, tiles + tile)
+            then = [self.barriers.v_empty + stage_of(tiles + tile, self.config.stages)]
+            self.sum(g, tiles + tile, turn, adds, then)
         self.begin(g, stage, tiles, tile + 2, count)
 
 

@@ -9,6 +9,7 @@ from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.work import head_of
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import scores_at
+from dsl_backend.attention.sm100.rest import arrivals_of, arrive
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.math import (
     LOG2_E,
@@ -40,6 +41,8 @@ class Softmax:
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row = self.thread if kernel.alternate else half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
+        self.rests = kernel.tile_m == ROWS
+        self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
         self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
         self.top = cute.make_rmem_tensor(1, cutlass.Float32)
         self.total = cute.make_rmem_tensor(1, cutlass.Float32)
@@ -51,44 +54,43 @@ class Softmax:
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.start(work, items)
-            whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
-            for step in cutlass.range(work.end - whole_end, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, True)
-                tiles += 1
-            whole_begin = cutlass.min(work.whole_begin, whole_end)
-            for step in cutlass.range(whole_end - whole_begin, unroll=1):
-                self.weigh(work, whole_end - 1 - step, tiles, False)
-                tiles += 1
-            if cutlass.const_expr(self.key.left):
-                for step in cutlass.range(whole_begin - work.begin, unroll=1):
-                    self.weigh(work, whole_begin - 1 - step, tiles, True)
-                    tiles += 1
-            self.tell_end(tiles)
+            # The correction has read the totals of the item before: warps that rest go no further ahead than that.
+            cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (items & 1) ^ 1)
+            own = self.own(work.end - work.begin)
+            if cutlass.const_expr(self.rests):
+                arrivals = arrivals_of(work, self.thread)
+                self.arrivals.fill(arrivals)
+                if arrivals > 0:
+                    self.weigh_all(work, tiles, own)
+            else:
+                self.weigh_all(work, tiles, own)
+            tiles += own
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
 
-    @cute.jit
-    def run_alternating(self):
-        """Every other tile, from this half's first on."""
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
-        valid = work.valid
-        while valid != 0:
-            self.start(work, items)
-            for step in cutlass.range(self.half, work.end - work.begin, 2, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, True)
-                tiles += 1
-            self.tell_end(tiles)
-            items += 1
-            work = self.mailbox.read(items)
-            valid = work.valid
+    def own(self, stop):
+        """How many of an item's last `stop` tiles are the half's."""
+        return (stop + 1 - self.half) // 2 if self.kernel.alternate else stop
 
     @cute.jit
-    def start(self, work, items):
-        # The correction has read the totals of the item before.
-        cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (items & 1) ^ 1)
+    def weigh_all(self, work, tiles, own):
+        """The half's tiles of an item; tiles: those before it."""
+        self.start(work)
+        whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
+        whole_begin = cutlass.min(work.whole_begin, whole_end)
+        whole, rest = tiles + self.own(work.end - whole_end), tiles + self.own(work.end - whole_begin)
+        for count in cutlass.range(tiles, whole, unroll=1):
+            self.weigh(work, tiles, count, True)
+        for count in cutlass.range(whole, rest, unroll=1):
+            self.weigh(work, tiles, count, False)
+        if cutlass.const_expr(self.key.left):
+            for count in cutlass.range(rest, tiles + own, unroll=1):
+                self.weigh(work, tiles, count, True)
+        self.tell_end(tiles + own)
+
+    @cute.jit
+    def start(self, work):
         self.top.fill(-cutlass.Float32.inf)
         self.total.fill(0.0)
         if cutlass.const_expr(self.key.scores.alibi):
@@ -99,15 +101,23 @@ class Softmax:
         return head_of(self.key, work.unit, self.row)
 
     @cute.jit
-    def weigh(self, work, tile, count, masked: cutlass.Constexpr[bool]):
-        """A tile's scores into weights; count: tiles before it."""
+    def weigh(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
+        """A tile's scores into weights.
+
+        Args:
+            tiles: the half's before the item.
+            count: the half's before this one.
+        """
         cute.arch.mbarrier_wait(self.barriers.s_full + self.half, count & 1)
         tensor_memory.after_sync()
         tensor_memory.load(self.base, self.columns, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[j] for j in range(self.kernel.tile_n)]
         position = work.position + self.row // self.key.pack
-        first = tile * self.kernel.tile_n
+        place = count - tiles
+        if cutlass.const_expr(self.kernel.alternate):
+            place = 2 * place + self.half
+        first = (work.end - 1 - place) * self.kernel.tile_n
         if cutlass.const_expr(self.scores.bends):
             away = position - first
             scores = [self.scores.bend(score, self.slope[0], away - j) for j, score in enumerate(scores)]
@@ -122,11 +132,11 @@ class Softmax:
         reference = finite_or_zero(top) * self.scores.factor
         shrink = exp2(before * self.scores.factor - reference)
         self.statistics[self.thread, SHRINK, self.half] = shrink
-        cute.arch.mbarrier_arrive(self.barriers.l_full + self.half)
+        arrive(self.barriers.l_full + self.half, self.arrivals)
         sums = self.narrow(scores, reference, 0 if masked else self.polynomial)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
-        cute.arch.mbarrier_arrive(self.barriers.p_full + self.half)
+        arrive(self.barriers.p_full + self.half, self.arrivals)
         self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
 
     def narrow(self, scores, reference, polynomial: int):
@@ -178,7 +188,7 @@ class Softmax:
         place = self.statistics
         place[self.thread, SHRINK, self.half] = self.total[0]
         place[self.thread, TOP, self.half] = self.top[0] * self.scores.factor
-        cute.arch.mbarrier_arrive(self.barriers.l_full + self.half)
+        arrive(self.barriers.l_full + self.half, self.arrivals)
 
 
 @cute.jit
