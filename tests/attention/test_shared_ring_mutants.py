@@ -61,7 +61,10 @@ MISTAKES = (
         "v_empty + stage, 1 ^ phase_of(",
     ),
     Mistake(
-        "a phase of three places", places, "phase_of(count, self.stages) ^ 1", "phase_of(count, SHARED_PLACES) ^ 1"
+        "a phase of three places",
+        places,
+        "+ stage, phase_of(count, self.stages)",
+        "+ stage, phase_of(count, SHARED_PLACES)",
     ),
     Mistake("a wait for keys that were read before", places, "before = count - 1", "before = count - 2"),
     Mistake("places of keys that others have", multiply, "places.of_keys(tile)", "places.of_keys(tile + 1)"),

@@ -85,6 +85,16 @@ def test_warps_rest(index: int) -> None:
     emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
 
 
+@pytest.mark.parametrize(
+    "page", [128, pytest.param(64, marks=pytest.mark.full), pytest.param(192, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("index", [1, *(pytest.param(i, marks=pytest.mark.full) for i in (0, 2))])
+def test_a_tile_lies_in_one_page(page: int, index: int) -> None:
+    """All of one, or a half or a third; and in two rings of three stages, or of two."""
+    case = replace(AWAKE, page=page, kv_lens=(300, 200, 4, 450, 65, 130, 16, 64))
+    emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
+
+
 def rounded_down(work: Any, thread: Any) -> Any:
     """Rests where a warp's rows are there in part."""
     return arrivals_of(work._replace(rows=work.rows - rest.WARP + 1), thread)

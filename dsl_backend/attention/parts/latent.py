@@ -184,11 +184,6 @@ class LatentLoader(Loader):
             valid = work.valid
 
     @cute.jit
-    def expect(self, full, size: cutlass.Constexpr[int]):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-
-    @cute.jit
     def load_queries(self, work, count):
         cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ 1)
         full = self.barriers.q_full

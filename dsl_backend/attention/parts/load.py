@@ -107,12 +107,16 @@ class Loader:
         return page
 
     @cute.jit
+    def expect(self, full, size: cutlass.Constexpr[int]):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+
+    @cute.jit
     def load_queries(self, work, count):
         stage = stage_of(count, self.config.query_stages)
         cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ 1)
         full = self.barriers.q_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.q_bytes)
+        self.expect(full, self.q_bytes)
         packed = packed_of(self.key, work.unit)
         if cutlass.const_expr(self.key.pack == 1):
             rows = cute.domain_offset((work.query, 0), self.mQ[None, None, packed])
@@ -143,9 +147,13 @@ class Loader:
     def load_keys(self, work, tile, pages, count):
         stage = stage_of(count, self.stages)
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.stages) ^ 1)
+        self.fill_keys(work, tile, pages, stage)
+
+    @cute.jit
+    def fill_keys(self, work, tile, pages, stage):
+        """A stage that is empty."""
         full = self.barriers.k_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
+        self.expect(full, self.k_bytes)
         chunks = range(self.k_chunks)
         self.load_tile(self.k_load, self.mK, self.sK, self.copied, chunks, work, tile, pages, stage, full)
 
@@ -153,9 +161,12 @@ class Loader:
     def load_values(self, work, tile, pages, count):
         stage = stage_of(count, self.stages)
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
+        self.fill_values(work, tile, pages, stage)
+
+    @cute.jit
+    def fill_values(self, work, tile, pages, stage):
         full = self.barriers.v_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
+        self.expect(full, self.v_bytes)
         mV, chunks = self.values_of(work), range(self.v_chunks)
         self.load_tile(self.v_load, mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
 
@@ -190,11 +201,15 @@ class Loader:
                 self.load_box(atom, given, to, chunks, tile, pages, stage, full, self.first_box + i)
 
     def load_box(self, atom, given, to, chunks, tile, pages, stage, full, b):
-        page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+        page = self.page_of(pages, b)
         place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
         for c in chunks:
             source = given[None, place, c, page]
             cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)
+
+    def page_of(self, pages, b):
+        """Of box b, from what `pages_of` gave each lane."""
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
 
 
 class RolledLoader(Loader):

@@ -14,7 +14,6 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.load import RolledLoader
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
@@ -34,7 +33,7 @@ from dsl_backend.attention.sm100.configs import (
 )
 from dsl_backend.attention.sm100.correct import Corrector
 from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multiplier
-from dsl_backend.attention.sm100.places import OwnRings, SharedRing, SharedRingLoader
+from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
 from dsl_backend.attention.sm100.softmax import Softmax
 
 
@@ -249,7 +248,7 @@ class Forward(TiledKernel):
                         self, mailbox, rings, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests
                     ).run()
                 else:
-                    RolledLoader(
+                    OwnRingsLoader(
                         self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
                     ).run()
             if warp == SCHEDULE:

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from dsl_backend.attention.parts.load import RolledLoader
 from dsl_backend.attention.sm100.configs import SHARED_PLACES
+from dsl_backend.primitives.accumulators import settled
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
@@ -59,7 +60,51 @@ def placed(allocator, numeric, layout):
     return allocator.allocate_tensor(numeric, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
-class SharedRingLoader(RolledLoader):
+class RingLoader(RolledLoader):
+    """With the fewest instructions for a tile, which a warp issues for all of its lanes."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.box_begin = cute.arch.lane_idx() % self.boxes * self.box if self.boxes > 1 else 0
+
+    @cute.jit
+    def expect(self, full, size: cutlass.Constexpr[int]):
+        # Half of the instructions of a branch around it.
+        cute.arch.inline_ptx(
+            "{ .reg .pred leader; elect.sync _|leader, 0xffffffff; "
+            f"@leader mbarrier.arrive.expect_tx.shared.b64 _, [{{$r0}}], {size}; }}",
+            read_only_args=[full.toint()],
+        )
+
+    @cute.jit
+    def pages_of(self, work, tile):
+        """Lane b: the page of box b modulo boxes; past the keys, one that is not there, whose copy fills with zeros."""
+        page = cutlass.Int32(0)
+        if cutlass.const_expr(self.page > 0):
+            page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+            if tile * self.tile_n + self.box_begin < work.keys:
+                page = self.whole_pages_of(work, tile)
+        return page
+
+    @cute.jit
+    def whole_pages_of(self, work, tile):
+        """The same for a tile that has all of its keys."""
+        page = cutlass.Int32(0)
+        if cutlass.const_expr(self.page > 0):
+            page = self.requests.table[work.source, self.place_of(tile)]
+        return page
+
+    def place_of(self, tile):
+        """Of a lane's page among those of its request."""
+        if self.boxes == 1:
+            return tile // (self.page // self.tile_n)
+        return (tile * self.tile_n + self.box_begin) // self.page
+
+    def page_of(self, pages, b):
+        return pages if self.boxes == 1 else cute.arch.shuffle_sync(pages, b)
+
+
+class SharedRingLoader(RingLoader):
     """Fills a ring that keys and values share, in the order in which they are multiplied."""
 
     def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests):
@@ -93,8 +138,7 @@ class SharedRingLoader(RolledLoader):
         stage = stage_of(count, self.stages)
         place, rest_place = self.places.of_keys(count)
         full = self.barriers.k_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.k_bytes)
+        self.expect(full, self.k_bytes)
         # The keys before the last ones, whose place this is, were read: the values before waited for them.
         rest = range(self.k_chunks - self.v_chunks)
         self.load_tile(self.k_load, self.mRest, self.sRest, self.copied, rest, work, tile, pages, rest_place, full)
@@ -107,7 +151,47 @@ class SharedRingLoader(RolledLoader):
         before = count - 1
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage_of(before, self.stages), phase_of(before, self.stages))
         full = self.barriers.v_full + stage_of(count, self.stages)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.v_bytes)
+        self.expect(full, self.v_bytes)
         chunks, place = range(self.v_chunks), self.places.of_values(count)
         self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
+
+
+class OwnRingsLoader(RingLoader):
+    """Fills a ring of keys and one of values, whose tile goes where that of the keys went one before."""
+
+    @cute.jit
+    def run(self):
+        for atom in (self.q_load, self.k_load, self.v_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            last = work.end - 1
+            pages = self.pages_of(work, last)
+            stage, phase = self.turn(tiles)
+            cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
+            self.fill_keys(work, last, pages, stage)
+            through = tiles + last
+            for count in cutlass.range(tiles + 1, tiles + work.end - work.begin, unroll=1):
+                tile = through - count
+                pages_before, stage_before, phase_before = pages, stage, phase
+                # Keys end in an item's last tile.
+                pages = self.whole_pages_of(work, tile)
+                stage, phase = self.turn(count)
+                cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
+                self.fill_keys(work, tile, pages, stage)
+                cute.arch.mbarrier_wait(self.barriers.v_empty + stage_before, phase_before)
+                self.fill_values(work, tile + 1, pages_before, stage_before)
+            cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase)
+            self.fill_values(work, work.begin, pages, stage)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    def turn(self, count):
+        """Stage of the count-th tile, and the phase of being empty that it waits for."""
+        # Settled: of a count in sight, each address would be made by a shift and a mask.
+        return settled(stage_of(count, self.stages)), phase_of(count, self.stages) ^ 1
