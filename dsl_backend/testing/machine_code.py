@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ LIMIT_S = 300
 
 
 def attention_subjects() -> Iterator[Subject]:
-    """Those that a CuTe DSL kernel serves: for short queries, for long ones, and for the longest alone."""
+    """Those that a CuTe DSL kernel serves: short queries, long ones by claims or launch control, the longest alone."""
     from dsl_backend.attention import dispatch
     from dsl_backend.attention.sm90.configs import long_query_config
     from dsl_backend.runtime.target import from_arch
@@ -142,6 +142,8 @@ def attention_subjects() -> Iterator[Subject]:
                     kinds = ["decode" if short else "prefill"]
                     if arch == "sm_90a" and not short and long_query_config(case.spec):
                         kinds.append("longest")
+                    if arch == "sm_100a" and not short:
+                        kinds.append("launched")
                     for kind in kinds:
                         kernels = partial(attention_kernel, arch, case, kind)
                         yield Subject(id=f"{arch}-{name}-{kind}", arch=arch, kernels=kernels)
@@ -156,6 +158,9 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")
     kernel: Any = (planner.short if kind == "decode" else planner.long)[2]
     kernel = kernel.longer if kind == "longest" else kernel
+    if kind == "launched":
+        controlled = replace(kernel.config, launch_control=True)
+        kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)
     sinks = torch.float32 if case.sinks else None
     config = kernel.config
     columns = None if arch == "sm_90a" else config.columns(spec)

@@ -117,6 +117,11 @@ EQUIVALENT: Rows = [
         "every thread fences behind the barrier, when it knows of all writes, and before it arrives: as good",
     ),
     (
+        "SM100 (forward|shared ring)",
+        r"swap: .*before_thread_sync.*behind `bar.sync.*\(tensor_memory.py:\d+ in before_sync",
+        "where no warp rests, every thread arrives for itself, behind its fence: as good",
+    ),
+    (
         "SM100 MLA",
         "swap: .*tcgen05.wait::ld.*behind `ld.shared",
         "the wait still comes before the first use, and is in no order with an ordinary load of something else",

@@ -6,6 +6,7 @@ from cutlass import cute
 
 from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, Requests
 from dsl_backend.attention.parts.work import FIELDS
+from dsl_backend.attention.sm100.launch_control import LaunchControl, LaunchedTiles
 
 
 class Record:
@@ -49,6 +50,36 @@ class Claiming:
     @cute.kernel
     def kernel(self, requests: Requests, claims: cute.Tensor, posts: cute.Tensor):
         ClaimedTiles(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, claims).run()
+
+
+class Launching:
+    """The same, as blocks of one warp take them off a grid."""
+
+    def __init__(self, key, tokens_per_tile: int, tile_n: int):
+        self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
+
+    @cute.jit
+    def __call__(
+        self,
+        starts: cute.Tensor,
+        lengths: cute.Tensor,
+        posts: cute.Tensor,
+        left: cutlass.Int32,
+        shortest: cutlass.Int32,
+        longest: cutlass.Int32,
+    ):
+        right, rows = cutlass.Int32(0), cutlass.Int32(self.tokens_per_tile)
+        requests = Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+        self.kernel(requests, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+
+    @cute.kernel
+    def kernel(self, requests: Requests, posts: cute.Tensor):
+        control = LaunchControl.allocate(cutlass.utils.SmemAllocator())
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_init(control.full, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        LaunchedTiles(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, control).run()
 
 
 class Sharing:

@@ -14,8 +14,10 @@ from dsl_backend.testing import machine_code
 from dsl_backend.testing.machine_code import Code, attention_subjects, found
 
 # What a change is checked with; a kernel takes some ten seconds.
-QUICK = tuple(
-    f"{arch}-{layer}" for arch in ("sm_90a", "sm_100a") for layer in ("hd128-prefill", "hd128-decode", "mla16-decode")
+QUICK = (
+    *(f"{arch}-hd128-{kind}" for arch in ("sm_90a", "sm_100a") for kind in ("prefill", "decode")),
+    *(f"{arch}-mla16-decode" for arch in ("sm_90a", "sm_100a")),
+    "sm_100a-hd128-launched",
 )
 # Bytes of stack that are known and not yet gone.
 KNOWN = {"sm_90a-hd256-decode": 80}

@@ -2,8 +2,10 @@
 """Work as blocks find it: query tiles that they claim, each once, the longest first; shares of all key tiles."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,12 @@ from dsl_backend.attention.parts import schedule
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.tiles import LayerKey
 from dsl_backend.attention.parts.work import FIELDS, WHOLE, Work
-from tests.attention.schedule_kernels import Claiming, Sharing
+from dsl_backend.attention.sm100 import launch_control
+from emulator.errors import EmulatorError
+from emulator.machine.launch import Run
+from tests.attention import schedule_kernels
+from tests.attention.mistakes import Mistake, spoilt
+from tests.attention.schedule_kernels import Claiming, Launching, Sharing
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
@@ -106,6 +113,19 @@ class Lengths:
             found = [self.of(block) for block in posts.tolist()]
         return found
 
+    def launched(self, order: str, beyond: int = 0) -> list[list[Item]]:
+        """By each block of a grid that has so many more than there are items; three run at a time."""
+        key = key_of(causality=self.causality, left=self.left is not None)
+        int32 = {"dtype": torch.int32}
+        starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
+        count = len(self.items())
+        posts = torch.zeros(count + beyond, count + 1, FIELDS, **int32)
+        with emulator.device(arch="sm_100a", sms=3, schedule=order, strict=True):
+            Launching(key, TOKENS, TILE)(
+                *(from_dlpack(one) for one in (starts, lengths, posts)), self.left or 0, self.shortest, self.longest
+            )
+        return [self.of(block) for block in posts.tolist()]
+
     def of(self, posts: list[list[int]]) -> list[Item]:
         works = [Work(*fields) for fields in posts]
         stop = next(place for place, work in enumerate(works) if not work.valid)
@@ -129,6 +149,10 @@ BATCHES = {
 }
 
 
+def assert_each_once(batch: Lengths, found: Sequence[Sequence[Item]]) -> None:
+    assert sorted(map(repr, (item for block in found for item in block))) == sorted(map(repr, batch.items()))
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("name", BATCHES)
 def test_each_once(name: str, blocks: int) -> None:
@@ -136,7 +160,7 @@ def test_each_once(name: str, blocks: int) -> None:
     batch = BATCHES[name]
     for order in ("eager", "lazy", "random"):
         claimed = batch.claimed(blocks, order)
-        assert sorted(map(repr, (item for block in claimed for item in block))) == sorted(map(repr, batch.items()))
+        assert_each_once(batch, claimed)
 
 
 @pytest.mark.parametrize("name", ["ragged", "full"])
@@ -146,6 +170,65 @@ def test_longest_first(name: str) -> None:
     tiles = [item.end - item.begin for item in claimed]
     assert tiles == sorted(tiles, reverse=True)
     assert [item.unit for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
+
+
+@pytest.mark.parametrize("beyond", [1, 20])
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_once_by_launch_control(name: str, beyond: int) -> None:
+    """As few blocks run as there is room for, also where others have no item."""
+    batch = BATCHES[name]
+    for order in ("eager", "lazy", "random"):
+        launched = batch.launched(order, beyond)
+        assert_each_once(batch, launched)
+        assert sum(bool(block) for block in launched) <= 3
+
+
+@pytest.mark.parametrize("name", ["ragged", "many"])
+def test_launch_control_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item once, whichever block leaves the grid next: the last one, or any."""
+    batch, indices = BATCHES[name], Run._cluster_indices
+    for seed in range(4):
+        any_order = random.Random(seed)
+
+        def mixed(run: Run, any_order: random.Random = any_order, last_first: bool = seed == 0) -> Iterator[Any]:
+            found = list(indices(run))[::-1]
+            return iter(found if last_first else any_order.sample(found, len(found)))
+
+        monkeypatch.setattr(Run, "_cluster_indices", mixed)
+        launched = batch.launched("random", 5)
+        assert_each_once(batch, launched)
+
+
+MISTAKES = (
+    Mistake(
+        "read before it is there",
+        launch_control,
+        "        cute.arch.mbarrier_wait(full, phase_of(had - 1, 1))\n",
+        "",
+    ),
+    Mistake("the phase of another response", launch_control, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
+    Mistake("other bytes expected", launch_control, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
+    Mistake("a place of its own count", launch_control, "return place if", "return cutlass.Int32(had) if"),
+    Mistake(
+        "asks when there is none left",
+        launch_control,
+        "        nothing = ",
+        "        self.next_place(posted + passed + 1, None)\n        nothing = ",
+    ),
+    Mistake("uncounted behind the last item", launch_control, "passed += 1", "passed += 0"),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.id)
+def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_kernels, "LaunchedTiles", spoilt(mistake, tmp_path).LaunchedTiles)
+
+    def run() -> None:
+        for order in ("eager", "lazy", "random"):
+            assert_each_once(RAGGED, RAGGED.launched(order, 20))
+
+    with pytest.raises((EmulatorError, AssertionError)):
+        run()
 
 
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:

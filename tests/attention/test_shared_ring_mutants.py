@@ -4,12 +4,8 @@
 Beside those in its PTX (test_mutants.py): places, waits and numbers of bytes that are wrong for every tile.
 """
 
-import importlib.util
-import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,21 +23,11 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, emulate, scratch
+from tests.attention.mistakes import Mistake, spoilt
 
 # Ten tiles go through the three places, and the last one ends in the middle.
 CASE = Case(q_lens=(140,), kv_lens=(150,), heads=(2, 1), dim=192, dim_v=128, page=None)
 CONFIG = ForwardConfig(tile_n=32, shared_ring=True)
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """What a module's source says once, and what it would say."""
-
-    id: str
-    module: ModuleType
-    said: str
-    wrong: str
-
 
 MISTAKES = (
     Mistake(
@@ -90,20 +76,6 @@ def run(schedules: Iterable[int]) -> None:
 
     for index in schedules:
         emulate(CASE, "sm_100a", make, index, sms=1)
-
-
-def spoilt(mistake: Mistake, folder: Path) -> ModuleType:
-    """The module with the mistake in it, from a file: the compiler reads its functions' source."""
-    source = inspect.getsource(mistake.module)
-    assert source.count(mistake.said) == 1, f"{mistake.said!r} is not what {mistake.module.__name__} says once"
-    file = folder / "spoilt.py"
-    file.write_text(source.replace(mistake.said, mistake.wrong))
-    spec = importlib.util.spec_from_file_location(f"spoilt_{abs(hash(mistake.id))}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.full

@@ -11,14 +11,15 @@ import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.parts import schedule
-from dsl_backend.attention.parts.launch import function_of
+from dsl_backend.attention.parts.launch import function_of, nothing
 from dsl_backend.attention.parts.schedule import work_of
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm100 import correct, rest, softmax
 from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.attention.sm100.rest import arrivals_of
-from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.compile import forget
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
@@ -93,6 +94,76 @@ def test_a_tile_lies_in_one_page(page: int, index: int) -> None:
     """All of one, or a half or a third; and in two rings of three stages, or of two."""
     case = replace(AWAKE, page=page, kv_lens=(300, 200, 4, 450, 65, 130, 16, 64))
     emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
+
+
+CONTROLLED = (
+    Case(
+        id="ragged",
+        q_lens=(70, 150, 2, 0, 33),
+        kv_lens=(70, 260, 90, 0, 120),
+        heads=(2, 1),
+        page=32,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="items of all lengths, and requests of another kernel beside them",
+    ),
+    Case(
+        id="window",
+        q_lens=(140, 40, 270),
+        kv_lens=(300, 40, 290),
+        heads=(2, 2),
+        dim=80,
+        window=(90, None),
+        page=None,
+        sinks=True,
+        why="a request's last tile is shorter than the one before it; packed keys",
+    ),
+)
+
+
+def controlled(planner: Planner, short: bool, index: int) -> Kernel:
+    if short:
+        return make(planner, short, index)
+    config = ForwardConfig(halves=1 + index % 2, tile_n=64, query_stages=1 + index % 2, launch_control=True)
+    assert config.objections(planner.spec, planner.target.smem_bytes) == []
+    return Prefill(planner.spec, planner.target, scratch(), config)
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("case", CONTROLLED, ids=lambda case: case.id)
+def test_launch_control(case: Case, index: int) -> None:
+    """Two blocks are there at a time, and more are taken off the grid."""
+    profile = emulate(case, "sm_100a", lambda planner, short: controlled(planner, short, index), index, sms=2)
+    assert sum(kernel.events["clusters cancelled"] for kernel in profile.kernels.values()) > 2
+
+
+def bound(batch: Batch, shortest: int = 0) -> int:
+    """Blocks of a grid with 256 rows a tile."""
+    spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
+    return Prefill(spec, target, scratch(), ForwardConfig(launch_control=True)).grid(batch, shortest)
+
+
+@pytest.mark.parametrize("shortest", [1, 3, 17])
+@pytest.mark.parametrize("q_lens", [(1,), (256,), (257, 255), (2, 300, 0, 17, 512), (16,) * 9, (16, 18) * 9])
+def test_a_grid_has_a_block_for_each_item(q_lens: tuple[int, ...], shortest: int) -> None:
+    batch = replace(CONTROLLED[0], q_lens=q_lens, kv_lens=q_lens).problem().batch
+    items = 2 * sum(-(-length // 256) for length in q_lens if length >= shortest)
+    assert max(items, 1) <= bound(batch, shortest) <= items + 2 * len(q_lens) + 2
+
+
+def test_an_empty_batch_launches_nothing() -> None:
+    spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
+    kernel = Prefill(spec, target, scratch(), ForwardConfig(launch_control=True))
+    batch = CONTROLLED[0].problem().batch
+    assert kernel.bind(replace(batch, seq_lens=batch.seq_lens[:0]), 0, 1) is nothing
+    assert kernel.bind(replace(batch, num_tokens=0), 0, 1) is nothing
+
+
+def test_launch_control_serves_whole_ranges_alone() -> None:
+    spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
+    alternating = ForwardConfig(alternate=True, launch_control=True)
+    assert any("key ranges are split" in reason for reason in alternating.objections(spec, target.smem_bytes))
+    with pytest.raises(InvalidInput, match="key ranges are split"):
+        SplitKV(spec, target, scratch(), ForwardConfig(launch_control=True))
 
 
 def rounded_down(work: Any, thread: Any) -> Any:

@@ -23,9 +23,12 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 class LatentKey(LayerKey):
     """All that a kernel's code depends on."""
 
-    # Blocks of a cluster work on the same tile.
-    claims = False
     config: LatentSizes
+
+    @property
+    def claims(self) -> bool:
+        """Blocks of a cluster work on the same tile: tiles are dealt out in turn."""
+        return False
 
     @property
     def value_slices(self) -> int:

@@ -77,9 +77,7 @@ def fake_ledger(key: LayerKey) -> Any:
     """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
     if key.split and not key.shares:
         return make_fake_tensor(cutlass.Int32, (cute.sym_int(), MERGE_FIELDS), (MERGE_FIELDS, 1), assumed_align=4)
-    if key.split or not key.claims:
-        return None
-    return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4)
+    return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
 
 
 def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
@@ -202,6 +200,7 @@ class LayerKernel:
         key_type: the key's.
         default: the configuration for a spec, where none was measured to be faster.
         split: key ranges are cut into equal shares.
+        claims: query tiles are claimed by the workspace's counters.
     """
 
     build: Build
@@ -213,6 +212,7 @@ class LayerKernel:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or config_of(spec, target, self.default)
         self.blocks, self.pack, self.tile_m = self.sizes()
+        self.claims = self.key(lse=False, sinks=None).claims
         self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 
     def sizes(self) -> tuple[int, int, int]:
@@ -252,7 +252,7 @@ class LayerKernel:
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
-            return None, self.workspace.counters if self.key_type.claims else None
+            return None, self.workspace.counters if self.claims else None
         columns = self.columns
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None
@@ -262,6 +262,10 @@ class LayerKernel:
         # Of whole row tiles: the same for every batch.
         partials = self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns))
         return partials, merges.view(self.blocks, MERGE_FIELDS)
+
+    def grid(self, batch: Batch, shortest: int) -> int:
+        """Blocks to launch for the requests of so many queries or more."""
+        return self.blocks
 
     def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
         facts = facts_of(self.spec, lse=lse, sinks=sinks, pack=self.pack, split=self.split, shares=self.shares)
@@ -296,7 +300,7 @@ class LayerKernel:
             window(spec.window_right),
             max(1, shortest),
             longest,
-            self.blocks,
+            self.grid(batch, shortest),
             rows,
         )
 

@@ -219,10 +219,24 @@ class ClaimedTiles(QueryTiles):
 
     @cute.jit
     def run(self):
-        count = cutlass.Int32(cute.size(self.requests.lengths))
         lane, blocks = cute.arch.lane_idx(), cutlass.Int32(cute.arch.grid_dim()[0])
-        place = cutlass.Int32(cute.arch.block_idx()[0])
-        posted, seen = cutlass.Int32(0), cutlass.Int32(0)
+        place, posted = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(0)
+        _, posted, _ = self.post_from(place, posted, 0, lane, blocks)
+        nothing = cutlass.Int32(0)
+        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.leave(blocks)
+
+    @cute.jit
+    def post_from(self, place, posted, passed, lane, blocks):
+        """Post items from a place on, as long as the next place lies behind the last one.
+
+        Args:
+            posted, passed: of the places before, those whose items were posted, and those that have none.
+
+        Returns:
+            (the first place whose item was not posted, items posted, items there are)
+        """
+        count, seen = cutlass.Int32(cute.size(self.requests.lengths)), cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             request = chunk * WARP + lane
             first, queries, keys = lengths_of(self.requests, request, count)
@@ -238,7 +252,7 @@ class ClaimedTiles(QueryTiles):
                 members = cute.arch.vote_ballot_sync(mine != 0)
                 rank = cute.arch.popc(members & cute.arch.lanemask_lt())
                 items = cute.arch.popc(members) * self.units
-                while place < seen + items:
+                while self.among(place, seen, items):
                     chosen = cute.arch.vote_ballot_sync(mine != 0 and rank == (place - seen) // self.units)
                     owner = cute.arch.popc(chosen - 1)
                     row = (left - 1) * self.tokens_per_tile
@@ -250,13 +264,19 @@ class ClaimedTiles(QueryTiles):
                         # What is claimed while the last item waits is a block's own for as long as both take.
                         self.mailbox.wait_read(posted)
                     posted += 1
-                    place = self.claim() + blocks
+                    place = self.next_place(posted + passed, blocks)
                 seen += items
                 left -= mine
                 largest, mine = self.foremost(queries, keys, right, left, section)
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
-        self.leave(blocks)
+        return place, posted, seen
+
+    def among(self, place, seen, items):
+        """Whether a place is that of one of so many items behind those seen. Places only grow."""
+        return place < seen + items
+
+    def next_place(self, had, blocks):
+        """The place behind so many others that the block had; its first is its own number."""
+        return self.claim() + blocks
 
     @cute.jit
     def foremost(self, queries, keys, right, left, section):

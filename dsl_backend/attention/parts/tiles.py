@@ -2,7 +2,7 @@
 """What the dense kernels of all SMs do alike: tiles in shared memory, copies that fill them, the schedule."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -40,10 +40,7 @@ class LayerKey:
         split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
         shares: of each request's own key range, at most; 0 where they are shares of the whole batch.
         lse: whether the softmax's denominators are wanted.
-        claims: of every key of a type: whole query tiles are claimed, and not dealt out in turn.
     """
-
-    claims: ClassVar[bool] = True
 
     dtype: str
     heads_q: int
@@ -60,6 +57,11 @@ class LayerKey:
     split: bool
     shares: int
     scores: ScoreKey
+
+    @property
+    def claims(self) -> bool:
+        """Whether whole query tiles are claimed by counters in memory."""
+        return not self.split
 
     @property
     def value_slices(self) -> int:

@@ -12,6 +12,7 @@ from dsl_backend.attention.spec import AttentionSpec
 WARP = 32
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
+RESPONSE_BYTES = 16  # of cluster launch control
 SHARED_PLACES = 3  # of a ring that keys and values share: values, the keys behind them, and the values behind those
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
 SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 13, 14, 15, 16
@@ -50,6 +51,7 @@ class ForwardConfig:
         least_share: key tiles that a block takes at least where ranges are split.
         polynomial: of each 16 exponentials, those that the FMA pipe computes rather than the special unit.
         patience: base-2 growth of a row's largest score up to which sums are left at the old scale.
+        launch_control: query tiles are taken off the grid (cluster launch control) rather than claimed by counters.
         staging: fp8 key tiles, and value tiles, in flight; one more warpgroup turns them into tiles of 16 bits. 0 where
             keys and values have 16 bits.
     """
@@ -64,6 +66,7 @@ class ForwardConfig:
     polynomial: int = 4
     patience: float = 8.0
     resident: int = 1
+    launch_control: bool = False
     staging: int = 0
 
     @property
@@ -96,7 +99,8 @@ class ForwardConfig:
         rings = self.query_stages + 2 * self.stages + 2 * self.staging
         barriers = MBARRIER_BYTES * (2 * rings + 4 * self.halves + 1)
         statistics = 2 * 4 * self.halves * ROWS
-        return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + MAILBOX_BYTES
+        control = 2 * RESPONSE_BYTES if self.launch_control else 0  # aligned, with its barrier
+        return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can."""
@@ -115,6 +119,8 @@ class ForwardConfig:
             reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
             reasons.append("one product cannot alternate")
+        if self.launch_control and self.alternate:
+            reasons.append("launch control hands out whole query tiles: halves alternate where key ranges are split")
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:
             reasons.append(f"a block needs {needed} bytes of shared memory: there are {smem_bytes}")
@@ -216,6 +222,9 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
             staging=staged,
         )
         yield from deepest(made, spec, smem_bytes)
+    controlled = replace(default_config(spec), launch_control=True)
+    if not controlled.objections(spec, smem_bytes):
+        yield controlled
 
 
 def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:

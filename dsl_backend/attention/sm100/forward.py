@@ -7,7 +7,7 @@ and stores outputs. One warp loads, one finds work; of fp8 keys and values, a wa
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -32,9 +32,11 @@ from dsl_backend.attention.sm100.configs import (
     ForwardConfig,
 )
 from dsl_backend.attention.sm100.correct import Corrector
+from dsl_backend.attention.sm100.launch_control import LaunchControl, LaunchedTiles
 from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multiplier
 from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
 from dsl_backend.attention.sm100.softmax import Softmax
+from dsl_backend.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,14 @@ class ForwardKey(LayerKey):
     """All that the kernel's code depends on."""
 
     config: ForwardConfig
+
+    def __post_init__(self) -> None:
+        if self.split and self.config.launch_control:
+            raise InvalidInput("launch control hands out whole query tiles, and key ranges are split: leave it off")
+
+    @property
+    def claims(self) -> bool:
+        return super().claims and not self.config.launch_control
 
 
 class Barriers(NamedTuple):
@@ -195,6 +205,7 @@ class Forward(TiledKernel):
         if cutlass.const_expr(self.key.fp8):
             sizes += [config.staging] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        launches: Any = LaunchControl.allocate(allocator) if config.launch_control else None
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = WARPGROUP // 32
@@ -209,6 +220,8 @@ class Forward(TiledKernel):
                 for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
+                if cutlass.const_expr(config.launch_control):
+                    cute.arch.mbarrier_init(launches.full, 1)
             cute.arch.mbarrier_init_fence()
         filled = self.tokens_per_tile * self.key.pack
         if cutlass.const_expr(filled < self.tile_m):
@@ -252,7 +265,10 @@ class Forward(TiledKernel):
                         self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
                     ).run()
             if warp == SCHEDULE:
-                self.schedule(mailbox, requests, ledger).run()
+                if cutlass.const_expr(config.launch_control):
+                    LaunchedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, launches).run()
+                else:
+                    self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
             # Read again: kept, it was one register too many for the roles in between (ptxas 13.0).

@@ -4,8 +4,10 @@
 from dataclasses import replace
 
 from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.parts.schedule import row_tiles
 from dsl_backend.attention.sm100.configs import default_config, default_split_config
 from dsl_backend.attention.sm100.forward import Forward, ForwardKey
+from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -23,6 +25,13 @@ class Prefill(DenseKernel):
     build = staticmethod(build)
     key_type = ForwardKey
     default = staticmethod(default_config)
+
+    def grid(self, batch: Batch, shortest: int) -> int:
+        if not self.config.launch_control:
+            return self.blocks
+        # A bound: the host knows no lengths.
+        requests = min(batch.num_requests, batch.num_tokens // max(1, shortest))
+        return row_tiles(requests, batch.num_tokens, self.tile_m) * self.units
 
 
 class SplitKV(Prefill):

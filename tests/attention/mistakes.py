@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the source of a module, which tests are to find."""
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a module's source says once, and what it would say."""
+
+    id: str
+    module: ModuleType
+    said: str
+    wrong: str
+
+
+def spoilt(mistake: Mistake, folder: Path) -> ModuleType:
+    """The module with the mistake in it, from a file: the compiler reads its functions' source."""
+    source = inspect.getsource(mistake.module)
+    assert source.count(mistake.said) == 1, f"{mistake.said!r} is not what {mistake.module.__name__} says once"
+    file = folder / "spoilt.py"
+    file.write_text(source.replace(mistake.said, mistake.wrong))
+    spec = importlib.util.spec_from_file_location(f"spoilt_{abs(hash(mistake.id))}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
