@@ -26,6 +26,12 @@ class Record:
         """Whoever reads does so at once."""
 
 
+def requests_of(starts, lengths, tokens_per_tile: int, left, shortest, longest) -> Requests:
+    """A batch of packed keys, without more than its lengths."""
+    right, rows = cutlass.Int32(0), cutlass.Int32(tokens_per_tile)
+    return Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+
+
 class Claiming:
     """Query tiles of a batch, as blocks of one warp claim them."""
 
@@ -43,8 +49,7 @@ class Claiming:
         shortest: cutlass.Int32,
         longest: cutlass.Int32,
     ):
-        right, rows = cutlass.Int32(0), cutlass.Int32(self.tokens_per_tile)
-        requests = Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+        requests = requests_of(starts, lengths, self.tokens_per_tile, left, shortest, longest)
         self.kernel(requests, claims, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
@@ -68,8 +73,7 @@ class Launching:
         shortest: cutlass.Int32,
         longest: cutlass.Int32,
     ):
-        right, rows = cutlass.Int32(0), cutlass.Int32(self.tokens_per_tile)
-        requests = Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+        requests = requests_of(starts, lengths, self.tokens_per_tile, left, shortest, longest)
         self.kernel(requests, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
@@ -90,9 +94,8 @@ class Sharing:
 
     @cute.jit
     def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, merges: cute.Tensor, posts: cute.Tensor):
-        left, right, rows = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(self.tokens_per_tile)
-        shortest, longest = cutlass.Int32(1), cutlass.Int32(self.tokens_per_tile)
-        requests = Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+        tokens = cutlass.Int32(self.tokens_per_tile)
+        requests = requests_of(starts, lengths, self.tokens_per_tile, cutlass.Int32(0), cutlass.Int32(1), tokens)
         self.kernel(requests, merges, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel

@@ -92,16 +92,20 @@ class Lengths:
                 found += [Item(request, row, unit, begin, end) for unit in range(HEADS)]
         return found
 
+    def given(self) -> tuple[LayerKey, torch.Tensor, torch.Tensor]:
+        """The layer, where requests start, and their keys."""
+        key = key_of(causality=self.causality, left=self.left is not None)
+        starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in (self.starts, [k for _, k in self.pairs]))
+        return key, starts, lengths
+
     def claimed(self, blocks: int, order: str) -> list[list[Item]]:
         """By each block, in its order; the emulator's schedule is `order`."""
-        key = key_of(causality=self.causality, left=self.left is not None)
-        int32 = {"dtype": torch.int32}
-        starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
-        claims = torch.zeros(COUNTERS, **int32)
+        key, starts, lengths = self.given()
+        claims = torch.zeros(COUNTERS, dtype=torch.int32)
         found: list[list[Item]] = []
         # Twice: the second launch begins with what the first one left.
         for _ in range(2):
-            posts = torch.full((blocks, len(self.items()) + 1, FIELDS), -7, **int32)
+            posts = torch.full((blocks, len(self.items()) + 1, FIELDS), -7, dtype=torch.int32)
             with emulator.device(arch="sm_90a", sms=blocks, schedule=order, strict=True):
                 Claiming(key, TOKENS, TILE)(
                     *(from_dlpack(one) for one in (starts, lengths, claims, posts)),
@@ -115,11 +119,9 @@ class Lengths:
 
     def launched(self, order: str, beyond: int = 0) -> list[list[Item]]:
         """By each block of a grid that has so many more than there are items; three run at a time."""
-        key = key_of(causality=self.causality, left=self.left is not None)
-        int32 = {"dtype": torch.int32}
-        starts, lengths = torch.tensor(self.starts, **int32), torch.tensor([keys for _, keys in self.pairs], **int32)
+        key, starts, lengths = self.given()
         count = len(self.items())
-        posts = torch.zeros(count + beyond, count + 1, FIELDS, **int32)
+        posts = torch.zeros(count + beyond, count + 1, FIELDS, dtype=torch.int32)
         with emulator.device(arch="sm_100a", sms=3, schedule=order, strict=True):
             Launching(key, TOKENS, TILE)(
                 *(from_dlpack(one) for one in (starts, lengths, posts)), self.left or 0, self.shortest, self.longest

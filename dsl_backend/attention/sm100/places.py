@@ -68,6 +68,25 @@ class RingLoader(RolledLoader):
         self.box_begin = cute.arch.lane_idx() % self.boxes * self.box if self.boxes > 1 else 0
 
     @cute.jit
+    def run(self):
+        for atom in (self.q_load, self.k_load, self.v_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            self.load_item(work, tiles)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    def load_item(self, work, tiles):
+        """Keys and values of an item; tiles: those of the items before it."""
+        raise NotImplementedError
+
+    @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):
         # Half of the instructions of a branch around it.
         cute.arch.inline_ptx(
@@ -115,23 +134,12 @@ class SharedRingLoader(RingLoader):
         self.sRest = self.in_boxes(places.rest, self.box, kernel.copied)
 
     @cute.jit
-    def run(self):
-        for atom in (self.q_load, self.k_load, self.v_load):
-            cpasync.prefetch_descriptor(atom)
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
-        valid = work.valid
-        while valid != 0:
-            self.load_queries(work, items)
-            for step in cutlass.range(work.end - work.begin, unroll=1):
-                tile = work.end - 1 - step
-                pages = self.pages_of(work, tile)
-                self.load_keys(work, tile, pages, tiles)
-                self.load_values(work, tile, pages, tiles)
-                tiles += 1
-            items += 1
-            work = self.mailbox.read(items)
-            valid = work.valid
+    def load_item(self, work, tiles):
+        for step in cutlass.range(work.end - work.begin, unroll=1):
+            tile, count = work.end - 1 - step, tiles + step
+            pages = self.pages_of(work, tile)
+            self.load_keys(work, tile, pages, count)
+            self.load_values(work, tile, pages, count)
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
@@ -160,36 +168,25 @@ class OwnRingsLoader(RingLoader):
     """Fills a ring of keys and one of values, whose tile goes where that of the keys went one before."""
 
     @cute.jit
-    def run(self):
-        for atom in (self.q_load, self.k_load, self.v_load):
-            cpasync.prefetch_descriptor(atom)
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
-        valid = work.valid
-        while valid != 0:
-            self.load_queries(work, items)
-            last = work.end - 1
-            pages = self.pages_of(work, last)
-            stage, phase = self.turn(tiles)
+    def load_item(self, work, tiles):
+        last = work.end - 1
+        pages = self.pages_of(work, last)
+        stage, phase = self.turn(tiles)
+        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
+        self.fill_keys(work, last, pages, stage)
+        through = tiles + last
+        for count in cutlass.range(tiles + 1, tiles + work.end - work.begin, unroll=1):
+            tile = through - count
+            pages_before, stage_before, phase_before = pages, stage, phase
+            # Keys end in an item's last tile.
+            pages = self.whole_pages_of(work, tile)
+            stage, phase = self.turn(count)
             cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
-            self.fill_keys(work, last, pages, stage)
-            through = tiles + last
-            for count in cutlass.range(tiles + 1, tiles + work.end - work.begin, unroll=1):
-                tile = through - count
-                pages_before, stage_before, phase_before = pages, stage, phase
-                # Keys end in an item's last tile.
-                pages = self.whole_pages_of(work, tile)
-                stage, phase = self.turn(count)
-                cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
-                self.fill_keys(work, tile, pages, stage)
-                cute.arch.mbarrier_wait(self.barriers.v_empty + stage_before, phase_before)
-                self.fill_values(work, tile + 1, pages_before, stage_before)
-            cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase)
-            self.fill_values(work, work.begin, pages, stage)
-            tiles += work.end - work.begin
-            items += 1
-            work = self.mailbox.read(items)
-            valid = work.valid
+            self.fill_keys(work, tile, pages, stage)
+            cute.arch.mbarrier_wait(self.barriers.v_empty + stage_before, phase_before)
+            self.fill_values(work, tile + 1, pages_before, stage_before)
+        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase)
+        self.fill_values(work, work.begin, pages, stage)
 
     def turn(self, count):
         """Stage of the count-th tile, and the phase of being empty that it waits for."""
