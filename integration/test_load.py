@@ -191,10 +191,14 @@ def test_alone(loaded: Loaded) -> None:
 def test_many_streams(loaded: Loaded) -> None:
     """More requests than fit into a batch, all at once; the setting is at work, by its own counters."""
     before = {name: loaded.server.metric(name) for name in loaded.setting.counters}
-    streamed = at_once([partial(ask, loaded.server, request) for request in REQUESTS])
-    check(loaded, REQUESTS, streamed)
-    for name, value in before.items():
-        assert loaded.server.metric(name) > value, f"{name} stayed at {value}"
+    for _ in range(ROUNDS):
+        streamed = at_once([partial(ask, loaded.server, request) for request in REQUESTS])
+        check(loaded, REQUESTS, streamed)
+        stayed = [name for name, value in before.items() if loaded.server.metric(name) <= value]
+        if not stayed:
+            break
+        # On few cores requests may be taken up so slowly that they hardly meet: nobody lacks a page then.
+    assert stayed == []
     loaded.server.await_idle()
 
 
