@@ -35,8 +35,8 @@ def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
 @pytest.mark.parametrize("dim", [48, 128, 256])
 def test_parts_of_one_range(parts: int, dim: int) -> None:
     """Rows of neighbouring heads and tokens; a part more than a block's team merges alone."""
-    # Three tiles a block: two would be left to one of two.
-    case = Case(q_lens=(2,), kv_lens=(3 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
+    # Four tiles a block: three would be left to one of two.
+    case = Case(q_lens=(2,), kv_lens=(4 * parts * TILE - 3,), heads=(3, 1), dim=dim, sinks=True)
     assert parts_of(case, parts, parts) == [parts] + [0] * (parts - 1)
 
 
@@ -75,4 +75,13 @@ def test_ranges_of_one_length_stay_whole() -> None:
     shorter = replace(case, kv_lens=(*case.kv_lens[1:], TILE))
     assert any(parts_of(shorter, blocks))
     longer = replace(case, kv_lens=((SPARED + 1) * blocks * TILE,) * ranges)
+    assert any(parts_of(longer, blocks))
+
+
+def test_ranges_of_many_rows_stay_whole_for_longer() -> None:
+    """Two partial results of 64 rows of 16 columns are as many bytes as eight of these key tiles."""
+    ranges, blocks, spared = 3, 4, SPARED + 8
+    case = Case(q_lens=(1,) * ranges, kv_lens=(spared * blocks * TILE,) * ranges, heads=(64, 1), dim=16)
+    assert not any(parts_of(case, blocks))
+    longer = replace(case, kv_lens=((spared + 1) * blocks * TILE,) * ranges)
     assert any(parts_of(longer, blocks))

@@ -35,6 +35,11 @@ class LatentKey(LayerKey):
         """Blocks have room for the sums of whole rows."""
         return 1
 
+    @property
+    def key_bytes(self) -> int:
+        """The value is a part of the key."""
+        return self.head_dim * (1 if self.fp8 else 2)
+
 
 class LatentTiled:
     """Sizes, layouts, copies and schedule of a kernel.

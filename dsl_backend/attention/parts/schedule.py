@@ -10,7 +10,7 @@ from dsl_backend.attention.parts.work import WHOLE, Work
 
 FAR = 1 << 30  # a window that ends nowhere
 # Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
-# a merge 3 to 4.
+# a merge 3 to 4 besides reading what the blocks left, which is worth 4 more tiles with 64 rows of MLA.
 SPARED = 2
 # Key tiles that an item costs besides its own, where short ranges share a block: 0.4 of heads of 128, 0.6 of 64 on an
 # H200, for the latency of its first tile and for its result.
@@ -525,12 +525,18 @@ class KeyShares:
         if ranges * longest == total:
             # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
             whole = (ranges + blocks - 1) // blocks * longest
-            share = whole if whole <= share + SPARED else share
+            share = whole if whole <= share + SPARED + self.merged_tiles() else share
         elif shortest < share:
             lead = cutlass.Int32(ITEM_TILES)
             total += ranges * lead
             share = cutlass.max((total + blocks - 1) // blocks, self.least)
         return total, share, lead
+
+    @cute.jit
+    def merged_tiles(self):
+        """The two partial results that a block may leave, in bytes of a key tile."""
+        row, tile = cutlass.const_expr(2 * 4 * self.key.columns), cutlass.const_expr(self.tile_n * self.key.key_bytes)
+        return (self.requests.rows * row + tile // 2) // tile
 
     @cute.jit
     def piece(self, request, first, queries, keys, unit, row, rows, tile, taken, slot):

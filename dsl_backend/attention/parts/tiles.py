@@ -74,6 +74,11 @@ class LayerKey:
         return self.head_dim_v // self.value_slices
 
     @property
+    def key_bytes(self) -> int:
+        """Of a key and the slice of its value."""
+        return (self.head_dim + self.columns) * (1 if self.fp8 else 2)
+
+    @property
     def units(self) -> int:
         """Row tiles of a token: packed heads, times slices."""
         return self.heads_q // self.pack * self.value_slices
