@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PATIENCE = 2000
 MOST_INSTRUCTIONS = 1 << 34  # hours
 MOST_SHARED = 1 << 33  # bytes of the emulator's memory for what runs at once
+KEPT = 16  # parsed kernels in memory, of some ten MB each
 
 
 def aligned(block: bytes) -> NDArray[np.uint8]:
@@ -42,7 +43,7 @@ def aligned(block: bytes) -> NDArray[np.uint8]:
     return data[start : start + len(block)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def load(ptx: str, kernel: str) -> tuple[Module, Program]:
     """The program of a kernel.
 
@@ -308,7 +309,7 @@ class Run:
         return self.place(self.names[cluster][component], index)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def handlers_of(program: Program) -> list[Handler]:
     """The handler of each instruction.
 
