@@ -113,7 +113,9 @@ class TensorProduct:
                 fate = "adds"
             k += size
         commit = f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster"
-        one, each = (".b64", ""), (".multicast::cluster.b64", f", {(1 << self.cluster) - 1}")
+        one, each = (".b64", ""), (".multicast::cluster.b64", ", blocks")
+        if self.cluster > 1:
+            code.append(f".reg .b16 blocks; mov.b16 blocks, {(1 << self.cluster) - 1};")
         for barriers, (kind, blocks) in ((then, one), (everywhere, each if self.cluster > 1 else one)):
             for barrier in barriers:
                 code.append(f"{commit}{kind} [{{$r{len(arguments)}}}]{blocks};")

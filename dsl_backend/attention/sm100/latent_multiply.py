@@ -42,10 +42,10 @@ class LatentMultiplier:
         while valid != 0:
             cute.arch.mbarrier_wait(self.barriers.q_full, items & 1)
             count = work.end - work.begin
-            self.score(tiles, True, count == 1)
+            self.score(work, tiles, True, count == 1)
             for step in cutlass.range(count, unroll=1):
                 if step + 1 < count:
-                    self.score(tiles + step + 1, False, step + 2 == count)
+                    self.score(work, tiles + step + 1, False, step + 2 == count)
                 self.sum(tiles + step, step > 0)
             tiles += count
             items += 1
@@ -53,7 +53,7 @@ class LatentMultiplier:
             valid = work.valid
 
     @cute.jit
-    def score(self, tile, first: cutlass.Constexpr[bool], last):
+    def score(self, work, tile, first: cutlass.Constexpr[bool], last):
         """Scores of the tile, part by part as they arrive; first, last: of its item. Their place was read before the
         weights of the tile but one were there.
         """

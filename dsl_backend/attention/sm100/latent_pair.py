@@ -13,8 +13,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.parts.latent import LatentLoader
-from dsl_backend.attention.parts.latent_configs import ROWS
-from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import WholeRow
 from dsl_backend.attention.parts.schedule import Requests
@@ -26,11 +25,12 @@ from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent import LatentForward
 from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
-from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
+from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier, steps_of
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
+from dsl_backend.primitives.tensor_product import TensorProduct
 
 PAIR = 2
 BOTH = 0b11  # blocks of the pair, as a mask
@@ -59,7 +59,7 @@ class PairLoader(LatentLoader):
 
     def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
         super().__init__(kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
-        self.rank, self.q_load = rank, r_load
+        self.rank, self.blocks = rank, kernel.blocks
         self.sV = self.in_boxes(sV, self.box, kernel.chunk)
         self.q_bytes *= PAIR
 
@@ -71,37 +71,74 @@ class PairLoader(LatentLoader):
 
     @cute.jit
     def run(self):
-        # Values one tile behind the keys, as they are needed.
-        Loader.run(self)
+        for atom in (self.v_load, self.r_load, self.k_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            self.load_item(work, tiles)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def load_item(self, work, tiles):
+        """Places become free in this order: values of an item's first tile, behind those of the item before it, then
+        of each tile before the keys of the next but one.
+        """
+        last = work.end - 1
+        before = pages = self.pages_of(work, last)
+        count = work.end - work.begin
+        for step in cutlass.range(count, unroll=1):
+            if step > 0:
+                before = pages
+                pages = self.pages_of(work, last - step)
+            self.load_keys(work, last - step, pages, tiles + step)
+            if step != 1:
+                behind = cutlass.min(step, 1)
+                self.load_values(work, last - step + behind, before, tiles + step - behind)
+        if count > 1:
+            self.load_values(work, work.begin, pages, tiles + count - 1)
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):
-        stage = stage_of(count, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.config.stages) ^ 1)
-        full = self.barriers.k_full + stage
-        self.expect(full, self.chunks * self.chunk_bytes)
-        self.load_boxes(self.sK, self.first_box, self.own_boxes, 0, self.chunks, work, tile, pages, stage, full)
+        stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        for part in cutlass.range_constexpr(PARTS):
+            place, chunks = stage * PARTS + part, self.parts[part]
+            cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase)
+            full = self.barriers.k_full + place
+            self.expect(full, len(chunks) * self.chunk_bytes)
+            self.load_boxes(
+                self.sK, self.first_box, self.own_boxes, chunks.start, chunks, work, tile, pages, stage, full
+            )
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
-        stage, own = stage_of(count, self.config.stages), cutlass.const_expr(self.chunks_v // PAIR)
-        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.config.stages) ^ 1)
-        full = self.barriers.v_full + stage
-        self.expect(full, self.chunks_v * self.chunk_bytes)
-        self.load_boxes(self.sV, 0, self.boxes, self.rank * own, own, work, tile, pages, stage, full)
+        stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        width = cutlass.const_expr(BLOCK // self.chunk)
+        for block in cutlass.range_constexpr(self.blocks):
+            place = stage * self.blocks + block
+            cute.arch.mbarrier_wait(self.barriers.v_empty + place, phase)
+            full = self.barriers.v_full + place
+            self.expect(full, PAIR * width * self.chunk_bytes)
+            first = self.rank * (self.chunks_v // PAIR) + block * width
+            chunks = range(block * width, (block + 1) * width)
+            self.load_boxes(self.sV, 0, self.boxes, first, chunks, work, tile, pages, stage, full)
 
     def load_boxes(self, target, first_box, boxes, first_chunk, chunks, work, tile, pages, stage, full):
-        """Boxes of a tile from one on, and of them chunks from one on."""
+        """Boxes of a tile from one on, and of them chunks from one on, into the target's (a range)."""
         cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
         to, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), target, cut)
         for i in range(boxes):
             b = first_box + i
-            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+            page = self.page_of(pages, b)
             place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-            for c in range(chunks):
-                cute.copy(
-                    self.k_load, given[None, place, first_chunk + c, page], to[None, i, c, stage], tma_bar_ptr=full
-                )
+            for at, c in enumerate(chunks):
+                source = given[None, place, first_chunk + at, page]
+                cute.copy(self.k_load, source, to[None, i, c, stage], tma_bar_ptr=full)
 
 
 class PairMultiplier(LatentMultiplier):
@@ -109,8 +146,10 @@ class PairMultiplier(LatentMultiplier):
 
     def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
-        self.product, self.weighing, self.base = product, weighing, base
-        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        both = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
+        self.product = TensorProduct(columns=kernel.tile_n, **both)
+        self.weighing = TensorProduct(columns=PAIR * BLOCK, columns_inside=True, **both)
+        self.base = base
         self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
         self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
         self.fP = weighing.make_fragment_A(cute.tiled_divide(sP, (ROWS, 16)))
@@ -118,43 +157,47 @@ class PairMultiplier(LatentMultiplier):
         cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
         self.fV = [
             weighing.make_fragment_B(cute.tiled_divide(cut[None, None, block, None], (BLOCK, 16)))
-            for block in range(kernel.dims_v // PAIR // BLOCK)
+            for block in range(kernel.blocks)
         ]
-        self.scores = product.make_fragment_C(mine.partition_shape_C((PAIR * ROWS, kernel.tile_n))).layout
-        self.sums = weighing.make_fragment_C(weighs.partition_shape_C((PAIR * ROWS, PAIR * BLOCK))).layout
 
     @cute.jit
-    def score(self, tile, first: cutlass.Constexpr[bool], last):
+    def score(self, work, tile, first: cutlass.Constexpr[bool], last):
         stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
-        place = tile % SCORES
-        S = cute.make_tensor(self.base + place * (self.kernel.tile_n // PAIR), self.scores)
-        product = self.product.with_()
-        cute.arch.mbarrier_wait(self.barriers.k_full + stage, round_)
-        for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
-            product.set(tcgen05.Field.ACCUMULATE, k > 0)
-            cute.gemm(product, S, self.fQ[None, None, k, 0], self.fK[None, None, k, stage], S)
+        place = stage_of(tile, SCORES)
+        S = self.base + place * (self.kernel.tile_n // PAIR)
+        told = self.barriers.s_full + place
+        queries, keys = self.fQ[None, None, None, 0], self.fK[None, None, None, stage]
+        for part in cutlass.range_constexpr(PARTS):
+            cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
+            done = [told] if part == PARTS - 1 and not first else []
+            done.append(self.barriers.k_empty + stage * PARTS + part)
+            self.product.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
         if cutlass.const_expr(first):
-            # Who is told of these scores may clear values behind the last key.
-            cute.arch.mbarrier_wait(self.barriers.v_full + stage, round_)
-        self.commit(self.barriers.s_full + place)
-        self.commit(self.barriers.k_empty + stage)
+            if work.keys < work.end * self.kernel.tile_n:
+                # Who is told of these scores clears values behind the last key.
+                for block in cutlass.range_constexpr(self.kernel.blocks):
+                    self.wait_values(stage * self.kernel.blocks + block, round_)
+            self.commit(told)
         if last:
             self.commit(self.barriers.q_empty)
 
     @cute.jit
     def sum(self, tile, adds):
-        stage = stage_of(tile, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(tile, self.config.stages))
+        stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
-        weighing = self.weighing.with_()
-        for block in cutlass.range_constexpr(len(self.fV)):
-            sums = cute.make_tensor(self.base + sums_at(self.kernel) + block * BLOCK, self.sums)
-            for k in cutlass.range_constexpr(cute.size(self.fP, mode=[2])):
-                weighing.set(tcgen05.Field.ACCUMULATE, adds if cutlass.const_expr(k == 0) else True)
-                cute.gemm(weighing, sums, self.fP[None, None, k], self.fV[block][None, None, k, stage], sums)
-        self.commit(self.barriers.v_empty + stage)
-        self.commit(self.barriers.o_full)
+        for block in cutlass.range_constexpr(self.kernel.blocks):
+            place = stage * self.kernel.blocks + block
+            self.wait_values(place, round_)
+            done = [self.barriers.v_empty + place]
+            if cutlass.const_expr(block == self.kernel.blocks - 1):
+                done.append(self.barriers.o_full)
+            sums, values = self.base + sums_at(self.kernel) + block * BLOCK, self.fV[block][None, None, None, stage]
+            self.weighing.issue(sums, self.fP, [values], adds, everywhere=done)
+
+    @cute.jit
+    def wait_values(self, place, round_):
+        cute.arch.mbarrier_wait(self.barriers.v_full + place, round_)
 
     @cute.jit
     def commit(self, barrier):
@@ -330,6 +373,11 @@ class LatentPair(LatentForward):
 
     group = tcgen05.CtaGroup.TWO
 
+    @property
+    def blocks(self) -> int:
+        """Of a block's value columns, those of one product."""
+        return self.dims_v // PAIR // BLOCK
+
     def products(self):
         return (
             self.product(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
@@ -384,7 +432,8 @@ class LatentPair(LatentForward):
             cutlass.Float32, cute.make_layout((WARPGROUP, PAIR_STATISTICS)), byte_alignment=16
         )
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [1] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [SCORES, 1, 1]
+        keys, values = PARTS * config.stages, self.blocks * config.stages
+        sizes = [1] * 2 + [keys] * 2 + [values] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
         barriers = PairBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         rank = cute.arch.block_idx_in_cluster()
