@@ -29,7 +29,9 @@ from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier, steps_
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, largest_by_threes, tree
 from dsl_backend.primitives.ring import phase_of, stage_of
+from dsl_backend.primitives.tensor_copy import Box, copy_boxes
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 PAIR = 2
@@ -62,6 +64,9 @@ class PairLoader(LatentLoader):
         self.rank, self.blocks = rank, kernel.blocks
         self.sV = self.in_boxes(sV, self.box, kernel.chunk)
         self.q_bytes *= PAIR
+        # A lane's page is that of one box of a tile; where a tile lies in one page, all have the same.
+        self.one_page = self.page % self.tile_n == 0
+        self.box_begin = 0 if self.one_page else cute.arch.lane_idx() % self.boxes * self.box
 
     @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):
@@ -86,59 +91,84 @@ class PairLoader(LatentLoader):
 
     @cute.jit
     def load_item(self, work, tiles):
-        """Places become free in this order: values of an item's first tile, behind those of the item before it, then
-        of each tile before the keys of the next but one.
+        """In the order in which places become free: that of an item's first values is, with the sums of the item
+        before; of later ones after the scores of the next tile.
         """
-        last = work.end - 1
-        before = pages = self.pages_of(work, last)
-        count = work.end - work.begin
-        for step in cutlass.range(count, unroll=1):
-            if step > 0:
-                before = pages
-                pages = self.pages_of(work, last - step)
-            self.load_keys(work, last - step, pages, tiles + step)
-            if step != 1:
-                behind = cutlass.min(step, 1)
-                self.load_values(work, last - step + behind, before, tiles + step - behind)
+        last, count = work.end - 1, work.end - work.begin
+        pages = self.pages_of(work, last)
+        self.load_keys(last, pages, tiles)
+        self.load_values(last, pages, tiles)
+        for step in cutlass.range(1, count, unroll=1):
+            before = pages
+            pages = self.whole_pages_of(work, last - step)
+            self.load_keys(last - step, pages, tiles + step)
+            if step > 1:
+                self.load_values(last - step + 1, before, tiles + step - 1)
         if count > 1:
-            self.load_values(work, work.begin, pages, tiles + count - 1)
+            self.load_values(work.begin, pages, tiles + count - 1)
 
     @cute.jit
-    def load_keys(self, work, tile, pages, count):
+    def pages_of(self, work, tile):
+        """A lane's page; past the keys, one that is not there, whose copy fills with zeros."""
+        page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+        if tile * self.tile_n + self.box_begin < work.keys:
+            page = self.whole_pages_of(work, tile)
+        return page
+
+    def whole_pages_of(self, work, tile):
+        """The same for a tile that has all of its keys, as all of an item but its first have."""
+        place = cutlass.Uint32(tile * self.tile_n + self.box_begin) // self.page
+        return self.requests.table[work.source, cutlass.Int32(place)]
+
+    @cute.jit
+    def load_keys(self, tile, pages, count):
         stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        begins = self.begins_of(tile, pages, self.first_box, self.own_boxes)
         for part in cutlass.range_constexpr(PARTS):
             place, chunks = stage * PARTS + part, self.parts[part]
             cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase)
-            full = self.barriers.k_full + place
-            self.expect(full, len(chunks) * self.chunk_bytes)
-            self.load_boxes(
-                self.sK, self.first_box, self.own_boxes, chunks.start, chunks, work, tile, pages, stage, full
-            )
+            self.load_boxes(self.sK, chunks, begins, chunks.start, stage, self.barriers.k_full + place)
 
     @cute.jit
-    def load_values(self, work, tile, pages, count):
+    def load_values(self, tile, pages, count):
         stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        begins = self.begins_of(tile, pages, 0, self.boxes)
         width = cutlass.const_expr(BLOCK // self.chunk)
         for block in cutlass.range_constexpr(self.blocks):
-            place = stage * self.blocks + block
+            place, chunks = stage * self.blocks + block, range(block * width, (block + 1) * width)
             cute.arch.mbarrier_wait(self.barriers.v_empty + place, phase)
-            full = self.barriers.v_full + place
-            self.expect(full, PAIR * width * self.chunk_bytes)
             first = self.rank * (self.chunks_v // PAIR) + block * width
-            chunks = range(block * width, (block + 1) * width)
-            self.load_boxes(self.sV, 0, self.boxes, first, chunks, work, tile, pages, stage, full)
+            self.load_boxes(self.sV, chunks, begins, first, stage, self.barriers.v_full + place)
 
-    def load_boxes(self, target, first_box, boxes, first_chunk, chunks, work, tile, pages, stage, full):
-        """Boxes of a tile from one on, and of them chunks from one on, into the target's (a range)."""
+    def begins_of(self, tile, pages, first_box, boxes: int) -> list:
+        """For boxes of a tile from one on: the page, and which of its boxes it is."""
+        return [(self.page_of(pages, first_box + i), self.place_of(tile, first_box, i)) for i in range(boxes)]
+
+    def page_of(self, pages, b):
+        return pages if self.one_page else cute.arch.shuffle_sync(pages, b)
+
+    def place_of(self, tile, first_box, i: int):
+        if self.own_boxes * self.box % self.page == 0:
+            # Pages begin with the block's own keys.
+            return i * self.box % self.page // self.box
+        return stage_of(tile * self.boxes + first_box + i, self.page // self.box)
+
+    def load_boxes(self, target, chunks, begins, first_chunk, stage, full):
+        """Chunks of the target (a range) in all of its boxes, from columns that begin with a chunk."""
         cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
         to, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), target, cut)
-        for i in range(boxes):
-            b = first_box + i
-            page = self.page_of(pages, b)
-            place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-            for at, c in enumerate(chunks):
-                source = given[None, place, first_chunk + at, page]
-                cute.copy(self.k_load, source, to[None, i, c, stage], tma_bar_ptr=full)
+        at = to[None, None, None, stage]
+        size = target.element_type.width // 8
+        boxes = [
+            Box(
+                size * cute.crd2idx((0, i, c), at.layout),
+                given[None, place, first_chunk + c - chunks.start, page].iterator,
+            )
+            for i, (page, place) in enumerate(begins)
+            for c in chunks
+        ]
+        expected = PAIR * len(boxes) * self.box * self.chunk * size
+        copy_boxes(self.k_load, boxes, at.iterator, full, expected, self.rank == 0)
 
 
 class PairMultiplier(LatentMultiplier):
@@ -206,16 +236,31 @@ class PairMultiplier(LatentMultiplier):
 
 
 class PairSoftmax(OnlineSoftmax):
-    """Two threads of the warpgroup share a row: each has half of its keys."""
+    """Two threads of the warpgroup share a row: each has half of its keys. Two keys an instruction."""
 
     def __init__(self, factor, statistics, thread):
         super().__init__(1, 1, factor, SLACK)
         self.statistics, self.thread = statistics, thread
-        self.place = cute.make_rmem_tensor(1, cutlass.Int32)
 
     @cute.jit
-    def across(self, largest):
-        return cute.arch.fmax(largest, self.other(largest, self.place[0]))
+    def weigh_half(self, scores: cute.Tensor, shrink: cute.Tensor, place):
+        """As `weigh`; place: in the statistics, for the larger of two."""
+        before, factor = self.top[0], self.factor
+        largest = largest_by_threes([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
+        largest = cute.arch.fmax(largest, self.other(largest, place))
+        # The difference is no number where both are -inf: top stays.
+        moves = (largest - before) * factor > self.slack
+        top = largest if moves else before
+        self.top[0] = top
+        reference = finite_or_zero(top) * factor
+        shrink[0] = exp2(before * factor - reference) if moves else 1.0
+        sums = []
+        for j in cutlass.range_constexpr(0, cute.size(scores), 2):
+            power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
+            scores[j], scores[j + 1] = exp2(power[0]), exp2(power[1])
+            sums.append((scores[j], scores[j + 1]))
+        added = tree(sums, add_pair)
+        self.total[0] = self.total[0] * shrink[0] + (added[0] + added[1])
 
     @cute.jit
     def other(self, value, place):
@@ -263,17 +308,16 @@ class PairWeigher:
     @cute.jit
     def weigh(self, work, tile, count, adds):
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
-        scores_place, place = count % SCORES, self.softmax.place
-        cute.arch.mbarrier_wait(self.barriers.s_full + scores_place, (count // SCORES) & 1)
+        place = stage_of(count, SCORES)
+        cute.arch.mbarrier_wait(self.barriers.s_full + place, phase_of(count, SCORES))
         tensor_memory.after_sync()
-        tensor_memory.load(self.base, scores_place * self.keys, self.S, self.thread)
+        tensor_memory.load(self.base, place * self.keys, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
         self.rows.bend(scores, work, tile)
         if tile >= work.whole_end or tile < work.whole_begin:
             self.rows.mask(scores, work, tile)
-        place[0] = count % 2
-        self.softmax.weigh(scores, self.shrink)
+        self.softmax.weigh_half(self.S, self.shrink, place)
         self.P.store(self.S.load().to(self.kernel.dtype).reshape(self.P.shape))
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
