@@ -53,6 +53,7 @@ class PairConfig(LatentConfig):
     tile_n: int = 128
     stages: int = 1
     cluster: int = 2
+    least_share: int = 1
 
     @property
     def least_stages(self) -> int:
