@@ -41,7 +41,12 @@ PIECE = 32  # columns of sums in registers at a time
 
 
 class PairBarriers(NamedTuple):
-    """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both."""
+    """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both.
+
+    Attributes:
+        k_full, k_empty: of each part of a tile's keys.
+        v_full, v_empty: of the columns of each product of sums.
+    """
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
@@ -91,8 +96,8 @@ class PairLoader(LatentLoader):
 
     @cute.jit
     def load_item(self, work, tiles):
-        """In the order in which places become free: that of an item's first values is, with the sums of the item
-        before; of later ones after the scores of the next tile.
+        """In the order in which places become free: of keys with the scores of the tile before, of values with its
+        sums, which come after the scores of this one. Those of the item before are done when this one's begin.
         """
         last, count = work.end - 1, work.end - work.begin
         pages = self.pages_of(work, last)
