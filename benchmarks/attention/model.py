@@ -68,7 +68,7 @@ def ours(shape: Shape, keys: int) -> None:
 
     short = shape.queries == 1
     if shape.absorbed:
-        case = mla(shape.heads[0], q_lens=(shape.queries,), kv_lens=(keys,))
+        case = mla(shape.heads[0], q_lens=(shape.queries,), kv_lens=(keys,), page=TILE)
     else:
         case = Case(
             id="",

@@ -27,7 +27,8 @@ class TensorProduct:
         rows, columns: of one instruction.
         rows_inside, columns_inside: A's rows, B's columns lie side by side in shared memory, rather than their k.
         from_tensor_memory: A lies there.
-        group: blocks that multiply together.
+        group: blocks that multiply together; rows and columns are those of all of them.
+        cluster: blocks that barriers can be told in.
     """
 
     dtype: type[cutlass.Numeric]
@@ -37,6 +38,7 @@ class TensorProduct:
     columns_inside: bool = False
     from_tensor_memory: bool = False
     group: int = 1
+    cluster: int = 1
 
     @property
     def descriptor(self) -> int:
@@ -56,8 +58,10 @@ class TensorProduct:
         sums: cute.Pointer,
         a: cute.Tensor,
         b: Sequence[cute.Tensor],
-        adds: bool,
+        adds: bool | cutlass.Boolean,
         then: Sequence[cute.Pointer] = (),
+        everywhere: Sequence[cute.Pointer] = (),
+        steps: range | None = None,
     ) -> None:
         """By all lanes of a warp, of which one issues.
 
@@ -67,6 +71,8 @@ class TensorProduct:
             b: fragments like it, wherever they lie, whose k follow one another.
             adds: to what is there; else the first of k overwrites it.
             then: mbarriers that hear of the end of all products so far.
+            everywhere: those that hear of it in each block of the cluster.
+            steps: of k that are multiplied; all where there is none.
         """
         start = a.iterator.toint() if self.from_tensor_memory else tcgen05.smem_descriptor_to_int(a.iterator)
         arguments = [sums.toint(), start]
@@ -81,12 +87,21 @@ class TensorProduct:
             "mov.b32 a, {$r1};" if self.from_tensor_memory else "mov.b64 {a, a_rest}, {$r1};",
             "add.s32 a, a, zero;",
         ]
+        if isinstance(adds, bool):
+            fate = "adds" if adds else "overwrites"
+        else:
+            fate = "adds_first"
+            code.append(f".reg .pred adds_first; setp.ne.b32 adds_first, {{$r{len(arguments)}}}, 0;")
+            arguments.append(cutlass.Int32(adds))
         k = 0
         for part in b:
-            code.append(f"mov.b64 {{b, b_rest}}, {{$r{len(arguments)}}}; add.s32 b, b, zero;")
-            arguments.append(tcgen05.smem_descriptor_to_int(part.iterator))
-            for inside in range(cute.size(part, mode=[2])):
-                at_a, at_b = cute.crd2idx((0, 0, k), a.layout), cute.crd2idx((0, 0, inside), part.layout)
+            size = cute.size(part, mode=[2])
+            wanted = [step for step in steps or range(k, k + size) if k <= step < k + size]
+            if wanted:
+                code.append(f"mov.b64 {{b, b_rest}}, {{$r{len(arguments)}}}; add.s32 b, b, zero;")
+                arguments.append(tcgen05.smem_descriptor_to_int(part.iterator))
+            for step in wanted:
+                at_a, at_b = cute.crd2idx((0, 0, step), a.layout), cute.crd2idx((0, 0, step - k), part.layout)
                 if self.from_tensor_memory:
                     # Addresses count columns of 32 bits.
                     operand = f"[a + {at_a * self.dtype.width // 32}]"
@@ -94,11 +109,15 @@ class TensorProduct:
                     code.append(f"add.s32 x, a, {at_a}; mov.b64 from, {{x, a_rest}};")
                     operand = "from"
                 code.append(f"add.s32 y, b, {at_b}; mov.b64 to, {{y, b_rest}};")
-                fate = "adds" if adds or k else "overwrites"
                 code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
-                k += 1
-        for barrier in then:
-            place = f"[{{$r{len(arguments)}}}]"
-            code.append(f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster.b64 {place};")
-            arguments.append(barrier.toint())
+                fate = "adds"
+            k += size
+        commit = f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster"
+        one, each = (".b64", ""), (".multicast::cluster.b64", ", blocks")
+        if self.cluster > 1:
+            code.append(f".reg .b16 blocks; mov.b16 blocks, {(1 << self.cluster) - 1};")
+        for barriers, (kind, blocks) in ((then, one), (everywhere, each if self.cluster > 1 else one)):
+            for barrier in barriers:
+                code.append(f"{commit}{kind} [{{$r{len(arguments)}}}]{blocks};")
+                arguments.append(barrier.toint())
         cute.arch.inline_ptx("{ " + " ".join(code) + " }", read_only_args=arguments)

@@ -13,7 +13,7 @@ from dsl_backend.attention.kernel import Operands, Workspace
 from dsl_backend.attention.sm90.configs import ForwardConfig as HopperConfig
 from dsl_backend.attention.sm90.launch import Prefill as HopperPrefill
 from dsl_backend.attention.sm100.configs import ForwardConfig
-from dsl_backend.attention.sm100.latent_configs import LatentConfig
+from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
 from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.runtime.target import from_arch
@@ -74,6 +74,7 @@ ODD = Case(q_lens=(60, 60, *[120] * 8), kv_lens=(181, 181, *[120] * 8), heads=(1
 # them rest in the next one, whose keys fill their tiles, so that no values are cleared and warps do not meet.
 SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 192), heads=(4, 2), dim=128, page=32)
 MLA = mla(16, q_lens=(1, 1), kv_lens=(260, 130), q_gain=8.0, page=64)
+MLA_PAIRS = mla(128, q_lens=(1, 1), kv_lens=(260, 70), q_gain=8.0, page=16)
 
 KERNELS = {
     kernel.name: kernel
@@ -88,6 +89,7 @@ KERNELS = {
             sms=2,
         ),
         subject("SM100 MLA", LatentSplitKV, LatentConfig(tile_n=32, stages=3, least_share=1), MLA, sms=2),
+        subject("SM100 MLA pairs", LatentSplitKV, PairConfig(tile_n=32), MLA_PAIRS, sms=2),
         subject(
             "SM90 forward",
             HopperPrefill,
@@ -130,6 +132,21 @@ EQUIVALENT: Rows = [
         "SM100 MLA",
         "swap: .*fence.proxy.async.*behind `tcgen05.fence::before_thread_sync",
         "two fences, for different accesses, before the same arrival",
+    ),
+    (
+        "SM100 MLA pairs",
+        r"swap: .*after_thread_sync.*behind `st.shared",
+        "the fence still comes before the first access to tensor memory, and is in no order with an ordinary store",
+    ),
+    (
+        "SM100 MLA pairs",
+        r"relaxed: .*barrier.cluster.arrive.* in kernel\)",
+        "what the other block is to know, initialised barriers, fence.mbarrier_init has released",
+    ),
+    (
+        "SM100 MLA pairs",
+        "swap: .*arrive.expect_tx.*behind `.*cp.async.bulk.tensor",
+        "the phase waits for this arrival, whatever came before it: the other block's copies may as well",
     ),
     (
         "SM90",

@@ -75,12 +75,12 @@ FULL = (
     Run(
         mla(80, (320, 256), id="pairs-320", q_lens=(1, 2), kv_lens=(300, 64), page=64, why="24 rows idle, one block"),
         "lazy",
-        config=PairConfig(tile_n=128, least_share=1),
+        config=PairConfig(stages=2, least_share=1),
     ),
     Run(
         mla(96, (288, 256), id="pairs-288", q_lens=(2,), kv_lens=(300,), page=64, why="rows of 64 bytes"),
         "random",
-        config=PairConfig(stages=4, least_share=1),
+        config=PairConfig(tile_n=64, stages=4, least_share=1),
     ),
     Run(
         mla(
@@ -146,8 +146,9 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
         (PairConfig(), (576, 512), "clusters of 2"),
         (PairConfig(cluster=1), (576, 512), "it is one of 2"),
         (PairConfig(tile_n=16), (576, 512), "32 are the least"),
-        (PairConfig(stages=3), (576, 512), "shared memory"),
-        (PairConfig(tile_n=128), (1088, 1024), "640 columns of tensor memory: there are 512"),
+        (PairConfig(stages=2), (576, 512), "shared memory"),
+        (PairConfig(stages=0), (576, 512), "at least 1"),
+        (PairConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
         (LatentConfig(), (512, 512), "latent sizes"),
         (LatentConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
         (LatentConfig(), (448, 384), "a multiple of 256"),

@@ -34,6 +34,10 @@ class LatentSizes:
     staging: int = 0
     least_share: int = 2
 
+    @property
+    def least_stages(self) -> int:
+        return 2
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
         raise NotImplementedError
@@ -56,8 +60,8 @@ class LatentSizes:
         reasons = []
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 128 is possible")
-        if self.stages < 2:
-            reasons.append(f"{self.stages} key tiles in flight: at least 2 are needed")
+        if self.stages < self.least_stages:
+            reasons.append(f"{self.stages} key tiles in flight: at least {self.least_stages} are needed")
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         wide = 2 * chunk(spec.head_dim)

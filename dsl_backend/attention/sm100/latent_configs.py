@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.latent_configs import ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
 from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
@@ -50,7 +50,15 @@ class LatentConfig(LatentSizes):
 class PairConfig(LatentConfig):
     """Tiles and buffers of the kernel whose blocks multiply in pairs."""
 
+    tile_n: int = 128
+    stages: int = 1
     cluster: int = 2
+    least_share: int = 1
+
+    @property
+    def least_stages(self) -> int:
+        """Keys and values have a place each, and each part of a place barriers of its own."""
+        return 1
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory, where a row is cut in two: half of the scores and sums."""
@@ -59,7 +67,8 @@ class PairConfig(LatentConfig):
     def smem_bytes(self, spec: AttentionSpec) -> int:
         halves = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v) // 2
         rows = ROWS * (spec.head_dim + self.tile_n) + halves
-        barriers = MBARRIER_BYTES * (2 + 4 * self.stages + SCORES + 2)
+        parts = PARTS + spec.head_dim_v // 2 // BLOCK
+        barriers = MBARRIER_BYTES * (2 + 2 * parts * self.stages + SCORES + 2)
         return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * PAIR_STATISTICS + MAILBOX_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
@@ -82,14 +91,13 @@ def default_latent_config(spec: AttentionSpec) -> LatentConfig:
         return LatentConfig(tile_n=32 if spec.head_dim > 320 else 64, stages=2, staging=4)
     if row_tiles(spec) == 1:
         return LatentConfig(tile_n=32, stages=4 if spec.head_dim > 320 else 8)
-    stages = 2 if spec.head_dim > 320 else 4
     if row_tiles(spec) % 2 == 0 and spec.page_size is not None:
-        return PairConfig(tile_n=64, stages=stages)
-    return LatentConfig(tile_n=64, stages=stages)
+        return PairConfig(stages=1 if spec.head_dim > 320 else 2)
+    return LatentConfig(tile_n=64, stages=2 if spec.head_dim > 320 else 4)
 
 
 TRIED_TILES = (32, 64, 128)
-TRIED_STAGES = (2, 3, 4, 6, 8)  # and of fp8 tiles in flight
+TRIED_STAGES = (1, 2, 3, 4, 6, 8)  # and of fp8 tiles in flight
 
 
 def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:

@@ -13,8 +13,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.parts.latent import LatentLoader
-from dsl_backend.attention.parts.latent_configs import ROWS
-from dsl_backend.attention.parts.load import Loader
+from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import WholeRow
 from dsl_backend.attention.parts.schedule import Requests
@@ -26,11 +25,14 @@ from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent import LatentForward
 from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
-from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
+from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier, steps_of
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, largest_by_threes, tree
 from dsl_backend.primitives.ring import phase_of, stage_of
+from dsl_backend.primitives.tensor_copy import Box, copy_boxes
+from dsl_backend.primitives.tensor_product import TensorProduct
 
 PAIR = 2
 BOTH = 0b11  # blocks of the pair, as a mask
@@ -39,7 +41,12 @@ PIECE = 32  # columns of sums in registers at a time
 
 
 class PairBarriers(NamedTuple):
-    """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both."""
+    """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both.
+
+    Attributes:
+        k_full, k_empty: of each part of a tile's keys.
+        v_full, v_empty: of the columns of each product of sums.
+    """
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
@@ -59,9 +66,12 @@ class PairLoader(LatentLoader):
 
     def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
         super().__init__(kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
-        self.rank, self.q_load = rank, r_load
+        self.rank, self.blocks = rank, kernel.blocks
         self.sV = self.in_boxes(sV, self.box, kernel.chunk)
         self.q_bytes *= PAIR
+        # A lane's page is that of one box of a tile; where a tile lies in one page, all have the same.
+        self.one_page = self.page % self.tile_n == 0
+        self.box_begin = 0 if self.one_page else cute.arch.lane_idx() % self.boxes * self.box
 
     @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):
@@ -71,37 +81,99 @@ class PairLoader(LatentLoader):
 
     @cute.jit
     def run(self):
-        # Values one tile behind the keys, as they are needed.
-        Loader.run(self)
+        for atom in (self.v_load, self.r_load, self.k_load):
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            self.load_item(work, tiles)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
 
     @cute.jit
-    def load_keys(self, work, tile, pages, count):
-        stage = stage_of(count, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.config.stages) ^ 1)
-        full = self.barriers.k_full + stage
-        self.expect(full, self.chunks * self.chunk_bytes)
-        self.load_boxes(self.sK, self.first_box, self.own_boxes, 0, self.chunks, work, tile, pages, stage, full)
+    def load_item(self, work, tiles):
+        """In the order in which places become free: of keys with the scores of the tile before, of values with its
+        sums, which come after the scores of this one. Those of the item before are done when this one's begin.
+        """
+        last, count = work.end - 1, work.end - work.begin
+        pages = self.pages_of(work, last)
+        self.load_keys(last, pages, tiles)
+        self.load_values(last, pages, tiles)
+        for step in cutlass.range(1, count, unroll=1):
+            before = pages
+            pages = self.whole_pages_of(work, last - step)
+            self.load_keys(last - step, pages, tiles + step)
+            if step > 1:
+                self.load_values(last - step + 1, before, tiles + step - 1)
+        if count > 1:
+            self.load_values(work.begin, pages, tiles + count - 1)
 
     @cute.jit
-    def load_values(self, work, tile, pages, count):
-        stage, own = stage_of(count, self.config.stages), cutlass.const_expr(self.chunks_v // PAIR)
-        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.config.stages) ^ 1)
-        full = self.barriers.v_full + stage
-        self.expect(full, self.chunks_v * self.chunk_bytes)
-        self.load_boxes(self.sV, 0, self.boxes, self.rank * own, own, work, tile, pages, stage, full)
+    def pages_of(self, work, tile):
+        """A lane's page; past the keys, one that is not there, whose copy fills with zeros."""
+        page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+        if tile * self.tile_n + self.box_begin < work.keys:
+            page = self.whole_pages_of(work, tile)
+        return page
 
-    def load_boxes(self, target, first_box, boxes, first_chunk, chunks, work, tile, pages, stage, full):
-        """Boxes of a tile from one on, and of them chunks from one on."""
+    def whole_pages_of(self, work, tile):
+        """The same for a tile that has all of its keys, as all of an item but its first have."""
+        place = cutlass.Uint32(tile * self.tile_n + self.box_begin) // self.page
+        return self.requests.table[work.source, cutlass.Int32(place)]
+
+    @cute.jit
+    def load_keys(self, tile, pages, count):
+        stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        begins = self.begins_of(tile, pages, self.first_box, self.own_boxes)
+        for part in cutlass.range_constexpr(PARTS):
+            place, chunks = stage * PARTS + part, self.parts[part]
+            cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase)
+            self.load_boxes(self.sK, chunks, begins, chunks.start, stage, self.barriers.k_full + place)
+
+    @cute.jit
+    def load_values(self, tile, pages, count):
+        stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
+        begins = self.begins_of(tile, pages, 0, self.boxes)
+        width = cutlass.const_expr(BLOCK // self.chunk)
+        for block in cutlass.range_constexpr(self.blocks):
+            place, chunks = stage * self.blocks + block, range(block * width, (block + 1) * width)
+            cute.arch.mbarrier_wait(self.barriers.v_empty + place, phase)
+            first = self.rank * (self.chunks_v // PAIR) + block * width
+            self.load_boxes(self.sV, chunks, begins, first, stage, self.barriers.v_full + place)
+
+    def begins_of(self, tile, pages, first_box, boxes: int) -> list:
+        """For boxes of a tile from one on: the page, and which of its boxes it is."""
+        return [(self.page_of(pages, first_box + i), self.place_of(tile, first_box, i)) for i in range(boxes)]
+
+    def page_of(self, pages, b):
+        return pages if self.one_page else cute.arch.shuffle_sync(pages, b)
+
+    def place_of(self, tile, first_box, i: int):
+        if self.own_boxes * self.box % self.page == 0:
+            # Pages begin with the block's own keys.
+            return i * self.box % self.page // self.box
+        return stage_of(tile * self.boxes + first_box + i, self.page // self.box)
+
+    def load_boxes(self, target, chunks, begins, first_chunk, stage, full):
+        """Chunks of the target (a range) in all of its boxes, from columns that begin with a chunk."""
         cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
         to, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), target, cut)
-        for i in range(boxes):
-            b = first_box + i
-            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
-            place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
-            for c in range(chunks):
-                cute.copy(
-                    self.k_load, given[None, place, first_chunk + c, page], to[None, i, c, stage], tma_bar_ptr=full
-                )
+        at = to[None, None, None, stage]
+        size = target.element_type.width // 8
+        boxes = [
+            Box(
+                size * cute.crd2idx((0, i, c), at.layout),
+                given[None, place, first_chunk + c - chunks.start, page].iterator,
+            )
+            for i, (page, place) in enumerate(begins)
+            for c in chunks
+        ]
+        expected = PAIR * len(boxes) * self.box * self.chunk * size
+        copy_boxes(self.k_load, boxes, at.iterator, full, expected, self.rank == 0)
 
 
 class PairMultiplier(LatentMultiplier):
@@ -109,8 +181,10 @@ class PairMultiplier(LatentMultiplier):
 
     def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
-        self.product, self.weighing, self.base = product, weighing, base
-        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        both = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
+        self.product = TensorProduct(columns=kernel.tile_n, **both)
+        self.weighing = TensorProduct(columns=PAIR * BLOCK, columns_inside=True, **both)
+        self.base = base
         self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
         self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
         self.fP = weighing.make_fragment_A(cute.tiled_divide(sP, (ROWS, 16)))
@@ -118,43 +192,47 @@ class PairMultiplier(LatentMultiplier):
         cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
         self.fV = [
             weighing.make_fragment_B(cute.tiled_divide(cut[None, None, block, None], (BLOCK, 16)))
-            for block in range(kernel.dims_v // PAIR // BLOCK)
+            for block in range(kernel.blocks)
         ]
-        self.scores = product.make_fragment_C(mine.partition_shape_C((PAIR * ROWS, kernel.tile_n))).layout
-        self.sums = weighing.make_fragment_C(weighs.partition_shape_C((PAIR * ROWS, PAIR * BLOCK))).layout
 
     @cute.jit
-    def score(self, tile, first: cutlass.Constexpr[bool], last):
+    def score(self, work, tile, first: cutlass.Constexpr[bool], last):
         stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
-        place = tile % SCORES
-        S = cute.make_tensor(self.base + place * (self.kernel.tile_n // PAIR), self.scores)
-        product = self.product.with_()
-        cute.arch.mbarrier_wait(self.barriers.k_full + stage, round_)
-        for k in cutlass.range_constexpr(cute.size(self.fK, mode=[2])):
-            product.set(tcgen05.Field.ACCUMULATE, k > 0)
-            cute.gemm(product, S, self.fQ[None, None, k, 0], self.fK[None, None, k, stage], S)
+        place = stage_of(tile, SCORES)
+        S = self.base + place * (self.kernel.tile_n // PAIR)
+        told = self.barriers.s_full + place
+        queries, keys = self.fQ[None, None, None, 0], self.fK[None, None, None, stage]
+        for part in cutlass.range_constexpr(PARTS):
+            cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
+            done = [told] if part == PARTS - 1 and not first else []
+            done.append(self.barriers.k_empty + stage * PARTS + part)
+            self.product.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
         if cutlass.const_expr(first):
-            # Who is told of these scores may clear values behind the last key.
-            cute.arch.mbarrier_wait(self.barriers.v_full + stage, round_)
-        self.commit(self.barriers.s_full + place)
-        self.commit(self.barriers.k_empty + stage)
+            if work.keys < work.end * self.kernel.tile_n:
+                # Who is told of these scores clears values behind the last key.
+                for block in cutlass.range_constexpr(self.kernel.blocks):
+                    self.wait_values(stage * self.kernel.blocks + block, round_)
+            self.commit(told)
         if last:
             self.commit(self.barriers.q_empty)
 
     @cute.jit
     def sum(self, tile, adds):
-        stage = stage_of(tile, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(tile, self.config.stages))
+        stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
-        weighing = self.weighing.with_()
-        for block in cutlass.range_constexpr(len(self.fV)):
-            sums = cute.make_tensor(self.base + sums_at(self.kernel) + block * BLOCK, self.sums)
-            for k in cutlass.range_constexpr(cute.size(self.fP, mode=[2])):
-                weighing.set(tcgen05.Field.ACCUMULATE, adds if cutlass.const_expr(k == 0) else True)
-                cute.gemm(weighing, sums, self.fP[None, None, k], self.fV[block][None, None, k, stage], sums)
-        self.commit(self.barriers.v_empty + stage)
-        self.commit(self.barriers.o_full)
+        for block in cutlass.range_constexpr(self.kernel.blocks):
+            place = stage * self.kernel.blocks + block
+            self.wait_values(place, round_)
+            done = [self.barriers.v_empty + place]
+            if cutlass.const_expr(block == self.kernel.blocks - 1):
+                done.append(self.barriers.o_full)
+            sums, values = self.base + sums_at(self.kernel) + block * BLOCK, self.fV[block][None, None, None, stage]
+            self.weighing.issue(sums, self.fP, [values], adds, everywhere=done)
+
+    @cute.jit
+    def wait_values(self, place, round_):
+        cute.arch.mbarrier_wait(self.barriers.v_full + place, round_)
 
     @cute.jit
     def commit(self, barrier):
@@ -163,16 +241,31 @@ class PairMultiplier(LatentMultiplier):
 
 
 class PairSoftmax(OnlineSoftmax):
-    """Two threads of the warpgroup share a row: each has half of its keys."""
+    """Two threads of the warpgroup share a row: each has half of its keys. Two keys an instruction."""
 
     def __init__(self, factor, statistics, thread):
         super().__init__(1, 1, factor, SLACK)
         self.statistics, self.thread = statistics, thread
-        self.place = cute.make_rmem_tensor(1, cutlass.Int32)
 
     @cute.jit
-    def across(self, largest):
-        return cute.arch.fmax(largest, self.other(largest, self.place[0]))
+    def weigh_half(self, scores: cute.Tensor, shrink: cute.Tensor, place):
+        """As `weigh`; place: in the statistics, for the larger of two."""
+        before, factor = self.top[0], self.factor
+        largest = largest_by_threes([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
+        largest = cute.arch.fmax(largest, self.other(largest, place))
+        # The difference is no number where both are -inf: top stays.
+        moves = (largest - before) * factor > self.slack
+        top = largest if moves else before
+        self.top[0] = top
+        reference = finite_or_zero(top) * factor
+        shrink[0] = exp2(before * factor - reference) if moves else 1.0
+        sums = []
+        for j in cutlass.range_constexpr(0, cute.size(scores), 2):
+            power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
+            scores[j], scores[j + 1] = exp2(power[0]), exp2(power[1])
+            sums.append((scores[j], scores[j + 1]))
+        added = tree(sums, add_pair)
+        self.total[0] = self.total[0] * shrink[0] + (added[0] + added[1])
 
     @cute.jit
     def other(self, value, place):
@@ -220,17 +313,16 @@ class PairWeigher:
     @cute.jit
     def weigh(self, work, tile, count, adds):
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
-        scores_place, place = count % SCORES, self.softmax.place
-        cute.arch.mbarrier_wait(self.barriers.s_full + scores_place, (count // SCORES) & 1)
+        place = stage_of(count, SCORES)
+        cute.arch.mbarrier_wait(self.barriers.s_full + place, phase_of(count, SCORES))
         tensor_memory.after_sync()
-        tensor_memory.load(self.base, scores_place * self.keys, self.S, self.thread)
+        tensor_memory.load(self.base, place * self.keys, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
         self.rows.bend(scores, work, tile)
         if tile >= work.whole_end or tile < work.whole_begin:
             self.rows.mask(scores, work, tile)
-        place[0] = count % 2
-        self.softmax.weigh(scores, self.shrink)
+        self.softmax.weigh_half(self.S, self.shrink, place)
         self.P.store(self.S.load().to(self.kernel.dtype).reshape(self.P.shape))
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
@@ -330,6 +422,11 @@ class LatentPair(LatentForward):
 
     group = tcgen05.CtaGroup.TWO
 
+    @property
+    def blocks(self) -> int:
+        """Of a block's value columns, those of one product."""
+        return self.dims_v // PAIR // BLOCK
+
     def products(self):
         return (
             self.product(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
@@ -384,7 +481,8 @@ class LatentPair(LatentForward):
             cutlass.Float32, cute.make_layout((WARPGROUP, PAIR_STATISTICS)), byte_alignment=16
         )
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [1] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [SCORES, 1, 1]
+        keys, values = PARTS * config.stages, self.blocks * config.stages
+        sizes = [1] * 2 + [keys] * 2 + [values] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
         barriers = PairBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         rank = cute.arch.block_idx_in_cluster()

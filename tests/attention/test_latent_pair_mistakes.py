@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the source of absorbed MLA by pairs of blocks on SM100 are found on the emulator.
+
+Whose share of a tile goes where, what barriers hear of it in which block, and in which order places become free.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from dsl_backend.attention.parts.launch import fake_args, latent_rows_of
+from dsl_backend.attention.sm100 import latent_pair
+from dsl_backend.attention.sm100.latent_configs import PairConfig
+from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
+from dsl_backend.primitives import tensor_copy, tensor_product
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target
+from dsl_backend.testing.cases import mla
+from emulator.errors import EmulatorError
+from tests.attention.latent import SCHEDULES, Run, emulate
+from tests.attention.mistakes import Mistake, spoilt
+
+# Each pair has some seven tiles, one of which ends in the middle: every place is filled again several times.
+CONFIG = PairConfig(tile_n=32)
+CASE = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=16, why="a page is a part of a tile")
+WIDE_PAGES = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=64, why="a tile is a part of a page")
+
+# Of what takes part in a tile's place in its page, and of the rest.
+PLACES = (
+    Mistake(
+        "keys of the first block's place",
+        latent_pair,
+        "tile * self.boxes + first_box + i",
+        "tile * self.boxes + i",
+    ),
+    Mistake("a page's first tile", latent_pair, "stage_of(tile * self.boxes + ", "stage_of(0 * self.boxes + "),
+)
+MISTAKES = (
+    Mistake("keys of the first block", latent_pair, "pages, self.first_box, self", "pages, 0, self"),
+    Mistake(
+        "columns of the first block", latent_pair, "first = self.rank * (self.chunks_v", "first = 0 * (self.chunks_v"
+    ),
+    Mistake(
+        "columns of the first product",
+        latent_pair,
+        "(self.chunks_v // PAIR) + block * width",
+        "(self.chunks_v // PAIR)",
+    ),
+    Mistake("values of the next tile's pages", latent_pair, "last - step + 1, before", "last - step + 1, pages"),
+    Mistake("keys over keys", latent_pair, "k_empty + place, phase)", "k_empty + place, phase ^ 1)"),
+    Mistake("values over values", latent_pair, "v_empty + place, phase)", "v_empty + place, phase ^ 1)"),
+    Mistake("bytes of one block expected", latent_pair, "expected = PAIR * len(boxes)", "expected = len(boxes)"),
+    Mistake("bytes expected by both", latent_pair, "expected, self.rank == 0)", "expected, self.rank >= 0)"),
+    Mistake("values cleared on their way", latent_pair, "if work.keys < work.end *", "if work.keys < 0 *"),
+    Mistake("scores of a part", latent_pair, "part == PARTS - 1 and not first", "part == 1 and not first"),
+    Mistake("a part of keys never free", latent_pair, "k_empty + stage * PARTS + part)", "k_empty + stage * PARTS)"),
+    Mistake(
+        "keys multiplied on their way",
+        latent_pair,
+        "k_full + stage * PARTS + part, round_",
+        "k_full + stage * PARTS, round_",
+    ),
+    Mistake("values never free", latent_pair, "[self.barriers.v_empty + place]", "[self.barriers.v_empty + 0 * place]"),
+    Mistake("sums told of early", latent_pair, "block == self.kernel.blocks - 1", "block == 0"),
+    Mistake("one place for the larger of two", latent_pair, "self.shrink, place)", "self.shrink, 0)"),
+    Mistake(
+        "half of the keys' largest", latent_pair, "fmax(largest, self.other(largest, place))", "fmax(largest, largest)"
+    ),
+    Mistake("bytes counted by the block's own", tensor_copy, "~SECOND_BLOCK & 0xFFFFFFFF", "0xFFFFFFFF"),
+    Mistake("the first block alone is told", tensor_product, "(1 << self.cluster) - 1", "1"),
+    Mistake("all of k in each part", tensor_product, "steps or range(k, k + size)", "range(k, k + size)"),
+    Mistake("sums of the last step of k", tensor_product, 'fate = "adds"\n            k', "pass\n            k"),
+)
+QUICK = ("a part of keys never free",)
+
+
+def run(pair: Any, case: Any, schedules: tuple[str, ...]) -> None:
+    """A case, on a kernel compiled anew: what is kept was made of other source."""
+
+    class Fresh(LatentSplitKV):
+        @staticmethod
+        def build(key: Any, target: Target) -> Any:
+            return toolkit.compiled(pair.LatentPair(key), fake_args(key, *latent_rows_of(key)), target.arch, "")
+
+    for seed, schedule in enumerate(schedules):
+        emulate(Run(case, schedule), seed, "sm_100a", Fresh, CONFIG)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [CASE, WIDE_PAGES], ids=["part", "whole"])
+def test_right_without_a_mistake(case: Any) -> None:
+    run(latent_pair, case, SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [
+        pytest.param(case, one, id=one.id, marks=() if one.id in QUICK else (pytest.mark.full,))
+        for case, mistakes in ((CASE, MISTAKES), (WIDE_PAGES, PLACES))
+        for one in mistakes
+    ],
+)
+def test_mistake_is_found(case: Any, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = spoilt(mistake, tmp_path)
+    pair = module if mistake.module is latent_pair else latent_pair
+    for name in ("copy_boxes", "TensorProduct"):
+        monkeypatch.setattr(pair, name, getattr(module, name, getattr(pair, name)))
+    with pytest.raises((EmulatorError, AssertionError)):
+        run(pair, case, SCHEDULES)
