@@ -27,7 +27,8 @@ class TensorProduct:
         rows, columns: of one instruction.
         rows_inside, columns_inside: A's rows, B's columns lie side by side in shared memory, rather than their k.
         from_tensor_memory: A lies there.
-        group: blocks that multiply together.
+        group: blocks that multiply together; rows and columns are those of all of them.
+        cluster: blocks that barriers can be told in.
     """
 
     dtype: type[cutlass.Numeric]
@@ -37,6 +38,7 @@ class TensorProduct:
     columns_inside: bool = False
     from_tensor_memory: bool = False
     group: int = 1
+    cluster: int = 1
 
     @property
     def descriptor(self) -> int:
@@ -58,6 +60,7 @@ class TensorProduct:
         b: Sequence[cute.Tensor],
         adds: bool,
         then: Sequence[cute.Pointer] = (),
+        everywhere: Sequence[cute.Pointer] = (),
     ) -> None:
         """By all lanes of a warp, of which one issues.
 
@@ -67,6 +70,7 @@ class TensorProduct:
             b: fragments like it, wherever they lie, whose k follow one another.
             adds: to what is there; else the first of k overwrites it.
             then: mbarriers that hear of the end of all products so far.
+            everywhere: those that hear of it in each block of the cluster.
         """
         start = a.iterator.toint() if self.from_tensor_memory else tcgen05.smem_descriptor_to_int(a.iterator)
         arguments = [sums.toint(), start]
@@ -97,8 +101,13 @@ class TensorProduct:
                 fate = "adds" if adds or k else "overwrites"
                 code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
                 k += 1
+        commit = f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster"
         for barrier in then:
-            place = f"[{{$r{len(arguments)}}}]"
-            code.append(f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster.b64 {place};")
+            code.append(f"{commit}.b64 [{{$r{len(arguments)}}}];")
+            arguments.append(barrier.toint())
+        if everywhere:
+            code.append(f".reg .b16 blocks; mov.b16 blocks, {(1 << self.cluster) - 1};")
+        for barrier in everywhere:
+            code.append(f"{commit}.multicast::cluster.b64 [{{$r{len(arguments)}}}], blocks;")
             arguments.append(barrier.toint())
         cute.arch.inline_ptx("{ " + " ".join(code) + " }", read_only_args=arguments)
