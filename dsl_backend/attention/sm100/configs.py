@@ -255,6 +255,10 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
             staging=staged,
         )
         yield from deepest(made, spec, smem_bytes)
+    # Blocks alone read narrower values no slower than products take.
+    pairs = TRIED_TILES if slice_columns(spec.head_dim_v) > 128 else ()
+    for tile_n, polynomial in itertools.product(pairs, TRIED_POLYNOMIAL):
+        yield from deepest(ForwardConfig(halves=1, pair=True, tile_n=tile_n, polynomial=polynomial), spec, smem_bytes)
     controlled = replace(default_config(spec), launch_control=True)
     if not controlled.objections(spec, smem_bytes):
         yield controlled

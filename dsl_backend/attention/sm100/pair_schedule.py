@@ -38,7 +38,7 @@ class PairTiles(ClaimedTiles):
 
     def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests, counters, claims: Claims, rank):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests, counters)
-        self.pair_claims, self.rank = claims, rank
+        self.told_of, self.rank = claims, rank
 
     @cute.jit
     def run(self):
@@ -52,11 +52,11 @@ class PairTiles(ClaimedTiles):
 
     @cute.jit
     def next_place(self, had, blocks):
-        word, told, heard = self.pair_claims
+        word, told, heard = self.told_of
         place, phase = cutlass.Int32(0), (had - 1) & 1
         if self.rank == 0:
             place = self.claim() + blocks
-            cute.arch.mbarrier_wait(heard, phase ^ 1)
+            self.wait_heard(phase)
             if cute.arch.lane_idx() == 0:
                 send_word(place, word, told, 1)
         else:
@@ -68,6 +68,11 @@ class PairTiles(ClaimedTiles):
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(heard, 0)
         return place
+
+    @cute.jit
+    def wait_heard(self, phase):
+        """Until the word before was read."""
+        cute.arch.mbarrier_wait(self.told_of.heard, phase ^ 1)
 
     @cute.jit
     def tile(self, request, first, queries, keys, unit, row, right):
