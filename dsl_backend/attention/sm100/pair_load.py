@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load role of a block of a pair."""
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
@@ -8,6 +10,24 @@ from cutlass.cute.nvgpu import cpasync
 from dsl_backend.attention.parts.work import packed_of
 from dsl_backend.attention.sm100.configs import PAIR
 from dsl_backend.attention.sm100.places import OwnRingsLoader
+
+
+class Part(NamedTuple):
+    """What a block loads of a tile of keys or values.
+
+    Attributes:
+        target: [box, rows' place, columns' place, stage].
+        box: rows and columns of one copy.
+        row, rows, chunk, chunks: the first one, and how many.
+    """
+
+    atom: cute.CopyAtom
+    target: cute.Tensor
+    box: tuple[int, int]
+    row: cutlass.Int32 | int
+    rows: int
+    chunk: cutlass.Int32 | int
+    chunks: int
 
 
 class PairLoader(OwnRingsLoader):
@@ -19,10 +39,13 @@ class PairLoader(OwnRingsLoader):
     def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank):
         (sK,), sV = places.keys, places.values
         super().__init__(kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests)
-        self.rank, self.value_rows = rank, kernel.value_rows
-        self.sV = self.in_boxes(sV, self.value_rows, self.copied_v)
+        self.rank = rank
         self.q_bytes *= PAIR
         self.in_one_page = self.page > 0 and self.page % self.tile_n == 0
+        rows, chunks = self.tile_n // PAIR, self.v_chunks // PAIR
+        self.keys = Part(k_load, self.sK, (self.box, self.copied), rank * rows, rows, 0, self.k_chunks)
+        box = (kernel.value_rows, self.copied_v)
+        self.values = Part(v_load, self.in_boxes(sV, *box), box, 0, self.tile_n, rank * chunks, chunks)
 
     @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):
@@ -42,40 +65,17 @@ class PairLoader(OwnRingsLoader):
     def fill_keys(self, work, tile, pages, stage):
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
-        rows = cutlass.const_expr(self.tile_n // PAIR)
-        self.load_part(
-            self.k_load, self.mK, self.sK, (self.box, self.copied), self.rank * rows, rows, 0, self.k_chunks,
-            work, tile, pages, stage, full,
-        )  # fmt: skip
+        self.load_part(self.keys, self.mK, work, tile, pages, stage, full)
 
     @cute.jit
     def fill_values(self, work, tile, pages, stage):
         full = self.barriers.v_full + stage
         self.expect(full, self.v_bytes)
-        chunks = cutlass.const_expr(self.v_chunks // PAIR)
-        self.load_part(
-            self.v_load, self.values_of(work), self.sV, (self.value_rows, self.copied_v), 0, self.tile_n,
-            self.rank * chunks, chunks, work, tile, pages, stage, full,
-        )  # fmt: skip
+        self.load_part(self.values, self.values_of(work), work, tile, pages, stage, full)
 
     @cute.jit
-    def load_part(
-        self,
-        atom,
-        source,
-        target,
-        box: cutlass.Constexpr,
-        row,
-        rows: cutlass.Constexpr[int],
-        chunk,
-        chunks: cutlass.Constexpr[int],
-        work,
-        tile,
-        pages,
-        stage,
-        full,
-    ):
-        """Of a tile of keys or values: so many rows from one on, and of them so many chunks from one on."""
+    def load_part(self, part: cutlass.Constexpr, source, work, tile, pages, stage, full):
+        atom, target, box, row, rows, chunk, chunks = part
         one, head = cute.make_layout(1), packed_of(self.key, work.unit) // self.group
         first = tile * self.tile_n + row
         if cutlass.const_expr(self.page > 0):

@@ -15,7 +15,7 @@ WORD_BYTES = 4
 
 
 class Claims(NamedTuple):
-    """What the second block is told of the first one's claims.
+    """How the second block is told of what the first one claims.
 
     Attributes:
         word: the place of the next item, in the second block's shared memory.
@@ -34,7 +34,7 @@ class Claims(NamedTuple):
 
 
 class PairTiles(ClaimedTiles):
-    """The same for both blocks of a pair, of which each has half of a tile's rows, be it without one that is there."""
+    """Those of ClaimedTiles, the same ones for both blocks: each has half of a tile's rows, which may be nobody's."""
 
     def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests, counters, claims: Claims, rank):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests, counters)
