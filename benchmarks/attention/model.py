@@ -47,13 +47,22 @@ SHAPES = {
     "prefill hd96": Shape(queries=256, heads=(1, 1), dims=(96, 96)),
     "prefill hd128": Shape(queries=256, heads=(1, 1), dims=(128, 128)),
     "prefill (192,128)": Shape(queries=256, heads=(1, 1), dims=(192, 128)),
+    "prefill hd256": Shape(queries=256, heads=(1, 1), dims=(256, 256)),
     "decode hd128, 8 heads a key": Shape(queries=1, heads=(8, 1), dims=(128, 128)),
     "MLA decode, 128 heads": Shape(queries=1, heads=(128, 1), dims=(576, 512), absorbed=True),
 }
 PROVIDERS = ("dsl", "FA4")
 
 
-ROLES = {"softmax": "softmax warp", "epilogue + store": "correction warp", "mma": "MMA warp", "load": "load warp"}
+# By what a role does; FlashAttention-4's for heads of 256 store what ours do not.
+ROLES = {
+    "softmax": "softmax warp",
+    "softmax + store": "softmax warp",
+    "epilogue + store": "correction warp",
+    "correction + store": "correction warp",
+    "mma": "MMA warp",
+    "load": "load warp",
+}
 SMS = 4
 
 

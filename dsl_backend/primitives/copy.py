@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors of neighbouring elements between global memory and registers."""
+"""Vectors of neighbouring elements between global memory and registers; words from block to block of a cluster."""
 
 import cutlass
 from cutlass import cute
+from cutlass.cutlass_dsl import dsl_user_op
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:
@@ -28,3 +29,20 @@ def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor
 def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
     """Registers to global memory; fragment [elements]."""
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
+
+
+@dsl_user_op
+def send_word(word: cutlass.Int32, place: cute.Pointer, barrier: cute.Pointer, block, *, loc=None, ip=None):
+    """st.async of 32 bits to the same place of another block of the cluster; its mbarrier counts their bytes."""
+    there = cute.arch.map_dsmem_ptr(place, block, loc=loc, ip=ip)
+    signal = cute.arch.map_dsmem_ptr(barrier, block, loc=loc, ip=ip)
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            cutlass.Int32(there.toint(loc=loc, ip=ip)),
+            word,
+            cutlass.Int32(signal.toint(loc=loc, ip=ip)),
+        ],
+        loc=loc,
+        ip=ip,
+    )

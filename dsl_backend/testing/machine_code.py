@@ -131,6 +131,7 @@ def attention_subjects() -> Iterator[Subject]:
     """Those that a CuTe DSL kernel serves: short queries, long ones by claims or launch control, the longest alone."""
     from dsl_backend.attention import dispatch
     from dsl_backend.attention.sm90.configs import long_query_config
+    from dsl_backend.attention.sm100 import configs as sm100
     from dsl_backend.runtime.target import from_arch
 
     for arch in ARCHS:
@@ -142,7 +143,7 @@ def attention_subjects() -> Iterator[Subject]:
                     kinds = ["decode" if short else "prefill"]
                     if arch == "sm_90a" and not short and long_query_config(case.spec):
                         kinds.append("longest")
-                    if arch == "sm_100a" and not short:
+                    if arch == "sm_100a" and not short and not sm100.default_config(case.spec).pair:
                         kinds.append("launched")
                     for kind in kinds:
                         kernels = partial(attention_kernel, arch, case, kind)

@@ -18,7 +18,7 @@ from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check
-from dsl_backend.testing.cases import Case, mla
+from dsl_backend.testing.cases import FULL, Case, mla
 
 SM90, SM100 = "sm_90a", "sm_100a"
 
@@ -70,6 +70,16 @@ SHARED = Case(q_lens=(140,), kv_lens=(150,), heads=(4, 1), dim=192, dim_v=128, p
 # Six key tiles first, an odd number of them masked: arrivals that nobody waits for do not make up rounds. Behind the
 # last key are eleven rows of values: so many that both groups clear some. Then short ones, which are claimed ahead.
 ODD = Case(q_lens=(60, 60, *[120] * 8), kv_lens=(181, 181, *[120] * 8), heads=(1, 1), dim=128, page=32)
+# Row tiles of a pair of blocks, of which one has rows that are there in part, or none. All are short and claimed ahead.
+PAIRED = Case(
+    q_lens=(300, 300, 60, 20),
+    kv_lens=(128, 120, 60, 90),
+    heads=(2, 1),
+    dim=160,
+    page=32,
+    causality=FULL,
+    q_gain=8.0,
+)
 # Shares begin and end in the middle of requests, and one request is whole: its rows are those of several warps. Some of
 # them rest in the next one, whose keys fill their tiles, so that no values are cleared and warps do not meet.
 SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 192), heads=(4, 2), dim=128, page=32)
@@ -81,6 +91,13 @@ KERNELS = {
     for kernel in (
         subject("SM100 forward", Prefill, ForwardConfig(tile_n=32, stages=5, query_stages=2), LONG),
         subject("SM100 shared ring", Prefill, ForwardConfig(tile_n=32, query_stages=2, shared_ring=True), SHARED),
+        subject(
+            "SM100 pairs",
+            Prefill,
+            ForwardConfig(halves=1, pair=True, tile_n=32, stages=4, query_stages=2),
+            PAIRED,
+            sms=2,
+        ),
         subject(
             "SM100 split-KV",
             SplitKV,
@@ -119,7 +136,7 @@ EQUIVALENT: Rows = [
         "every thread fences behind the barrier, when it knows of all writes, and before it arrives: as good",
     ),
     (
-        "SM100 (forward|shared ring)",
+        "SM100 (forward|shared ring|pairs)",
         r"swap: .*before_thread_sync.*behind `bar.sync.*\(tensor_memory.py:\d+ in before_sync",
         "where no warp rests, every thread arrives for itself, behind its fence: as good",
     ),

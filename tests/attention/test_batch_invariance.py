@@ -46,6 +46,7 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     latent: Any = None
+    pair: bool = False
 
     def kernel(self, spec: Any) -> Kernel:
         target = replace(from_arch(self.arch), sm_count=SMS)
@@ -58,9 +59,9 @@ class Run:
         tile_n = 32 if wide else 64
         config: Any = sm90.ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
         if self.arch != "sm_90a":
-            halves, alternate = (1, False) if wide else (2, self.split)
+            halves, alternate = (1, False) if wide or self.pair else (2, self.split)
             config = sm100.ForwardConfig(
-                halves=halves, alternate=alternate, tile_n=tile_n, least_share=1, staging=staging
+                halves=halves, pair=self.pair, alternate=alternate, tile_n=tile_n, least_share=1, staging=staging
             )
         made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
         return made
@@ -74,6 +75,7 @@ RUNS = (
     Run("prefill-fp8", replace(PREFILL, fp8=True, page=48), split=False),
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
+    Run("prefill-pair-sm100", replace(PREFILL, dim=256), "sm_100a", split=False, pair=True),
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),

@@ -15,8 +15,12 @@ from dsl_backend.attention.parts.launch import function_of, nothing
 from dsl_backend.attention.parts.schedule import work_of
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm100 import correct, rest, softmax
-from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config
+from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config, variants
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.attention.sm100.pair import PairForward
+from dsl_backend.attention.sm100.pair_correct import PairCorrector
+from dsl_backend.attention.sm100.pair_multiply import PairMultiplier
+from dsl_backend.attention.sm100.pair_schedule import PairTiles
 from dsl_backend.attention.sm100.rest import arrivals_of
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.errors import InvalidInput
@@ -27,6 +31,8 @@ from dsl_backend.testing.inputs import Layout, Surroundings
 from emulator.errors import EmulatorError
 from tests.attention.emulated import (
     FP8_CASES,
+    PAIR_CASES,
+    QUICK_PAIR,
     QUICK_SHARED_RING,
     QUICK_WIDE,
     SERVED,
@@ -271,6 +277,114 @@ def test_shared_ring_by_default_on_every_schedule(index: int) -> None:
     emulate(replace(SHARED_RING_CASES[0], kv_lens=(700, 7, 290)), "sm_100a", defaults, index)
 
 
+def paired(planner: Planner, short: bool, index: int) -> Kernel:
+    """Rings of all depths; tiles small enough to go around them."""
+    if short:
+        return SplitKV(planner.spec, planner.target, scratch())
+    tile_n, stages, query_stages = ((64, 3, 1), (128, 2, 1), (32, 4, 2), (96, 2, 1))[index % 4]
+    config = ForwardConfig(halves=1, pair=True, tile_n=tile_n, stages=stages, query_stages=query_stages)
+    assert config.objections(planner.spec, planner.target.smem_bytes) == []
+    return Prefill(planner.spec, planner.target, scratch(), config)
+
+
+@numbered(PAIR_CASES, QUICK_PAIR)
+def test_pairs(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: paired(planner, short, index), index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(1, 4))
+@pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
+def test_pairs_on_every_schedule(index: int, case: Case) -> None:
+    """One pair has several items, all of them, or shares them with another."""
+    emulate(case, "sm_100a", lambda planner, short: paired(planner, short, index + 1), index, sms=2 + 2 * (index % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_pairs_by_default_on_every_schedule(index: int) -> None:
+    assert default_config(PAIR_CASES[0].spec).pair
+    emulate(PAIR_CASES[0], "sm_100a", defaults, index)
+
+
+# Several items for a pair, and in each more tiles than a ring has places; rows whose largest score grows.
+MANY = replace(PAIR_CASES[2], q_lens=(270, 20, 300), kv_lens=(290, 150, 401))
+
+
+def unwaited(*_: Any) -> None:
+    """Goes on at once."""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(
+    ("role", "name", "mistake", "index"),
+    [
+        (PairCorrector, "wait_summed", unwaited, 1),
+        (PairCorrector, "clear_past", unwaited, 0),
+        (PairMultiplier, "wait_values", unwaited, 1),
+        (PairTiles, "wait_heard", unwaited, 1),
+        (PairForward, "meet", unwaited, 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_of_pairs_are_found(
+    monkeypatch: pytest.MonkeyPatch, role: type, name: str, mistake: Callable[..., Any], index: int
+) -> None:
+    monkeypatch.setattr(role, name, mistake)
+    with pytest.raises((EmulatorError, AssertionError)):
+        emulate(MANY, "sm_100a", lambda planner, short: paired(planner, short, 0), index, sms=2)
+
+
+@pytest.mark.parametrize(
+    ("dims", "facts", "pair", "tried"),
+    [
+        ((256, 256), {}, True, True),
+        ((192, 256), {}, True, True),
+        ((160, 160), {}, True, True),
+        ((144, 144), {}, False, False),
+        ((256, 256), {"fp8": True}, False, False),
+        ((512, 512), {}, False, True),
+        ((128, 128), {}, False, False),
+    ],
+)
+def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pair: bool, tried: bool) -> None:
+    spec = replace(PAIR_CASES[0], dim=dims[0], dim_v=dims[1], **facts).spec
+    smem_bytes = from_arch("sm_100a").smem_bytes
+    assert default_config(spec).pair == pair
+    assert not default_split_config(spec).pair
+    assert default_config(spec).objections(spec, smem_bytes) == []
+    assert any(config.pair for config in variants(spec, smem_bytes)) == tried
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({"halves": 2}, {}, "2 products of a block of a pair"),
+        ({"launch_control": True}, {}, "no launch control"),
+        ({"staging": 2}, {"fp8": True}, "no fp8 keys"),
+        ({}, {"dim": 144}, "values of 144 elements"),
+        ({"stages": 3}, {}, "shared memory"),
+        ({}, {"dim": 512}, "shared memory"),
+    ],
+)
+def test_objections_to_pairs(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+    spec = replace(PAIR_CASES[0], **facts).spec
+    config = replace(ForwardConfig(halves=1, pair=True), **changes)
+    assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
+
+
+def test_pairs_serve_whole_ranges_alone() -> None:
+    spec, target = PAIR_CASES[0].spec, from_arch("sm_100a")
+    with pytest.raises(InvalidInput, match="key ranges are split"):
+        SplitKV(spec, target, scratch(), ForwardConfig(halves=1, pair=True))
+
+
+def test_a_grid_of_pairs_has_no_block_left_over() -> None:
+    target = replace(from_arch("sm_100a"), sm_count=7)
+    assert Prefill(PAIR_CASES[0].spec, target, scratch()).blocks == 6
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("case", [by_id("fp8-bf16"), FP8_CASES[0]], ids=lambda case: case.id)
@@ -292,14 +406,21 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], Fo
     assert default(spec).objections(spec, from_arch("sm_100a").smem_bytes) == []
 
 
-@pytest.mark.parametrize(("halves", "staging"), [(2, 0), (1, 0), (2, 2), (1, 2)])
-def test_roles_share_what_a_block_starts_with(halves: int, staging: int) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(ForwardConfig(halves=halves, staging=staging) for halves in (1, 2) for staging in (0, 2)),
+        ForwardConfig(halves=1, pair=True),
+    ],
+    ids=lambda config: f"{config.halves}-{config.staging}-{config.pair}",
+)
+def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
     """A role would wait for ever for registers that no other gives away."""
-    config = ForwardConfig(halves=halves, staging=staging)
     softmax, correct, other, widen = config.registers
     first = REGISTERS // config.threads // 8 * 8
-    # The second half's warps are as any other where there is none.
-    assert (halves * softmax + correct + (3 - halves) * other + widen) * 128 <= first * config.threads
+    # The second half's warps are as any other where there is none; blocks of a pair have none of these.
+    idle = 1 if config.pair else 3 - config.halves
+    assert (config.halves * softmax + correct + idle * other + widen) * 128 <= first * config.threads
 
 
 @pytest.mark.parametrize(

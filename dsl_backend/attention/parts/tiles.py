@@ -137,6 +137,9 @@ class TiledKernel:
         layouts = [bytes_staged(self.tile_n, width, copied, self.config.staging) for width, copied in widths]
         return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
 
+    def value_box(self):
+        return self.key_box(self.dims_v)
+
     def key_box(self, width: int):
         """The box of one tensor copy of keys or values, and how it lies in shared memory."""
         if self.key.fp8:
@@ -150,7 +153,7 @@ class TiledKernel:
     def copies(self, q: cute.Tensor, keys: cute.Tensor, values: cute.Tensor):
         """For queries, keys and values: the copy of a box, and the tensor as it takes it."""
         key = self.key
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        load = self.load_op()
         tokens, _, width = q.shape
         if key.pack == 1:
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
@@ -173,8 +176,11 @@ class TiledKernel:
             mV = self.by_slice(mV)
         q_copy = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
         k_copy = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
-        v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.key_box(self.dims_v))
+        v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
         return q_copy, k_copy, v_copy
+
+    def load_op(self):
+        return cpasync.CopyBulkTensorTileG2SOp()
 
     def by_slice(self, values: cute.Tensor) -> cute.Tensor:
         """Values [token, column, ...] as [token, column of a slice, ..., slice]."""

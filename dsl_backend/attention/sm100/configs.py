@@ -27,12 +27,19 @@ class Registers(NamedTuple):
     widen: int = 0
 
 
+PAIR = 2  # blocks that multiply together; and places of their scores
+# Warps of such a block by role.
+PAIR_CORRECT, PAIR_MULTIPLY, PAIR_LOAD, PAIR_SCHEDULE, PAIR_WARPS = 4, 8, 9, 10, 12
+
 # Times the roles' threads, the 64 K of an SM.
 REGISTERS = Registers(softmax=200, correct=64, other=48)
 # One half leaves a warpgroup without work: heads of 512 spilled 8 bytes with what there is room for beside two.
 ONE_HALF_REGISTERS = Registers(softmax=200, correct=96, other=80)
 # 640 threads start with 96 each, since registers come in eights. Fewest bytes spilled (ptxas 13.0, heads of 128).
 WIDENING_REGISTERS = Registers(softmax=144, correct=80, other=48, widen=64)
+
+# 384 threads start with 168 each.
+PAIR_REGISTERS = Registers(softmax=240, correct=152, other=112)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,8 @@ class ForwardConfig:
 
     Attributes:
         halves: products of 128 query rows each that take turns.
+        pair: two blocks with one product each multiply as one; each has half of a tile's keys, and half of the columns
+            of its values; see pair.py.
         alternate: the halves have the same query rows and every other key tile, rather than the same key tiles and
             rows of their own; for few queries over many keys.
         tile_n: keys of a tile.
@@ -57,6 +66,7 @@ class ForwardConfig:
     """
 
     halves: int = 2
+    pair: bool = False
     alternate: bool = False
     tile_n: int = 128
     stages: int = 2
@@ -71,21 +81,27 @@ class ForwardConfig:
 
     @property
     def tile_m(self) -> int:
+        """Query rows of a block."""
         return ROWS if self.alternate else self.halves * ROWS
 
     @property
     def threads(self) -> int:
+        if self.pair:
+            return PAIR_WARPS * WARP
         return (WIDEN * WARP) + (WARPGROUP if self.staging else 0)
 
     @property
     def registers(self) -> Registers:
+        if self.pair:
+            return PAIR_REGISTERS
         if self.staging:
             return WIDENING_REGISTERS
         return REGISTERS if self.halves > 1 else ONE_HALF_REGISTERS
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
-        return self.halves * (self.tile_n + padded(slice_columns(spec.head_dim_v)))
+        columns = padded(slice_columns(spec.head_dim_v))
+        return PAIR * self.tile_n + columns if self.pair else self.halves * (self.tile_n + columns)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a block."""
@@ -94,12 +110,13 @@ class ForwardConfig:
         columns = self.stages * (dims + dims_v)
         if self.shared_ring:
             columns = SHARED_PLACES * dims_v + self.stages * (dims - dims_v)
-        keys = self.tile_n * columns
+        keys = self.tile_n * columns // (PAIR if self.pair else 1)
         staged = self.staging * self.tile_n * (dims + dims_v)
         rings = self.query_stages + 2 * self.stages + 2 * self.staging
-        barriers = MBARRIER_BYTES * (2 * rings + 4 * self.halves + 1)
-        statistics = 2 * 4 * self.halves * ROWS
-        control = 2 * RESPONSE_BYTES if self.launch_control else 0  # aligned, with its barrier
+        places = PAIR if self.pair else self.halves
+        barriers = MBARRIER_BYTES * (2 * rings + 4 * places + 1)
+        statistics = 2 * 4 * places * ROWS
+        control = 2 * RESPONSE_BYTES if self.launch_control or self.pair else 0  # aligned, with its barriers
         return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
@@ -115,6 +132,8 @@ class ForwardConfig:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
         if self.shared_ring:
             reasons += self.objections_to_sharing(spec)
+        if self.pair:
+            reasons += self.objections_to_pairs(spec)
         if self.columns(spec) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
@@ -144,6 +163,18 @@ class ForwardConfig:
             reasons.append(f"keys of {dims} elements and values of {columns} do not share a ring: keys must be wider")
         return reasons
 
+    def objections_to_pairs(self, spec: AttentionSpec) -> list[str]:
+        """Why two blocks cannot multiply as one."""
+        reasons = []
+        if self.halves != 1:
+            reasons.append(f"{self.halves} products of a block of a pair: it has 1")
+        if self.shared_ring or self.staging or self.launch_control:
+            reasons.append("pairs of blocks have no shared ring, no fp8 keys and no launch control")
+        columns = padded(slice_columns(spec.head_dim_v))
+        if columns % (PAIR * 16):
+            reasons.append(f"values of {columns} elements: a pair's blocks have half each, a multiple of 16")
+        return reasons
+
 
 def default_config(spec: AttentionSpec) -> ForwardConfig:
     """For long queries."""
@@ -169,6 +200,8 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
             return ForwardConfig(tile_n=96, stages=2, polynomial=2)
         # Products of 256 columns in all take as long as all exponentials.
         return ForwardConfig(shared_ring=True, polynomial=0 if spec.head_dim + spec.head_dim_v > 256 else 2)
+    if padded(spec.head_dim_v) % (PAIR * 16) == 0:
+        return ForwardConfig(halves=1, pair=True)
     return ForwardConfig(halves=1, tile_n=64, stages=2)
 
 
@@ -222,6 +255,10 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[ForwardConfig]:
             staging=staged,
         )
         yield from deepest(made, spec, smem_bytes)
+    # Blocks alone read narrower values no slower than products take.
+    pairs = TRIED_TILES if slice_columns(spec.head_dim_v) > 128 else ()
+    for tile_n, polynomial in itertools.product(pairs, TRIED_POLYNOMIAL):
+        yield from deepest(ForwardConfig(halves=1, pair=True, tile_n=tile_n, polynomial=polynomial), spec, smem_bytes)
     controlled = replace(default_config(spec), launch_control=True)
     if not controlled.objections(spec, smem_bytes):
         yield controlled

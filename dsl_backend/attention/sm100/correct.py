@@ -33,7 +33,7 @@ class Corrector:
         self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
         self.scoring, self.held = scoring, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.rests = kernel.tile_m == ROWS
+        self.rests = kernel.rests
         self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
 
     @cute.jit
@@ -163,17 +163,21 @@ class Corrector:
         if cute.arch.vote_all_sync(factor == 1.0):
             pass
         else:
-            tensor_memory.after_sync()
-            base = self.base + sums_at(self.kernel, g)
-            for first in cutlass.range_constexpr(0, self.kernel.dims_v, PIECE):
-                held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-                tensor_memory.load(base, first, held, self.thread)
-                cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(0, PIECE, 2):
-                    held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
-                tensor_memory.store(held, base, first, self.thread)
-            cute.arch.fence_view_async_tmem_store()
-            tensor_memory.before_sync()
+            self.scale(g, factor)
+
+    def scale(self, g: int, factor):
+        """Sums times the factor."""
+        tensor_memory.after_sync()
+        base = self.base + sums_at(self.kernel, g)
+        for first in range(0, self.kernel.dims_v, PIECE):
+            held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
+            tensor_memory.load(base, first, held, self.thread)
+            cute.arch.fence_view_async_tmem_load()
+            for j in range(0, PIECE, 2):
+                held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
+            tensor_memory.store(held, base, first, self.thread)
+        cute.arch.fence_view_async_tmem_store()
+        tensor_memory.before_sync()
 
     @cute.jit
     def finish(self, work, m, stage, top, total, halves: cutlass.Constexpr):

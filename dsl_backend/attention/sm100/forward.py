@@ -48,6 +48,8 @@ class ForwardKey(LayerKey):
     def __post_init__(self) -> None:
         if self.split and self.config.launch_control:
             raise InvalidInput("launch control hands out whole query tiles, and key ranges are split: leave it off")
+        if self.split and self.config.pair:
+            raise InvalidInput("pairs of blocks have whole query tiles, and key ranges are split: leave them off")
 
     @property
     def claims(self) -> bool:
@@ -85,11 +87,21 @@ class Barriers(NamedTuple):
 
 
 class Forward(TiledKernel):
-    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
+    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands.
+
+    Attributes:
+        group, blocks, cluster: blocks that multiply together, as products, sizes and launches name them.
+        places: of scores, and of the weights that take their place.
+        rests: warps of rows that are nobody's pass over an item's tiles; see rest.py.
+    """
+
+    group, blocks = tcgen05.CtaGroup.ONE, 1
+    cluster: tuple[int, int, int] | None = None
 
     def __init__(self, key: ForwardKey):
         super().__init__(key, key.config)
         self.halves, self.alternate = key.config.halves, key.config.alternate
+        self.places, self.rests = self.halves, self.tile_m == ROWS
         self.registers = key.config.registers
 
     @cute.jit
@@ -128,8 +140,8 @@ class Forward(TiledKernel):
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (ROWS, self.tile_n),
+            self.group,
+            (self.blocks * ROWS, self.tile_n),
         )
         weighing = blackwell_helpers.make_trivial_tiled_mma(
             self.dtype_v,
@@ -137,8 +149,8 @@ class Forward(TiledKernel):
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (ROWS, self.dims_v),
+            self.group,
+            (self.blocks * ROWS, self.dims_v),
             tcgen05.OperandSource.TMEM,
         )
         q_layout = self.query_tiles(self.dims)
@@ -163,7 +175,13 @@ class Forward(TiledKernel):
             ledger,
             requests,
             scoring,
-        ).launch(grid=(blocks, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=self.cluster,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
         if cutlass.const_expr(key.split):
             merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
             merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
@@ -196,7 +214,10 @@ class Forward(TiledKernel):
         queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         q_place = allocator.allocate(queries * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
-        places = SharedRing(self, allocator) if config.shared_ring else OwnRings(self, allocator)
+        if cutlass.const_expr(config.shared_ring):
+            places: Any = SharedRing(self, allocator)
+        else:
+            places = OwnRings(self, allocator, self.tile_n, self.dims_v)
         loaded_k, loaded_v = self.loaded(allocator, places.keys[0], places.values)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)

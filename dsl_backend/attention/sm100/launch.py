@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.parts.schedule import row_tiles
-from dsl_backend.attention.sm100.configs import default_config, default_split_config
+from dsl_backend.attention.sm100.configs import PAIR, default_config, default_split_config
 from dsl_backend.attention.sm100.forward import Forward, ForwardKey
+from dsl_backend.attention.sm100.pair import PairForward
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
@@ -16,7 +17,8 @@ def build(key: ForwardKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, polynomial=0))
-    return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
+    kernel = PairForward(key) if key.config.pair else Forward(key)
+    return compile_kernel(kernel, fake_args(key, *rows_of(key)), key=key, target=target)
 
 
 class Prefill(DenseKernel):
@@ -25,6 +27,10 @@ class Prefill(DenseKernel):
     build = staticmethod(build)
     key_type = ForwardKey
     default = staticmethod(default_config)
+
+    def sizes(self) -> tuple[int, int, int]:
+        blocks, pack, tile_m = super().sizes()
+        return blocks // PAIR * PAIR if self.config.pair else blocks, pack, tile_m
 
     def grid(self, batch: Batch, shortest: int) -> int:
         if not self.config.launch_control:

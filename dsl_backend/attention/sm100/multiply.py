@@ -184,4 +184,4 @@ def scores_at(kernel, half: int) -> int:
 
 
 def sums_at(kernel, half: int) -> int:
-    return kernel.halves * kernel.tile_n + half * kernel.dims_v
+    return kernel.places * kernel.tile_n + half * kernel.dims_v

@@ -20,12 +20,15 @@ class OwnRings:
     Attributes:
         keys: tensors [row, column, place], whose columns follow one another.
         values: [row, column, place].
+
+    Args:
+        keys, columns: of a tile, those keys and those columns of values that are in the block's shared memory.
     """
 
-    def __init__(self, kernel, allocator):
+    def __init__(self, kernel, allocator, keys: int, columns: int):
         self.stages = kernel.config.stages
-        self.keys = [placed(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims, self.stages))]
-        self.values = placed(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, kernel.dims_v, self.stages))
+        self.keys = [placed(allocator, kernel.dtype, kernel.staged(keys, kernel.dims, self.stages))]
+        self.values = placed(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, columns, self.stages))
 
     def of_keys(self, tile):
         """A place for each tensor of keys."""

@@ -41,7 +41,7 @@ class Softmax:
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row = self.thread if kernel.alternate else half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
-        self.rests = kernel.tile_m == ROWS
+        self.rests = kernel.rests
         self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
         self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
         self.top = cute.make_rmem_tensor(1, cutlass.Float32)
@@ -108,9 +108,10 @@ class Softmax:
             tiles: the half's before the item.
             count: the half's before this one.
         """
-        cute.arch.mbarrier_wait(self.barriers.s_full + self.half, count & 1)
+        half, phase, columns = self.turn(count)
+        cute.arch.mbarrier_wait(self.barriers.s_full + half, phase)
         tensor_memory.after_sync()
-        tensor_memory.load(self.base, self.columns, self.S, self.thread)
+        tensor_memory.load(self.base, columns, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[j] for j in range(self.kernel.tile_n)]
         position = work.position + self.row // self.key.pack
@@ -131,15 +132,22 @@ class Softmax:
         self.top[0] = top
         reference = finite_or_zero(top) * self.scores.factor
         shrink = exp2(before * self.scores.factor - reference)
-        self.statistics[self.thread, SHRINK, self.half] = shrink
-        arrive(self.barriers.l_full + self.half, self.arrivals)
-        sums = self.narrow(scores, reference, 0 if masked else self.polynomial)
+        self.statistics[self.thread, SHRINK, half] = shrink
+        arrive(self.barriers.l_full + half, self.arrivals)
+        sums = self.narrow(scores, reference, 0 if masked else self.polynomial, columns)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
-        arrive(self.barriers.p_full + self.half, self.arrivals)
+        self.tell_weights(half)
         self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
 
-    def narrow(self, scores, reference, polynomial: int):
+    def turn(self, count):
+        """Of the count-th tile: the half, the phase of its barriers, the first column of its scores."""
+        return self.half, count & 1, self.columns
+
+    def tell_weights(self, half):
+        arrive(self.barriers.p_full + half, self.arrivals)
+
+    def narrow(self, scores, reference, polynomial: int, columns):
         """Weights into the scores' place, some at a time, so that few are in registers; their sum, as a pair."""
         sums: list = []
         for first in range(0, self.kernel.tile_n, PIECE):
@@ -150,7 +158,7 @@ class Softmax:
             narrow = cute.make_rmem_tensor(len(weights), self.kernel.dtype_v)
             narrow.store(wide.load().to(self.kernel.dtype_v))
             packed = cute.recast_tensor(narrow, cutlass.Float32)
-            tensor_memory.store(packed, self.base, self.columns + first // 2, self.thread)
+            tensor_memory.store(packed, self.base, columns + first // 2, self.thread)
             for j, pair in enumerate(zip(weights[::2], weights[1::2], strict=True)):
                 if len(sums) < CHAINS:
                     sums.append(pair)

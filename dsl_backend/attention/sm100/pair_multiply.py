@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multiply role of a pair of blocks: a warp of the first one issues the products of both.
+
+The scores of a tile are issued before the sums of the tile before it, so that they are made while its softmax works.
+"""
+
+from collections.abc import Sequence
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import tcgen05
+
+from dsl_backend.attention.sm100.configs import PAIR, ROWS
+from dsl_backend.attention.sm100.multiply import Multiplier, sums_at
+from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.ring import phase_of, stage_of
+from dsl_backend.primitives.tensor_product import TensorProduct
+
+BOTH = 0b11  # blocks, as a mask
+
+
+class PairMultiplier(Multiplier):
+    """Scores S = Q K^T and sums O += P V of both blocks."""
+
+    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, places):
+        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+        self.places, self.base = places, base
+        pair = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
+        self.product = TensorProduct(columns=kernel.tile_n, **pair)
+        self.weighing = TensorProduct(columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True, **pair)
+        (sK,) = places.keys
+        self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
+        self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
+        sVt = cute.make_tensor(places.values.iterator, cute.select(places.values.layout, mode=[1, 0, 2]))
+        self.fV = weighing.make_fragment_B(cute.tiled_divide(sVt, (kernel.own_v, 16)))
+        weighs = weighing.get_slice(0)
+        self.weights = weighing.make_fragment_A(weighs.partition_shape_A((PAIR * ROWS, kernel.tile_n))).layout
+
+    @cute.jit
+    def run(self):
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            stage = stage_of(items, self.config.query_stages)
+            cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
+            count = work.end - work.begin
+            self.wait_keys(tiles)
+            self.issue_scores(stage, tiles)
+            if work.keys < work.end * self.kernel.tile_n:
+                # Who is told of these scores clears values behind the last key.
+                self.wait_values(tiles)
+            self.commit(self.barriers.s_full + stage_of(tiles, PAIR))
+            if count > 1:
+                self.go_on(stage, tiles + 1)
+            self.issue_sums(tiles, False)
+            for tile in cutlass.range(tiles + 1, tiles + count, unroll=1):
+                if tile + 1 < tiles + count:
+                    self.go_on(stage, tile + 1)
+                self.issue_sums(tile, True)
+            tiles += count
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    @cute.jit
+    def go_on(self, stage, tile):
+        self.wait_keys(tile)
+        self.issue_scores(stage, tile, [self.barriers.s_full + stage_of(tile, PAIR)])
+
+    @cute.jit
+    def issue_scores(self, stage, tile, then: cutlass.Constexpr[Sequence] = ()):
+        """Scores into the place of the weights of the tile but one before, whose product was issued."""
+        place, at = stage_of(tile, PAIR), stage_of(tile, self.config.stages)
+        queries, keys = self.fQ[None, None, None, stage], self.fK[None, None, None, at]
+        then = [*then, self.barriers.k_empty + at]
+        self.product.issue(self.base + place * self.kernel.tile_n, queries, [keys], False, everywhere=then)
+
+    @cute.jit
+    def issue_sums(self, tile, adds: cutlass.Constexpr[bool]):
+        place, at = stage_of(tile, PAIR), stage_of(tile, self.config.stages)
+        self.wait_values(tile)
+        cute.arch.mbarrier_wait(self.barriers.p_full + place, phase_of(tile, PAIR))
+        tensor_memory.after_sync()
+        there = cute.recast_ptr(self.base + place * self.kernel.tile_n, dtype=self.kernel.dtype)
+        weights, values = cute.make_tensor(there, self.weights), self.fV[None, None, None, at]
+        sums = self.base + sums_at(self.kernel, 0)
+        self.weighing.issue(sums, weights, [values], adds, everywhere=[self.barriers.v_empty + at])
+
+    @cute.jit
+    def commit(self, barrier):
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier, BOTH, tcgen05.CtaGroup.TWO)

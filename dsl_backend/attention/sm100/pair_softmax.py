@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax role of a block of a pair: scores have two places, taken in turn."""
+
+from cutlass import cute
+
+from dsl_backend.attention.sm100.configs import PAIR
+from dsl_backend.attention.sm100.softmax import TOP, Softmax
+from dsl_backend.primitives.ring import phase_of, stage_of
+
+END = PAIR  # of l_full: the message of an item's end
+
+
+class PairSoftmax(Softmax):
+    """A thread's row of the block."""
+
+    def turn(self, count):
+        place = stage_of(count, PAIR)
+        return place, phase_of(count, PAIR), place * self.kernel.tile_n
+
+    def tell_weights(self, half):
+        cute.arch.mbarrier_arrive(self.barriers.p_full + half, 0)
+
+    @cute.jit
+    def tell_end(self, tiles):
+        # It has read what it was told of the item before.
+        place = self.statistics
+        place[self.thread, TOP, 0] = self.total[0]
+        place[self.thread, TOP, 1] = self.top[0] * self.scores.factor
+        cute.arch.mbarrier_arrive(self.barriers.l_full + END)
