@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An emulated device: inside `with device(...)`, CuTe DSL compiles for it and launches into it."""
 
+import ctypes
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -205,6 +206,7 @@ def device(
     library = runtime()
     if library.target is not None:
         raise HostError("an emulated device is active already; devices do not nest")
+    release_memory()
     machine = machine or default_machine(arch, sms, schedule, seed)
     made = Device(arch, sms, schedule, seed, machine, line_info=line_info, strict=strict)
     library.target = made
@@ -215,6 +217,13 @@ def device(
         library.target = None
     if made.errors and not keep_findings:
         raise FindingsError(made.errors)
+
+
+def release_memory() -> None:
+    """Give back to the system what launches before have freed: glibc keeps it, gigabytes after many of them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def run(
