@@ -214,8 +214,8 @@ MISTAKES = (
     Mistake(
         "asks when there is none left",
         launch_control,
-        "        nothing = ",
-        "        self.next_place(posted + passed + 1, None)\n        nothing = ",
+        "        self.mailbox.post(",
+        "        self.next_place(posted + passed + 1, None)\n        self.mailbox.post(",
     ),
     Mistake("uncounted behind the last item", launch_control, "passed += 1", "passed += 0"),
 )

@@ -214,3 +214,30 @@ class Loader:
 
 class RolledLoader(Loader):
     rolled = True
+
+
+class ItemsInTurn:
+    """For loaders that load an item's tiles by one method."""
+
+    @cute.jit
+    def run(self):
+        for atom in self.atoms():
+            cpasync.prefetch_descriptor(atom)
+        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.mailbox.read(items)
+        valid = work.valid
+        while valid != 0:
+            self.load_queries(work, items)
+            self.load_item(work, tiles)
+            tiles += work.end - work.begin
+            items += 1
+            work = self.mailbox.read(items)
+            valid = work.valid
+
+    def atoms(self):
+        """Of the copies."""
+        return self.q_load, self.k_load, self.v_load
+
+    def load_item(self, work, tiles):
+        """Keys and values of an item; tiles: those of the items before it."""
+        raise NotImplementedError

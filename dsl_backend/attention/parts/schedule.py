@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.work import WHOLE, Work
+from dsl_backend.attention.parts.work import WHOLE, Work, no_work
 
 FAR = 1 << 30  # a window that ends nowhere
 # Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
@@ -149,8 +149,7 @@ class QueryTiles:
                 self.mailbox.post(posted, self.item(place, chunk * WARP + owner, *values))
                 posted += 1
                 place += step
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.mailbox.post(posted, no_work())
 
     @cute.jit
     def items_of(self, queries, keys):
@@ -222,8 +221,7 @@ class ClaimedTiles(QueryTiles):
         lane, blocks = cute.arch.lane_idx(), cutlass.Int32(cute.arch.grid_dim()[0])
         place, posted = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(0)
         _, posted, _ = self.post_from(place, posted, 0, lane, blocks)
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.mailbox.post(posted, no_work())
         self.leave(blocks)
 
     @cute.jit
@@ -506,8 +504,7 @@ class KeyShares:
                 place += places
         if lane == 0:
             merge[mine, 0] = parts
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.mailbox.post(posted, no_work())
 
     @cute.jit
     def even_share(self, count, lane, blocks):

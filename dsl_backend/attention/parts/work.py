@@ -47,6 +47,12 @@ class Work(NamedTuple):
 FIELDS = len(Work._fields)
 
 
+def no_work() -> Work:
+    """What is posted behind the last item."""
+    nothing = cutlass.Int32(0)
+    return Work(*[nothing] * FIELDS)
+
+
 def packed_of(key, unit):
     """Which packed heads a unit has: head_q // pack."""
     return unit if key.value_slices == 1 else unit // key.value_slices

@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.parts.latent import LatentLoader
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
+from dsl_backend.attention.parts.load import ItemsInTurn
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import WholeRow
 from dsl_backend.attention.parts.schedule import Requests
@@ -61,7 +62,7 @@ class PairBarriers(NamedTuple):
     o_full: cute.Pointer
 
 
-class PairLoader(LatentLoader):
+class PairLoader(ItemsInTurn, LatentLoader):
     """Fills the block's rings: half of the keys, whole, and of all keys half of the value's columns."""
 
     def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
@@ -79,20 +80,8 @@ class PairLoader(LatentLoader):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size)
 
-    @cute.jit
-    def run(self):
-        for atom in (self.v_load, self.r_load, self.k_load):
-            cpasync.prefetch_descriptor(atom)
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
-        valid = work.valid
-        while valid != 0:
-            self.load_queries(work, items)
-            self.load_item(work, tiles)
-            tiles += work.end - work.begin
-            items += 1
-            work = self.mailbox.read(items)
-            valid = work.valid
+    def atoms(self):
+        return self.v_load, self.r_load, self.k_load
 
     @cute.jit
     def load_item(self, work, tiles):

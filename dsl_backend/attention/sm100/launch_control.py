@@ -11,7 +11,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.schedule import FAR, ClaimedTiles
-from dsl_backend.attention.parts.work import Work
+from dsl_backend.attention.parts.work import no_work
 from dsl_backend.attention.sm100.configs import RESPONSE_BYTES
 from dsl_backend.primitives.ring import phase_of
 
@@ -57,8 +57,7 @@ class LaunchedTiles(ClaimedTiles):
             else:
                 passed += 1
                 place = self.next_place(posted + passed, None)
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.mailbox.post(posted, no_work())
 
     def among(self, place, seen, items):
         # Places before those seen are far behind them.

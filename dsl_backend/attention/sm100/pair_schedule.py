@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.schedule import ClaimedTiles, work_of
-from dsl_backend.attention.parts.work import WHOLE, Work
+from dsl_backend.attention.parts.work import WHOLE, no_work
 from dsl_backend.attention.sm100.configs import PAIR
 from dsl_backend.primitives.copy import send_word
 
@@ -45,8 +45,7 @@ class PairTiles(ClaimedTiles):
         pairs = cutlass.Int32(cute.arch.grid_dim()[0]) // PAIR
         place = cutlass.Int32(cute.arch.block_idx()[0]) // PAIR
         _, posted, _ = self.post_from(place, cutlass.Int32(0), 0, cute.arch.lane_idx(), pairs)
-        nothing = cutlass.Int32(0)
-        self.mailbox.post(posted, Work(*[nothing] * len(Work._fields)))
+        self.mailbox.post(posted, no_work())
         if self.rank == 0:
             self.leave(pairs)
 

@@ -6,9 +6,8 @@ Barriers are the same for both: `stages` tiles of each have one. What differs is
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.parts.load import RolledLoader
+from dsl_backend.attention.parts.load import ItemsInTurn, RolledLoader
 from dsl_backend.attention.sm100.configs import SHARED_PLACES
 from dsl_backend.primitives.accumulators import settled
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -63,31 +62,12 @@ def placed(allocator, numeric, layout):
     return allocator.allocate_tensor(numeric, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
-class RingLoader(RolledLoader):
+class RingLoader(ItemsInTurn, RolledLoader):
     """With the fewest instructions for a tile, which a warp issues for all of its lanes."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.box_begin = cute.arch.lane_idx() % self.boxes * self.box if self.boxes > 1 else 0
-
-    @cute.jit
-    def run(self):
-        for atom in (self.q_load, self.k_load, self.v_load):
-            cpasync.prefetch_descriptor(atom)
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
-        valid = work.valid
-        while valid != 0:
-            self.load_queries(work, items)
-            self.load_item(work, tiles)
-            tiles += work.end - work.begin
-            items += 1
-            work = self.mailbox.read(items)
-            valid = work.valid
-
-    def load_item(self, work, tiles):
-        """Keys and values of an item; tiles: those of the items before it."""
-        raise NotImplementedError
 
     @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):
