@@ -132,6 +132,16 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
             for q in (4, 8)
             for b in (8, 64)
         ]
+        cases += [
+            case(f"h{h}-b{b}-k{length(keys)}", latent(h, [1] * b, [keys] * b, page_size=page), "short")
+            for b in (16, 64, 256)
+            for keys in (256, K, 2 * K)
+        ]
+        # A served step: short prompts attend in latent space, beside decodes.
+        cases += [
+            case(f"h{h}-{b}x1+{q}", latent(h, [1] * b + [q], [2 * q] * b + [q], page_size=page), "prompt")
+            for b, q in ((15, 256), (63, 256), (63, 448))
+        ]
     cases.append(case("h4", latent(4, [1, 2], [20, 40], page_size=page), "tiny"))
     return cases
 

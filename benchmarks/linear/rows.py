@@ -15,6 +15,7 @@ HELD_OUT = {
     "qwen3-4b": (9728, 2560),
     "gemma3-27b-tp2": (10752, 5376),
     "mistral-small-tp2": (16384, 5120),
+    "deepseek-v2-lite-shared": (2816, 2048),
     "ragged": (11008 + 8, 4096 + 8),
     "narrow": (1024, 2048),
 }
