@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's tensor, pipeline and data parallelism: the plugin serves in every worker, and the answers stay."""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = requests(12, 24, seed=2)
 WORKERS = 2
-SERVED = re.compile(r"^\(\S+ pid=(?P<pid>\d+)\).*dsl serves attention of (?P<heads>\S+) heads", re.MULTILINE)
+# Ray colours the name of a worker.
+SERVED = re.compile(
+    r"^(?:\x1b\[\d+m)?\(\S+ pid=(?P<pid>\d+)\).*dsl serves attention of (?P<heads>\S+) heads", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +36,14 @@ class Way:
     Attributes:
         heads: query and key heads that each worker has of the small Llama's 4 and 2.
         eager: without compilation. On a CPU vLLM 0.32.0 makes the tensors that stages exchange only while it compiles.
+        ray: workers are Ray's and not the server's own processes. vLLM 0.32.0 refuses it on a CPU.
     """
 
     id: str
     flags: tuple[str, ...]
     heads: str = "4/2"
     eager: bool = True
+    ray: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,6 +59,17 @@ WAYS = (
         marks=pytest.mark.full,
     ),
     pytest.param(Way(id="data", flags=("--data-parallel-size", "2")), id="data", marks=pytest.mark.full),
+    pytest.param(
+        Way(
+            id="ray",
+            flags=("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
+            heads="2/1",
+            ray=True,
+            environment={"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+        ),
+        id="ray",
+        marks=pytest.mark.full,
+    ),
 )
 
 
@@ -68,6 +85,10 @@ def served(
     way: Way = request.param
     if device().cuda and torch.cuda.device_count() < WORKERS:
         pytest.skip(f"{torch.cuda.device_count()} GPU, {WORKERS} are needed")
+    if way.ray and not device().cuda:
+        pytest.skip("vLLM has Ray's workers on GPUs only")
+    if way.ray and importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
     flags = ["--attention-backend", "dsl", "--dtype", device().dtypes[0], "--max-model-len", str(CONTEXT)]
     flags += ["--max-num-seqs", "8", *way.flags, *(["--enforce-eager"] if way.eager else [])]
     # Compilation is a part of what is asked for where a server is not eager.
@@ -90,4 +111,5 @@ def test_plugin_serves_in_every_worker(served: tuple[Way, Server]) -> None:
     way, server = served
     found = {match["pid"]: match["heads"] for match in SERVED.finditer(server.log)}
     assert list(found.values()) == [way.heads] * WORKERS, server.log[-4000:]
-    assert {int(pid) for pid in found} <= set(server.processes())
+    if not way.ray:
+        assert {int(pid) for pid in found} <= set(server.processes())
