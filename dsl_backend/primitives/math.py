@@ -88,6 +88,10 @@ def add_pair(a: Pair, b: Pair) -> Pair:
     return cute.arch.add_packed_f32x2(a, b)
 
 
+def sub_pair(a: Pair, b: Pair) -> Pair:
+    return cute.arch.sub_packed_f32x2(a, b)
+
+
 def mul_pair(a: Pair, b: Pair) -> Pair:
     return cute.arch.mul_packed_f32x2(a, b)
 
@@ -196,7 +200,7 @@ def exp2_by_polynomial(x: Pair) -> Pair:
     x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)
     rounded = add_pair(x, (ROUNDER, ROUNDER))
     away = add_pair(rounded, (-ROUNDER, -ROUNDER))
-    part = cute.arch.sub_packed_f32x2(x, away)
+    part = sub_pair(x, away)
     power = (EXP2_COEFFICIENTS[3],) * 2
     for coefficient in EXP2_COEFFICIENTS[2::-1]:
         power = fma_pair(power, part, (coefficient, coefficient))

@@ -83,7 +83,7 @@ class TensorProduct:
             # A lane's number is below 32, which ptxas does not know: what is added to it is not moved ahead of a loop.
             "elect.sync zero|leader, 0xffffffff; and.b32 zero, zero, 32;",
             f"mov.b32 kind, {self.descriptor};",
-            "setp.eq.b32 adds, kind, kind; setp.ne.b32 overwrites, kind, kind;",
+            "setp.eq.b32 adds, kind, kind;" + ("" if adds is True else " setp.ne.b32 overwrites, kind, kind;"),
             "mov.b32 a, {$r1};" if self.from_tensor_memory else "mov.b64 {a, a_rest}, {$r1};",
             "add.s32 a, a, zero;",
         ]
@@ -106,9 +106,9 @@ class TensorProduct:
                     # Addresses count columns of 32 bits.
                     operand = f"[a + {at_a * self.dtype.width // 32}]"
                 else:
-                    code.append(f"add.s32 x, a, {at_a}; mov.b64 from, {{x, a_rest}};")
+                    code.append(word("x", "a", at_a) + f" mov.b64 from, {{{'x' if at_a else 'a'}, a_rest}};")
                     operand = "from"
-                code.append(f"add.s32 y, b, {at_b}; mov.b64 to, {{y, b_rest}};")
+                code.append(word("y", "b", at_b) + f" mov.b64 to, {{{'y' if at_b else 'b'}, b_rest}};")
                 code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {fate};")
                 fate = "adds"
             k += size
@@ -121,3 +121,8 @@ class TensorProduct:
                 code.append(f"{commit}{kind} [{{$r{len(arguments)}}}]{blocks};")
                 arguments.append(barrier.toint())
         cute.arch.inline_ptx("{ " + " ".join(code) + " }", read_only_args=arguments)
+
+
+def word(register: str, first: str, offset: int) -> str:
+    """The code for a word behind the first one; none where it is that one."""
+    return f"add.s32 {register}, {first}, {offset};" if offset else ""

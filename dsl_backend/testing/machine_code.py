@@ -143,6 +143,9 @@ def attention_subjects() -> Iterator[Subject]:
                     kinds = ["decode" if short else "prefill"]
                     if arch == "sm_90a" and not short and long_query_config(case.spec):
                         kinds.append("longest")
+                    if arch != "sm_90a" and short and not case.spec.latent:
+                        smem_bytes = from_arch(arch).smem_bytes
+                        kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
                     if arch == "sm_100a" and not short and not sm100.default_config(case.spec).pair:
                         kinds.append("launched")
                     for kind in kinds:
@@ -157,8 +160,8 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
 
     spec: AttentionSpec = case.spec
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")
-    kernel: Any = (planner.short if kind == "decode" else planner.long)[2]
-    kernel = kernel.longer if kind == "longest" else kernel
+    kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
+    kernel = kernel.other if kind in ("longest", "few") else kernel
     if kind == "launched":
         controlled = replace(kernel.config, launch_control=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)

@@ -297,4 +297,6 @@ PAIR_CASES = (
         why="half of a slice's columns",
     ),
 )
+# Each number of rows, of values' columns, of masks and scores that the kernel with swapped operands tells apart.
+QUICK_SWAPPED = ("dim-64", "mqa-20", "window-sinks", "splits-large-scores", "splits-nan")
 QUICK_PAIR = ("ragged", "window-sinks")

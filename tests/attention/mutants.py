@@ -83,6 +83,8 @@ PAIRED = Case(
 # Shares begin and end in the middle of requests, and one request is whole: its rows are those of several warps. Some of
 # them rest in the next one, whose keys fill their tiles, so that no values are cleared and warps do not meet.
 SHORT = Case(q_lens=(1, 20, 2), kv_lens=(300, 20, 192), heads=(4, 2), dim=128, page=32)
+# The same with few rows, so many tiles of 128 keys that rings go round, and scores that grow.
+FEW = Case(q_lens=(1, 4, 2), kv_lens=(900, 20, 384), heads=(8, 2), dim=128, page=32, q_gain=8.0)
 MLA = mla(16, q_lens=(1, 1), kv_lens=(260, 130), q_gain=8.0, page=64)
 MLA_PAIRS = mla(128, q_lens=(1, 1), kv_lens=(260, 70), q_gain=8.0, page=16)
 
@@ -103,6 +105,13 @@ KERNELS = {
             SplitKV,
             ForwardConfig(alternate=True, tile_n=32, query_stages=2, least_share=1),
             SHORT,
+            sms=2,
+        ),
+        subject(
+            "SM100 swapped",
+            SplitKV,
+            ForwardConfig(alternate=True, swapped=16, query_stages=2, polynomial=0, least_share=1),
+            FEW,
             sms=2,
         ),
         subject("SM100 MLA", LatentSplitKV, LatentConfig(tile_n=32, stages=3, least_share=1), MLA, sms=2),
@@ -146,7 +155,7 @@ EQUIVALENT: Rows = [
         "the wait still comes before the first use, and is in no order with an ordinary load of something else",
     ),
     (
-        "SM100 MLA",
+        "SM100 (MLA|swapped)",
         "swap: .*fence.proxy.async.*behind `tcgen05.fence::before_thread_sync",
         "two fences, for different accesses, before the same arrival",
     ),
@@ -166,7 +175,22 @@ EQUIVALENT: Rows = [
         "the phase waits for this arrival, whatever came before it: the other block's copies may as well",
     ),
     (
-        "SM90",
+        "SM100 swapped",
+        r"swap: .*tcgen05.wait::ld.*behind `bar.sync.*in finish\)",
+        "the wait still comes before the first use, and what is behind the barrier is told through shared memory",
+    ),
+    (
+        "SM100 swapped",
+        "descriptor leading: .*-4611615580963733504",
+        "16 query rows are one piece of the swizzle wide: there is no other to step to",
+    ),
+    (
+        "SM100 swapped",
+        r"wrong barrier: .*the one 2 further \(places.py:158 in load_item\)",
+        "at an item's first tile the loader has waited for sums that come behind the scores which free the keys' place",
+    ),
+    (
+        "(SM90|SM100 swapped)",
         "drop: .*setmaxnreg",
         "all warps together ask for fewer registers than the SM has, in either order; values do not depend on it",
     ),

@@ -13,9 +13,17 @@ from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.parts import schedule
 from dsl_backend.attention.parts.launch import function_of, nothing
 from dsl_backend.attention.parts.schedule import work_of
+from dsl_backend.attention.parts.sizes import packed_heads, padded
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm100 import correct, rest, softmax
-from dsl_backend.attention.sm100.configs import ForwardConfig, default_config, default_split_config, variants
+from dsl_backend.attention.sm100.configs import (
+    SWAPPED_VALUES,
+    ForwardConfig,
+    default_config,
+    default_split_config,
+    few_rows_config,
+    variants,
+)
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.attention.sm100.pair import PairForward
 from dsl_backend.attention.sm100.pair_correct import PairCorrector
@@ -34,6 +42,7 @@ from tests.attention.emulated import (
     PAIR_CASES,
     QUICK_PAIR,
     QUICK_SHARED_RING,
+    QUICK_SWAPPED,
     QUICK_WIDE,
     SERVED,
     SERVED_FP8,
@@ -305,6 +314,106 @@ def test_pairs_on_every_schedule(index: int, case: Case) -> None:
 def test_pairs_by_default_on_every_schedule(index: int) -> None:
     assert default_config(PAIR_CASES[0].spec).pair
     emulate(PAIR_CASES[0], "sm_100a", defaults, index)
+
+
+def swapped(planner: Planner, short: bool, index: int) -> Kernel:
+    """Short queries as columns of products; rings of all depths."""
+    spec, target = planner.spec, planner.target
+    if not short:
+        return Prefill(spec, target, scratch())
+    rows = 32 if packed_heads(spec.group) > 16 or index % 4 == 3 else 16
+    config = ForwardConfig(
+        alternate=True, swapped=rows, polynomial=0, stages=2 + index % 2, query_stages=1 + index % 2, least_share=1
+    )
+    if config.objections(spec, target.smem_bytes):
+        config = replace(config, stages=2)
+    assert config.objections(spec, target.smem_bytes) == []
+    return SplitKV(spec, target, scratch(), config)
+
+
+def may_swap(case: Case) -> bool:
+    return padded(case.spec.head_dim_v) in SWAPPED_VALUES
+
+
+@numbered([case for case in SERVED if may_swap(case)], QUICK_SWAPPED)
+def test_swapped(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index)
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
+def test_swapped_on_every_schedule(index: int) -> None:
+    """Several items, of one tile and of many; rows whose largest scores grow, and keys that some rows do not see."""
+    case = replace(AWAKE, heads=(4, 2), q_lens=(1, 8, 4, 3, 1, 5, 8, 2), kv_lens=(900, 100, 90, 150, 650, 130, 8, 70))
+    emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index, sms=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(6))
+def test_keys_that_few_rows_see(index: int) -> None:
+    """A tile that one row sees nothing of, before others of which it does, and the reverse."""
+    case = replace(
+        AWAKE, heads=(2, 1), q_lens=(8, 8, 3), kv_lens=(600, 400, 513), window=(100, None), page=16, alibi=index % 2 > 0
+    )
+    emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index, sms=1 + index % 2)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_few_rows_are_swapped_by_default(few: bool) -> None:
+    made: list[SplitKV] = []
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        made.append(defaults(planner, short))
+        return made[-1]
+
+    emulate(Case(q_lens=(4, 1, 2 if few else 5), kv_lens=(333, 90, 30), heads=(8, 2), dim=64), "sm_100a", make, 2)
+    kernel = next(kernel for kernel in made if kernel.split)
+    assert kernel.other is not None
+    assert kernel.other.config.swapped == 16
+    assert [bool(one._functions) for one in (kernel, kernel.other)] == [not few, few]
+
+
+@pytest.mark.parametrize(
+    ("facts", "rows", "stages"),
+    [
+        ({}, 16, 3),
+        ({"dim": 64}, 16, 6),
+        ({"heads": (32, 1)}, 32, 3),
+        ({"dim": 192, "dim_v": 128}, 16, 2),
+        ({"heads": (48, 1)}, 0, 0),
+        ({"dim": 96}, 0, 0),
+        ({"dim": 256}, 0, 0),
+        ({"fp8": True}, 0, 0),
+        ({"batch_invariant": True}, 0, 0),
+    ],
+)
+def test_whose_few_rows_are_swapped(facts: dict[str, Any], rows: int, stages: int) -> None:
+    case = Case(q_lens=(1,), kv_lens=(1,), heads=(8, 2), dim=128)
+    invariant = facts.get("batch_invariant", False)
+    spec = replace(case, **{name: value for name, value in facts.items() if name != "batch_invariant"}).spec
+    spec = replace(spec, batch_invariant=invariant)
+    config = few_rows_config(spec, from_arch("sm_100a").smem_bytes)
+    assert (config is not None) == (rows > 0)
+    if config is not None:
+        assert (config.swapped, config.stages) == (rows, stages)
+        assert config.registers.softmax * 2 * 128 + config.registers.other * 128 <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({"swapped": 8}, {}, "8 query rows as a product's columns"),
+        ({"alternate": False}, {}, "halves alternate, with tiles of 128 keys"),
+        ({"tile_n": 64}, {}, "halves alternate, with tiles of 128 keys"),
+        ({"polynomial": 2}, {}, "no polynomials"),
+        ({"staging": 2}, {"fp8": True}, "no fp8 keys"),
+        ({}, {"dim": 96}, "values of 96 elements"),
+        ({"stages": 4}, {}, "shared memory"),
+    ],
+)
+def test_objections_to_swapping(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+    spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(8, 2), dim=128), **facts).spec
+    config = replace(ForwardConfig(alternate=True, swapped=16, polynomial=0), **changes)
+    assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
 # Several items for a pair, and in each more tiles than a ring has places; rows whose largest score grows.

@@ -112,9 +112,9 @@ def test_tiles_of_the_longest_queries(longest: bool, monkeypatch: pytest.MonkeyP
         return made[-1]
 
     emulate(Case(q_lens=(200, 3, 30), kv_lens=(333, 90, 30), heads=(4, 2), dim=64), "sm_90a", make, 2)
-    assert made[0].longer is not None
-    assert made[0].longer.config.groups == 3
-    assert [bool(kernel._functions) for kernel in (made[0], made[0].longer)] == [not longest, longest]
+    assert made[0].other is not None
+    assert made[0].other.config.groups == 3
+    assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not longest, longest]
 
 
 @pytest.mark.full

@@ -42,8 +42,10 @@ def keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_short_and_long_queries(arch: str) -> None:
     found = keys(LLAMA, arch, tensor_parallel=2)
+    # On SM100 few rows have a kernel of their own.
+    splits = (True, False) if arch == "sm_90a" else (True, True, False)
     assert [(key.split, key.heads_q, key.heads_kv, key.head_dim, key.page_size) for key in found] == [
-        (split, 16, 4, 128, 16) for split in (True, False)
+        (split, 16, 4, 128, 16) for split in splits
     ]
     assert not any(key.lse for key in found)
 

@@ -314,7 +314,39 @@ class LayerKernel:
 
 
 class DenseKernel(LayerKernel):
-    """Keys and values of their own."""
+    """Keys and values of their own.
+
+    Attributes:
+        other: serves some batches in this one's place; None where this kernel serves all.
+    """
+
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
+        super().__init__(spec, target, workspace, config)
+        # A configuration that was asked for, or measured to be the best, is for all batches.
+        usual = config is None and self.config == self.default(spec)
+        other = self.other_config() if usual else None
+        self.other: DenseKernel | None = None if other is None else type(self)(spec, target, workspace, other)
+
+    def other_config(self) -> Any:
+        """Of the kernel for some batches; None where there is none."""
+        return None
+
+    def is_for_other(self, batch: Batch, longest: int) -> bool:
+        """Whether the other kernel serves a batch; longest: of the queries that are asked of this one."""
+        raise NotImplementedError
+
+    def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
+        return super().keys(lse, sinks) + ([] if self.other is None else self.other.keys(lse, sinks))
+
+    def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
+        super().prepare(lse, sinks)
+        if self.other is not None:
+            self.other.prepare(lse, sinks)
+
+    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
+        if self.other is not None and self.is_for_other(batch, min(longest, batch.max_query_len)):
+            return self.other.bind(batch, shortest, longest)
+        return super().bind(batch, shortest, longest)
 
     def sizes(self) -> tuple[int, int, int]:
         pack = packed_heads(self.spec.group) if self.split else 1

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, slice_columns
+from dsl_backend.attention.parts.sizes import (
+    MAILBOX_BYTES,
+    MBARRIER_BYTES,
+    WARPGROUP,
+    chunk,
+    packed_heads,
+    padded,
+    slice_columns,
+)
 from dsl_backend.attention.spec import AttentionSpec
 
 WARP = 32
@@ -41,6 +49,14 @@ WIDENING_REGISTERS = Registers(softmax=144, correct=80, other=48, widen=64)
 # 384 threads start with 168 each.
 PAIR_REGISTERS = Registers(softmax=240, correct=152, other=112)
 
+# Warps where operands are swapped, by role: two softmax warpgroups come before them.
+SWAPPED_MULTIPLY, SWAPPED_LOAD, SWAPPED_SCHEDULE, SWAPPED_WARPS = 8, 9, 10, 12
+SWAPPED_REGISTERS = Registers(softmax=208, correct=0, other=88)
+# Numbers that are told of a query row by each half: one of each warp's, its reference, and what sums are multiplied by.
+SWAPPED_TOLD = 7
+# Query rows of a tile there, which are a product's columns; and rows of a product for sums: columns of values.
+SWAPPED_ROWS, SWAPPED_VALUES = (16, 32), (64, 128)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
@@ -52,6 +68,8 @@ class ForwardConfig:
             of its values; see pair.py.
         alternate: the halves have the same query rows and every other key tile, rather than the same key tiles and
             rows of their own; for few queries over many keys.
+        swapped: query rows of a tile where keys are a product's rows, and query rows its columns; see swapped.py. 0
+            where query rows are its rows.
         tile_n: keys of a tile.
         stages: key tiles, and value tiles, in flight.
         shared_ring: keys and values go through three places in turn rather than `stages` each, and what keys are wider
@@ -68,6 +86,7 @@ class ForwardConfig:
     halves: int = 2
     pair: bool = False
     alternate: bool = False
+    swapped: int = 0
     tile_n: int = 128
     stages: int = 2
     query_stages: int = 1
@@ -82,24 +101,32 @@ class ForwardConfig:
     @property
     def tile_m(self) -> int:
         """Query rows of a block."""
+        if self.swapped:
+            return self.swapped
         return ROWS if self.alternate else self.halves * ROWS
 
     @property
     def threads(self) -> int:
         if self.pair:
             return PAIR_WARPS * WARP
+        if self.swapped:
+            return SWAPPED_WARPS * WARP
         return (WIDEN * WARP) + (WARPGROUP if self.staging else 0)
 
     @property
     def registers(self) -> Registers:
         if self.pair:
             return PAIR_REGISTERS
+        if self.swapped:
+            return SWAPPED_REGISTERS
         if self.staging:
             return WIDENING_REGISTERS
         return REGISTERS if self.halves > 1 else ONE_HALF_REGISTERS
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, whose place weights take, and sums."""
+        if self.swapped:
+            return 2 * self.halves * self.swapped
         columns = padded(slice_columns(spec.head_dim_v))
         return PAIR * self.tile_n + columns if self.pair else self.halves * (self.tile_n + columns)
 
@@ -116,6 +143,10 @@ class ForwardConfig:
         places = PAIR if self.pair else self.halves
         barriers = MBARRIER_BYTES * (2 * rings + 4 * places + 1)
         statistics = 2 * 4 * places * ROWS
+        if self.swapped:
+            # What warps tell each other of each query row, and the weights of a tile of each half.
+            statistics = 4 * self.halves * self.swapped * SWAPPED_TOLD
+            queries += self.halves * self.tile_n * self.swapped
         control = 2 * RESPONSE_BYTES if self.launch_control or self.pair else 0  # aligned, with its barriers
         return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + MAILBOX_BYTES
 
@@ -134,6 +165,8 @@ class ForwardConfig:
             reasons += self.objections_to_sharing(spec)
         if self.pair:
             reasons += self.objections_to_pairs(spec)
+        if self.swapped:
+            reasons += self.objections_to_swapping(spec)
         if self.columns(spec) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.halves != 2:
@@ -175,6 +208,19 @@ class ForwardConfig:
             reasons.append(f"values of {columns} elements: a pair's blocks have half each, a multiple of 16")
         return reasons
 
+    def objections_to_swapping(self, spec: AttentionSpec) -> list[str]:
+        """Why query rows cannot be a product's columns."""
+        reasons = []
+        if self.swapped not in SWAPPED_ROWS:
+            reasons.append(f"{self.swapped} query rows as a product's columns: {SWAPPED_ROWS} are possible")
+        if not self.alternate or self.tile_n != ROWS:
+            reasons.append("where operands are swapped halves alternate, with tiles of 128 keys")
+        if self.pair or self.shared_ring or self.staging or self.polynomial:
+            reasons.append("swapped operands have no pairs, no shared ring, no fp8 keys and no polynomials")
+        if padded(spec.head_dim_v) not in SWAPPED_VALUES:
+            reasons.append(f"values of {spec.head_dim_v} elements: {SWAPPED_VALUES} are a product's rows")
+        return reasons
+
 
 def default_config(spec: AttentionSpec) -> ForwardConfig:
     """For long queries."""
@@ -208,6 +254,23 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges: memory bounds them, and leaves the special unit time for all weights."""
     return replace(split_tiles(spec), polynomial=0)
+
+
+def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> ForwardConfig | None:
+    """For batches whose requests have few query rows; None where the tiles of 128 rows serve them.
+
+    A tile of 32 KB of queries is one of 4 KB, which leaves room for a third tile of keys and values of 128 on its way;
+    and a score is a thread's of its own, where 8 heads of one token leave 120 of 128 threads without.
+    """
+    if spec.is_fp8_kv or spec.batch_invariant:
+        # A batch-invariant layer has one kernel.
+        return None
+    pack = packed_heads(spec.group)
+    for rows in SWAPPED_ROWS:
+        if pack <= rows:
+            tiles = ForwardConfig(alternate=True, swapped=rows, polynomial=0)
+            return next(iter(deepest(tiles, spec, smem_bytes)), None)
+    return None
 
 
 def split_tiles(spec: AttentionSpec) -> ForwardConfig:

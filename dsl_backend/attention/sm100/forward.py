@@ -134,25 +134,7 @@ class Forward(TiledKernel):
         stream,
     ):
         key, config = self.key, self.config
-        product = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            self.group,
-            (self.blocks * ROWS, self.tile_n),
-        )
-        weighing = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype_v,
-            self.dtype_v,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            self.group,
-            (self.blocks * ROWS, self.dims_v),
-            tcgen05.OperandSource.TMEM,
-        )
+        product, weighing = self.products()
         q_layout = self.query_tiles(self.dims)
         out_layout = self.query_tiles(self.dims_v)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
@@ -185,6 +167,29 @@ class Forward(TiledKernel):
         if cutlass.const_expr(key.split):
             merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
             merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+
+    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """Of scores and of sums."""
+        product = blackwell_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            self.group,
+            (self.blocks * ROWS, self.tile_n),
+        )
+        weighing = blackwell_helpers.make_trivial_tiled_mma(
+            self.dtype_v,
+            self.dtype_v,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            cutlass.Float32,
+            self.group,
+            (self.blocks * ROWS, self.dims_v),
+            tcgen05.OperandSource.TMEM,
+        )
+        return product, weighing
 
     @cute.kernel
     def kernel(

@@ -5,9 +5,16 @@ from dataclasses import replace
 
 from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.parts.schedule import row_tiles
-from dsl_backend.attention.sm100.configs import PAIR, default_config, default_split_config
+from dsl_backend.attention.sm100.configs import (
+    PAIR,
+    ForwardConfig,
+    default_config,
+    default_split_config,
+    few_rows_config,
+)
 from dsl_backend.attention.sm100.forward import Forward, ForwardKey
 from dsl_backend.attention.sm100.pair import PairForward
+from dsl_backend.attention.sm100.swapped import SwappedForward
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
@@ -17,8 +24,8 @@ def build(key: ForwardKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, polynomial=0))
-    kernel = PairForward(key) if key.config.pair else Forward(key)
-    return compile_kernel(kernel, fake_args(key, *rows_of(key)), key=key, target=target)
+    kind = PairForward if key.config.pair else SwappedForward if key.config.swapped else Forward
+    return compile_kernel(kind(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
 class Prefill(DenseKernel):
@@ -41,7 +48,13 @@ class Prefill(DenseKernel):
 
 
 class SplitKV(Prefill):
-    """Attention of short queries, whose key ranges are cut into equal shares."""
+    """Attention of short queries, whose key ranges are cut into equal shares; the other kernel's have few rows."""
 
     default = staticmethod(default_split_config)
     split = True
+
+    def other_config(self) -> ForwardConfig | None:
+        return few_rows_config(self.spec, self.target.smem_bytes)
+
+    def is_for_other(self, batch: Batch, longest: int) -> bool:
+        return self.other is not None and longest * self.pack <= self.other.tile_m

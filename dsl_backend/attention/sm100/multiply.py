@@ -106,9 +106,10 @@ class Multiplier:
         self.commit(empty + stage_of(tile, self.config.stages))
 
     @cute.jit
-    def commit(self, barrier):
+    def commit(self, *barriers):
         with cute.arch.elect_one():
-            tcgen05.commit(barrier)
+            for barrier in barriers:
+                tcgen05.commit(barrier)
 
     @cute.jit
     def score(self, g: cutlass.Constexpr[int], stage, tile, then: cutlass.Constexpr[Sequence] = ()):
@@ -129,6 +130,9 @@ class Multiplier:
         """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
         tensor_memory.after_sync()
+        self.issue_sums(g, tile, adds, then)
+
+    def issue_sums(self, g, tile, adds, then):
         values = self.fV[None, None, None, self.places.of_values(tile)]
         self.weighing.issue(self.O[g], self.P[g], [values], adds, then=then)
 
@@ -153,13 +157,17 @@ class AlternatingMultiplier(Multiplier):
             for pair in cutlass.range(1, (count + 1) // 2, unroll=1):
                 self.go_on(0, stage, tiles, 2 * pair, count, even + pair, True)
                 self.go_on(1, stage, tiles, 2 * pair + 1, count, odd + pair, True)
-            self.commit(self.barriers.o_full)
+            self.end(stage)
             tiles += count
             even += (count + 1) // 2
             odd += count // 2
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
+
+    def end(self, stage):
+        """Behind the products of an item."""
+        self.commit(self.barriers.o_full)
 
     @cute.jit
     def begin(self, g: cutlass.Constexpr[int], stage, tiles, tile, count):

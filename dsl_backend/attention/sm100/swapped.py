@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention forward for SM100 with swapped operands, for few query rows over many keys.
+
+A product has 128 rows, of which 8 heads of one token fill 8. Here they are its columns, and keys its rows: S^T = K Q^T,
+O^T += V^T P^T. A thread of a softmax warpgroup has a key, and the scores of all query rows against it; two warpgroups
+have every other key tile, with sums of their own in tensor memory, whose lanes are columns of values. They also bring
+them to a new scale, which is seldom, and store them: there is no correction role. Weights go through shared memory.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.utils import blackwell_helpers
+
+from dsl_backend.attention.parts.schedule import Requests
+from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.tiles import clear_rows
+from dsl_backend.attention.parts.work import SLOTS, Mailbox
+from dsl_backend.attention.sm100.configs import (
+    ROWS,
+    SWAPPED_LOAD,
+    SWAPPED_MULTIPLY,
+    SWAPPED_SCHEDULE,
+    SWAPPED_TOLD,
+    TENSOR_COLUMNS,
+)
+from dsl_backend.attention.sm100.forward import Forward, ForwardKey
+from dsl_backend.attention.sm100.multiply import AlternatingMultiplier
+from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, placed
+from dsl_backend.attention.sm100.swapped_softmax import SwappedSoftmax
+from dsl_backend.primitives.tensor_product import TensorProduct
+
+
+class SwappedBarriers(NamedTuple):
+    """As `forward.Barriers`; queries are read by products alone."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+
+
+class SwappedForward(Forward):
+    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
+
+    def __init__(self, key: ForwardKey):
+        super().__init__(key)
+        self.rests = False
+
+    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        inside, k = OperandMajorMode.MN, OperandMajorMode.K
+        shape, sums = (ROWS, self.tile_m), (self.dims_v, self.tile_m)
+        return (
+            blackwell_helpers.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, cutlass.Float32, self.group, shape),
+            blackwell_helpers.make_trivial_tiled_mma(
+                self.dtype, self.dtype, inside, inside, cutlass.Float32, self.group, sums
+            ),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        product: cute.TiledMma,
+        weighing: cute.TiledMma,
+        q_load: cute.CopyAtom,
+        mQ: cute.Tensor,
+        k_load: cute.CopyAtom,
+        mK: cute.Tensor,
+        v_load: cute.CopyAtom,
+        mV: cute.Tensor,
+        q_layout: cute.ComposedLayout,
+        out_layout: cute.ComposedLayout,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        ledger: cute.Tensor | None,
+        requests: Requests,
+        scoring: Scoring,
+    ):
+        config, halves = self.config, self.halves
+        # The merge kernel may take its place beside this one, and waits there.
+        cute.arch.griddepcontrol_launch_dependents()
+        allocator = cutlass.utils.SmemAllocator()
+        queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+        sQ = self.swizzled(allocator.allocate(queries * 2, byte_alignment=1024), q_layout)
+        places = OwnRings(self, allocator, self.tile_n, self.dims_v)
+        # [key, query row, half]
+        weights = cute.tile_to_shape(self.atom(self.tile_m), (self.tile_n, self.tile_m, halves), order=(0, 1, 2))
+        sP = placed(allocator, self.dtype, weights)
+        told = allocator.allocate_tensor(
+            cutlass.Float32, cute.make_layout((self.tile_m, SWAPPED_TOLD, halves)), byte_alignment=16
+        )
+        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        place = allocator.allocate_array(cutlass.Int32, 1)
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1]
+        barriers = SwappedBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = WARPGROUP // 32
+        if warp == SWAPPED_LOAD:
+            with cute.arch.elect_one():
+                # Copies and products arrive once, threads that end a tile each for itself; the mailbox is read by all.
+                counts = [1, 1, 1, 1, 1, 1, 1, halves * group + 2, 1, WARPGROUP, 1]
+                for pointer, size, count in zip(barriers, sizes, counts, strict=True):
+                    for i in cutlass.range_constexpr(size):
+                        cute.arch.mbarrier_init(pointer + i, count)
+            cute.arch.mbarrier_init_fence()
+        filled = self.tokens_per_tile * self.key.pack
+        if cutlass.const_expr(filled < self.tile_m):
+            # Rows that no tensor copy writes.
+            for stage in cutlass.range_constexpr(config.query_stages):
+                clear_rows(sQ[None, None, stage], filled, self.tile_m, cute.arch.thread_idx()[0], config.threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        if warp == SWAPPED_MULTIPLY:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, place)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.sync_threads()
+        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
+
+        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        if warp < halves * group:
+            cute.arch.setmaxregister_increase(self.registers.softmax)
+            SwappedSoftmax(
+                self, mailbox, barriers, base, sP, told, places, out, lse, partials, requests, scoring, warp // group
+            ).run()
+        else:
+            cute.arch.setmaxregister_decrease(self.registers.other)
+            if warp == SWAPPED_MULTIPLY:
+                SwappedMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sP, places).run()
+            if warp == SWAPPED_LOAD:
+                keys, values = places.keys[0], places.values
+                OwnRingsLoader(
+                    self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, keys, v_load, mV, values, requests
+                ).run()
+            if warp == SWAPPED_SCHEDULE:
+                self.schedule(mailbox, requests, ledger).run()
+        cute.arch.sync_threads()
+        if warp == SWAPPED_MULTIPLY:
+            base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
+            cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)
+
+
+class SwappedMultiplier(AlternatingMultiplier):
+    """Scores S^T = K Q^T [key, query row] and sums O^T += V^T P^T [column, query row] of each half."""
+
+    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sP, places):
+        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+        self.places, rows = places, kernel.tile_m
+        self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=rows)
+        self.weighing = TensorProduct(
+            dtype=kernel.dtype, rows=kernel.dims_v, columns=rows, rows_inside=True, columns_inside=True
+        )
+        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        self.fK = product.make_fragment_A(mine.partition_A(places.keys[0]))
+        self.fQ = product.make_fragment_B(mine.partition_B(sQ))
+        sVt, sPt = (
+            cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
+            for tensor in (places.values, sP)
+        )
+        self.fV = weighing.make_fragment_A(weighs.partition_A(sVt))
+        self.fP = weighing.make_fragment_B(weighs.partition_B(sPt))
+        self.S = [base + g * rows for g in range(kernel.halves)]
+        self.O = [base + (kernel.halves + g) * rows for g in range(kernel.halves)]
+
+    def score(self, g, stage, tile, then=()):
+        keys = self.fK[None, None, None, self.places.of_keys(tile)[0]]
+        queries = self.fQ[None, None, None, stage]
+        self.product.issue(self.S[g], keys, [queries], False, then=[self.barriers.s_full + g, *then])
+
+    def issue_sums(self, g, tile, adds, then):
+        values = self.fV[None, None, None, self.places.of_values(tile)]
+        self.weighing.issue(self.O[g], values, [self.fP[None, None, None, g]], adds, then=then)
+
+    def end(self, stage):
+        self.commit(self.barriers.q_empty + stage, self.barriers.o_full)
