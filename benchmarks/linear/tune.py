@@ -22,7 +22,7 @@ def shapes(model: ModelShape | None) -> list[tuple[int, int]]:
     """(n, k) of gated layers. Those that the benchmark holds out stay so."""
     if model is None:
         return list(MAIN.values())
-    return [] if model.intermediate_size is None else [(model.intermediate_size, model.hidden_size)]
+    return [(size, model.hidden_size) for size in model.gated_sizes]
 
 
 def classes(target: Target, device: torch.device, model: ModelShape | None) -> list[Class]:

@@ -277,6 +277,10 @@ TRIED_GEMMS = (
     (128, 96, True),
     (128, 120, False),
     (192, 64, True),
+    (64, 48, True),
+    (64, 56, True),
+    (64, 88, True),
+    (64, 112, True),
 )
 TRIED_TOKENS = (8, 16, 32, 64, 128)
 

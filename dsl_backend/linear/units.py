@@ -16,11 +16,11 @@ from dsl_backend.runtime.target import Target
 def units(model: ModelShape, target: Target) -> Iterator[Unit]:
     """The kernels of gate and up projections with SwiGLU, for any number of rows."""
     dtype = getattr(torch, model.dtype)
-    if dtype not in DTYPES or model.intermediate_size is None or model.intermediate_size % 8 or model.hidden_size % 8:
+    if dtype not in DTYPES or model.hidden_size % 8:
         return
-    yield from units_of(
-        LinearSpec(n=model.intermediate_size, k=model.hidden_size, dtype=dtype, activation=Swiglu()), target
-    )
+    for size in model.gated_sizes:
+        if size % 8 == 0:
+            yield from units_of(LinearSpec(n=size, k=model.hidden_size, dtype=dtype, activation=Swiglu()), target)
 
 
 def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:

@@ -18,3 +18,10 @@ def raster(place: cutlass.Int32, height: cutlass.Int32, width: cutlass.Int32, ba
 def share(total: cutlass.Int32, workers: cutlass.Int32, worker: cutlass.Int32):
     """The first item of a worker's share: shares differ by one item at most, the longer ones come first."""
     return worker * (total // workers) + cutlass.min(worker, total % workers)
+
+
+@cute.jit
+def owner(total: cutlass.Int32, workers: cutlass.Int32, item: cutlass.Int32):
+    """The worker whose share has an item; there are at least as many items as workers."""
+    least, longer = total // workers, total % workers
+    return cutlass.max(item // (least + 1), (item - longer) // least)

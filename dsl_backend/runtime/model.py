@@ -21,7 +21,8 @@ class ModelShape:
     Attributes:
         heads_q, heads_kv: of this rank.
         head_dim: of queries and keys; with MLA, of the parts with and without positions together.
-        intermediate_size: of the dense MLP, of this rank; None where there is none.
+        gated_sizes: columns of gate, of this rank: of the dense MLP and of the experts that all tokens share, as far as
+            there are such.
         vocab_size: of the logits, of all ranks together.
         latent_rank, rope_dim: of MLA; None elsewhere.
         config: all of the model's own words, for what stands nowhere else.
@@ -33,7 +34,7 @@ class ModelShape:
     heads_kv: int
     head_dim: int
     vocab_size: int
-    intermediate_size: int | None = None
+    gated_sizes: tuple[int, ...] = ()
     latent_rank: int | None = None
     rope_dim: int | None = None
     tensor_parallel: int = 1
@@ -90,7 +91,11 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
         raise InvalidInput(f"{heads} heads cannot be shared by {tensor_parallel} ranks")
     heads_kv = number("num_key_value_heads", heads)
     hidden = number("hidden_size")
-    intermediate = number("intermediate_size") if text.get("intermediate_size") is not None else None
+    gated = [number("intermediate_size")] if text.get("intermediate_size") is not None else []
+    if text.get("n_shared_experts") is not None:  # DeepSeek, GLM, Kimi: as many as one wide one
+        gated.append(number("n_shared_experts") * number("moe_intermediate_size"))
+    if text.get("shared_expert_intermediate_size") is not None:  # Qwen2-MoE
+        gated.append(number("shared_expert_intermediate_size"))
     latent = number("kv_lora_rank") if text.get("kv_lora_rank") is not None else None
     rope = number("qk_rope_head_dim") if latent is not None else None
     head_dim = number("qk_nope_head_dim") + rope if rope is not None else number("head_dim", hidden // heads)
@@ -102,7 +107,7 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
         heads_kv=1 if latent is not None else max(1, heads_kv // tensor_parallel),
         head_dim=head_dim,
         vocab_size=number("vocab_size"),
-        intermediate_size=None if intermediate is None else -(-intermediate // tensor_parallel),
+        gated_sizes=tuple(dict.fromkeys(-(-size // tensor_parallel) for size in gated)),
         latent_rank=latent,
         rope_dim=rope,
         tensor_parallel=tensor_parallel,

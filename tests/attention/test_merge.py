@@ -51,10 +51,10 @@ def test_few_and_many_parts_at_once(dim: int) -> None:
 
 @pytest.mark.full
 def test_more_ranges_than_are_read_at_once() -> None:
-    """Every third one begins where a block's share does; one is shorter, or they would be left whole."""
+    """Every other one begins where a block's share does; shorter ones would be left whole."""
     blocks = READ * THREADS + 4
     requests = blocks * 2 // 3
-    lengths = (2 * TILE, *[3 * TILE] * (requests - 1))
+    lengths = (9 * TILE,) * requests
     parts = parts_of(Case(q_lens=(1,) * requests, kv_lens=lengths, heads=(1, 1), dim=64), blocks)
     assert any(parts[: READ * THREADS])
     assert any(parts[READ * THREADS :])
@@ -65,6 +65,17 @@ def test_many_parts_in_turns() -> None:
     parts = 70
     case = Case(q_lens=(1,), kv_lens=(parts * TILE,), heads=(1, 1), dim=64)
     assert parts_of(case, parts)[0] == parts
+
+
+@pytest.mark.parametrize("q_lens", [(1,) * 7, (2, 1, 70, 33, 1)], ids=["tokens", "prompts"])
+def test_ranges_of_several_lengths_stay_whole(q_lens: tuple[int, ...]) -> None:
+    """Each has a block for itself, and the longest is little more than an even share."""
+    ranges = sum(-(-tokens // (64 // 2)) for tokens in q_lens)
+    lengths = tuple(max(tokens, (7 - i % 2) * TILE - i) for i, tokens in enumerate(q_lens))
+    case = Case(q_lens=q_lens, kv_lens=lengths, heads=(2, 1), dim=48)
+    assert not any(parts_of(case, ranges))
+    longer = replace(case, kv_lens=(*lengths[:-1], 70 * TILE))
+    assert any(parts_of(longer, ranges))
 
 
 def test_ranges_of_one_length_stay_whole() -> None:

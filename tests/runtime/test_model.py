@@ -34,7 +34,7 @@ DEEPSEEK = {
 def test_dense() -> None:
     shape = shape_of(LLAMA)
     assert (shape.heads_q, shape.heads_kv, shape.head_dim) == (32, 8, 128)
-    assert (shape.intermediate_size, shape.vocab_size, shape.hidden_size) == (14336, 128256, 4096)
+    assert (shape.gated_sizes, shape.vocab_size, shape.hidden_size) == ((14336,), 128256, 4096)
     assert (shape.dtype, shape.is_mla) == ("bfloat16", False)
     assert shape_of(LLAMA | {"head_dim": 96}).head_dim == 96
     assert shape_of({**LLAMA, "num_key_value_heads": None}).heads_kv == 32
@@ -49,7 +49,20 @@ def test_mla() -> None:
 @pytest.mark.parametrize(("ranks", "heads"), [(2, (16, 4, 7168)), (8, (4, 1, 1792)), (16, (2, 1, 896))])
 def test_ranks(ranks: int, heads: tuple[int, int, int]) -> None:
     shape = shape_of(LLAMA, tensor_parallel=ranks)
-    assert (shape.heads_q, shape.heads_kv, shape.intermediate_size) == heads
+    assert (shape.heads_q, shape.heads_kv, *shape.gated_sizes) == heads
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        ({"n_shared_experts": 2, "moe_intermediate_size": 1408}, (7168, 1408)),
+        ({"n_shared_experts": None, "moe_intermediate_size": 1408}, (7168,)),
+        ({"intermediate_size": None, "shared_expert_intermediate_size": 5632}, (2816,)),
+        ({"shared_expert_intermediate_size": 14336}, (7168,)),
+    ],
+)
+def test_layers_of_all_tokens(more: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert shape_of(LLAMA | more, tensor_parallel=2).gated_sizes == sizes
 
 
 def test_language_model_of_a_larger_one() -> None:

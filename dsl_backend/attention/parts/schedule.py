@@ -412,11 +412,12 @@ class OwnShares(QueryTiles):
 MERGE_FIELDS = 4
 
 
-class KeyShares:
+class KeyShares(QueryTiles):
     """Equal, contiguous shares of all the key tiles of the batch (stream-K: Osama et al., 2023).
 
     Where requests shorter than a share are beside longer ones, a range begins with ITEM_TILES places without a tile:
-    else who gets many short ranges would have as many tiles to do as all others, and all their items besides.
+    else who gets many short ranges would have as many tiles to do as all others, and all their items besides. Where
+    ranges are not to be cut, all have as many places as the longest.
 
     A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
@@ -434,8 +435,7 @@ class KeyShares:
         least: int,
         cluster: int = 1,
     ):
-        self.key, self.mailbox, self.requests = key, mailbox, requests
-        self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
+        super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
         self.cluster, self.units = cluster, key.units // cluster
         self.merges, self.least = merges, least
 
@@ -466,19 +466,19 @@ class KeyShares:
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        total, share, lead = self.even_share(count, lane, blocks)
+        total, share, lead, least_span = self.even_share(count, lane, blocks)
         place = block * share
         end = cutlass.min(place + share, total)
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         merge = self.merges
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             values = self.read(chunk * WARP + lane, count)
-            through = sum_through(values[4] * (values[3] + lead)) + seen
+            through = sum_through(values[4] * cutlass.max(values[3] + lead, least_span)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
                 first, queries, keys, tiles, ranges = [cute.arch.shuffle_sync(value, owner) for value in values]
-                span = tiles + lead
+                span = cutlass.max(tiles + lead, least_span)
                 base = cute.arch.shuffle_sync(through, owner) - ranges * span
                 item, offset = (place - base) // span, (place - base) % span
                 start = base + item * span + lead
@@ -508,7 +508,9 @@ class KeyShares:
 
     @cute.jit
     def even_share(self, count, lane, blocks):
-        """Places of all ranges, those of a block, and how many of each range are before its first tile."""
+        """Places of all ranges, those of a block, how many of each range are before its first tile, how many it has at
+        least.
+        """
         total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             _, _, _, tiles, own = self.read(chunk * WARP + lane, count)
@@ -518,16 +520,17 @@ class KeyShares:
                 longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, tiles)
         total, ranges = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(ranges)
         longest, shortest = cute.arch.warp_reduction_max(longest), cute.arch.warp_redux_sync(shortest, "min")
-        share, lead = cutlass.max((total + blocks - 1) // blocks, self.least), cutlass.Int32(0)
-        if ranges * longest == total:
-            # Ranges of one length that nearly fill the blocks are not cut: merging would cost more than idle blocks do.
-            whole = (ranges + blocks - 1) // blocks * longest
-            share = whole if whole <= share + SPARED + self.merged_tiles() else share
-        elif shortest < share:
+        share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
+        whole = (ranges + blocks - 1) // blocks * longest
+        if whole <= share + SPARED + self.merged_tiles():
+            # Merging would cost more than blocks idle that have shorter ranges than others, or none.
+            total, share, least_span = ranges * longest, whole, longest
+        elif shortest < cutlass.min(share, longest):
             lead = cutlass.Int32(ITEM_TILES)
             total += ranges * lead
             share = cutlass.max((total + blocks - 1) // blocks, self.least)
-        return total, share, lead
+        return total, share, lead, least_span
 
     @cute.jit
     def merged_tiles(self):
@@ -541,6 +544,9 @@ class KeyShares:
         right = window_right(self.key, self.requests, request)
         begin = self.first_tile(queries, keys) + tile
         end = begin + taken
+        if slot == WHOLE:
+            # Of what the request's queries see, that which these do.
+            begin, end = self.range_of(queries, keys, row, right)
         return work_of(
             self.key,
             self.requests,
