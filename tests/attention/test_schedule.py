@@ -73,7 +73,6 @@ class Lengths:
     left: int | None = None
     shortest: int = 1
     longest: int = FAR
-    heads_kv: int = 1
 
     @property
     def starts(self) -> list[int]:
@@ -95,7 +94,7 @@ class Lengths:
 
     def given(self) -> tuple[LayerKey, torch.Tensor, torch.Tensor]:
         """The layer, where requests start, and their keys."""
-        key = key_of(causality=self.causality, left=self.left is not None, heads_kv=self.heads_kv)
+        key = key_of(causality=self.causality, left=self.left is not None)
         starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in (self.starts, [k for _, k in self.pairs]))
         return key, starts, lengths
 
@@ -234,64 +233,15 @@ def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatc
         run()
 
 
-def keys_fit(keys: int, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache with room for so many."""
-    monkeypatch.setattr(schedule, "SECTION_BYTES", keys * heads_kv * 2 * 2 * 64)
-
-
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into a cache together is taken one after another."""
-    keys_fit(400, 1, monkeypatch)
+    monkeypatch.setattr(schedule, "SECTION_BYTES", 400 * 2 * 2 * 64)
     (claimed,) = RAGGED.claimed(1, "eager")
-    # Keys to a request's end: 70, 370, 570, 1070, 1070, 1134.
-    sections = [(0, 1), (2,), (3, 5)]
-    assert [item.request for item in claimed if item.unit == 0][:1] == [1]
+    # Keys before a request: 0, 70, 370, 570, 1070.
+    sections = [(0, 1, 2), (3,), (5,)]
+    assert [item.request for item in claimed if item.unit == 0 and item.request in sections[0]][:1] == [1]
     places = [next(i for i, section in enumerate(sections) if item.request in section) for item in claimed]
     assert places == sorted(places)
-
-
-GROUPED = {
-    "one": [(300, 300)],
-    "and-short-ones": [(1, 20), (70, 70), (300, 300), (0, 0)],
-    "two": [(300, 300), (250, 290)],
-}
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_groups_of_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit into a cache alone is taken by one head after the other, each the longest first."""
-    keys_fit(200, 2, monkeypatch)
-    monkeypatch.setattr(schedule, "GROUP_ITEMS", 8)
-    batch = Lengths(pairs=GROUPED[name], heads_kv=2)
-    (claimed,) = batch.claimed(1, "eager")
-    assert_each_once(batch, [claimed])
-    # Two of half the heads fit: sections of 400 keys.
-    sections = [(0, 1, 2, 3)] if name != "two" else [(0,), (1,)]
-    order = [(item.unit, next(i for i, section in enumerate(sections) if item.request in section)) for item in claimed]
-    assert order == sorted(order)
-    for unit in range(HEADS):
-        tiles = [item.end - item.begin for item in claimed if item.unit == unit and item.request in sections[0]]
-        assert tiles == sorted(tiles, reverse=True)
-    for schedule_name in ("eager", "lazy", "random"):
-        assert_each_once(batch, batch.claimed(3, schedule_name))
-        assert_each_once(batch, batch.launched(schedule_name, 3))
-
-
-@pytest.mark.parametrize(
-    ("pairs", "heads_kv", "left"),
-    [([(40, 2000), (300, 300)], 2, None), ([(300, 300)], 1, None), ([(300, 300)], 2, 30), ([(190, 190)], 2, None)],
-    ids=["few-rows", "one-head", "window", "fits"],
-)
-def test_heads_stay_together(
-    pairs: Sequence[tuple[int, int]], heads_kv: int, left: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where some request has few row tiles, which may be longer than all others; where keys fit, or all heads share."""
-    keys_fit(200, heads_kv, monkeypatch)
-    monkeypatch.setattr(schedule, "GROUP_ITEMS", 8)
-    batch = Lengths(pairs=pairs, heads_kv=heads_kv, left=left)
-    (claimed,) = batch.claimed(1, "eager")
-    assert_each_once(batch, [claimed])
-    assert [item.unit for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
 
 
 LEAST = 2

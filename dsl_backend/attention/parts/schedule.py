@@ -18,8 +18,6 @@ ITEM_TILES = 1
 WARP = 32
 # Of keys and values that row tiles of the same length are taken together for: half an H200's L2.
 SECTION_BYTES = 25 << 20
-# Items that groups of heads have of each long request at least, so that a GPU has enough to do with one group.
-GROUP_ITEMS = 128
 SHORT = 4  # key tiles of an item beside which the next one is claimed at once
 
 
@@ -203,7 +201,6 @@ class QueryTiles:
 class ClaimedTiles(QueryTiles):
     """Whole query tiles, claimed by whoever comes to their end: those with the most key tiles first, all heads side by
     side (longest processing time first: Graham, 1969). Requests whose keys fit into L2 together come before others.
-    Where a request's alone do not, heads come in groups whose keys do, if its row tiles are many.
 
     Dealt out in turn, 16 heads of prompts of 1024 tokens give one of 132 blocks 1.44 times the average to do: 128 items
     of a request are nearly a round of the blocks, and the same ones always got the longest.
@@ -218,8 +215,6 @@ class ClaimedTiles(QueryTiles):
         self.claims = claims
         key_bytes = key.heads_kv * (key.head_dim + key.head_dim_v) * (1 if key.fp8 else 2)
         self.section_keys = max(SECTION_BYTES // key_bytes, 1)
-        # A window's keys are few, whoever they are for.
-        self.most_groups = 1 if key.left else key.heads_kv & -key.heads_kv
 
     @cute.jit
     def run(self):
@@ -246,52 +241,32 @@ class ClaimedTiles(QueryTiles):
             right = cutlass.Int32(0)
             if request < count:
                 right = window_right(self.key, self.requests, request)
-            rows = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
+            left = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
             if queries < self.requests.shortest or queries > self.requests.longest:
-                rows = cutlass.Int32(0)
-            groups = self.groups_of(keys, rows)
-            units = self.units // groups
-            section = (sum_through(keys) - 1) // (self.section_keys * groups)
-            for group in cutlass.range(groups, unroll=1):
-                left = rows
+                left = cutlass.Int32(0)
+            section = (sum_through(keys) - keys) // self.section_keys
+            largest, mine = self.foremost(queries, keys, right, left, section)
+            while largest > 0:
+                members = cute.arch.vote_ballot_sync(mine != 0)
+                rank = cute.arch.popc(members & cute.arch.lanemask_lt())
+                items = cute.arch.popc(members) * self.units
+                while self.among(place, seen, items):
+                    chosen = cute.arch.vote_ballot_sync(mine != 0 and rank == (place - seen) // self.units)
+                    owner = cute.arch.popc(chosen - 1)
+                    row = (left - 1) * self.tokens_per_tile
+                    values = [cute.arch.shuffle_sync(value, owner) for value in (first, queries, keys)]
+                    row, own_right = cute.arch.shuffle_sync(row, owner), cute.arch.shuffle_sync(right, owner)
+                    work = self.tile(chunk * WARP + owner, *values, (place - seen) % self.units, row, own_right)
+                    self.mailbox.post(posted, work)
+                    if work.end - work.begin > SHORT:
+                        # What is claimed while the last item waits is a block's own for as long as both take.
+                        self.mailbox.wait_read(posted)
+                    posted += 1
+                    place = self.next_place(posted + passed, blocks)
+                seen += items
+                left -= mine
                 largest, mine = self.foremost(queries, keys, right, left, section)
-                while largest > 0:
-                    members = cute.arch.vote_ballot_sync(mine != 0)
-                    rank = cute.arch.popc(members & cute.arch.lanemask_lt())
-                    items = cute.arch.popc(members) * units
-                    while self.among(place, seen, items):
-                        chosen = cute.arch.vote_ballot_sync(mine != 0 and rank == (place - seen) // units)
-                        owner = cute.arch.popc(chosen - 1)
-                        row = (left - 1) * self.tokens_per_tile
-                        values = [cute.arch.shuffle_sync(value, owner) for value in (first, queries, keys)]
-                        row, own_right = cute.arch.shuffle_sync(row, owner), cute.arch.shuffle_sync(right, owner)
-                        unit = group * units + (place - seen) % units
-                        work = self.tile(chunk * WARP + owner, *values, unit, row, own_right)
-                        self.mailbox.post(posted, work)
-                        if work.end - work.begin > SHORT:
-                            # What is claimed while the last item waits is a block's own for as long as both take.
-                            self.mailbox.wait_read(posted)
-                        posted += 1
-                        place = self.next_place(posted + passed, blocks)
-                    seen += items
-                    left -= mine
-                    largest, mine = self.foremost(queries, keys, right, left, section)
         return place, posted, seen
-
-    @cute.jit
-    def groups_of(self, keys, rows):
-        """Into how many groups of neighbours the heads are cut, for requests of as many row tiles as `rows` says.
-
-        A group has GROUP_ITEMS of each request that is long. All of one with few row tiles are taken first, since none
-        else may have as much to do.
-        """
-        groups, doublings = cutlass.Int32(1), cutlass.const_expr(self.most_groups.bit_length() - 1)
-        longest = cute.arch.warp_redux_sync(keys if rows > 0 else cutlass.Int32(0), "max")
-        for doubling in cutlass.range_constexpr(doublings):
-            if longest > self.section_keys << doubling:
-                groups = cutlass.Int32(2 << doubling)
-        few = rows > 0 and keys > self.section_keys and rows * self.units < GROUP_ITEMS * groups
-        return cutlass.Int32(1) if cute.arch.vote_any_sync(few) else groups
 
     def among(self, place, seen, items):
         """Whether a place is that of one of so many items behind those seen. Places only grow."""
