@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors of neighbouring elements between global memory and registers; words from block to block of a cluster."""
+"""Vectors of neighbouring elements between global memory and registers, and in shared memory; words from block to block
+of a cluster.
+"""
 
 import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
+
+VECTOR_BYTES = 16
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:
@@ -29,6 +33,18 @@ def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor
 def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
     """Registers to global memory; fragment [elements]."""
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
+
+
+@cute.jit
+def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
+    """Zero rows of shared memory, 16 bytes a thread."""
+    vector = cutlass.const_expr(VECTOR_BYTES * 8 // tensor.element_type.width)
+    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // vector)
+    zeros = cute.make_rmem_tensor(vector, tensor.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
+        row = cute.local_tile(tensor, (1, vector), (i // vectors, i % vectors))
+        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
 
 
 @dsl_user_op

@@ -200,17 +200,6 @@ class TiledKernel:
 
 
 @cute.jit
-def clear_rows(tensor, first, end: cutlass.Constexpr[int], thread, threads: cutlass.Constexpr[int]):
-    """Zero rows of shared memory, 16 bytes a thread."""
-    vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // VECTOR)
-    zeros = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
-        row = cute.local_tile(tensor, (1, VECTOR), (i // vectors, i % vectors))
-        cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))
-
-
-@cute.jit
 def store_rows(
     rows: cute.Tensor,
     out: cute.Tensor,

@@ -7,14 +7,14 @@ from cutlass import cute
 from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import VECTOR, clear_rows, store_rows
+from dsl_backend.attention.parts.tiles import VECTOR, store_rows
 from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
 from dsl_backend.attention.sm100.rest import arrivals_of, arrive
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives import tensor_memory
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 

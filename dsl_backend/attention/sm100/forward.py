@@ -18,7 +18,7 @@ from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel, clear_rows
+from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
 from dsl_backend.attention.parts.widen import Widener, rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm100.configs import (
@@ -37,6 +37,7 @@ from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multipli
 from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
 from dsl_backend.attention.sm100.softmax import Softmax
 from dsl_backend.errors import InvalidInput
+from dsl_backend.primitives.copy import clear_rows
 
 
 @dataclass(frozen=True, kw_only=True)

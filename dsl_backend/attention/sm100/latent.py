@@ -20,7 +20,6 @@ from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.widen import rings_of_loader
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
@@ -35,6 +34,7 @@ from dsl_backend.attention.sm100.latent_configs import (
 )
 from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
 from dsl_backend.attention.sm100.latent_weigh import LatentWeigher
+from dsl_backend.primitives.copy import clear_rows
 
 
 class Barriers(NamedTuple):

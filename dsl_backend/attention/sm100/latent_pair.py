@@ -21,7 +21,7 @@ from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
-from dsl_backend.attention.parts.tiles import VECTOR, clear_rows
+from dsl_backend.attention.parts.tiles import VECTOR
 from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent import LatentForward
@@ -29,7 +29,7 @@ from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PA
 from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier, steps_of
 from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
 from dsl_backend.primitives import tensor_memory
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, largest_by_threes, tree
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_copy import Box, copy_boxes

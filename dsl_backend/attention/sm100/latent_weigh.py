@@ -14,11 +14,11 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
-from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
 from dsl_backend.attention.sm100.latent_multiply import sums_at
 from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 WARP = 32

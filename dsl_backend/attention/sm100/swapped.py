@@ -17,7 +17,6 @@ from cutlass.utils import blackwell_helpers
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm100.configs import (
     ROWS,
@@ -31,6 +30,7 @@ from dsl_backend.attention.sm100.forward import Forward, ForwardKey
 from dsl_backend.attention.sm100.multiply import AlternatingMultiplier
 from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, placed
 from dsl_backend.attention.sm100.swapped_softmax import SwappedSoftmax
+from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 

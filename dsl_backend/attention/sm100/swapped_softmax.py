@@ -13,11 +13,12 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import VECTOR, clear_rows
+from dsl_backend.attention.parts.tiles import VECTOR
 from dsl_backend.attention.parts.work import WHOLE, head_of
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.softmax import Softmax, hidden
 from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.math import (
     LOG2_E,
     add_pair,

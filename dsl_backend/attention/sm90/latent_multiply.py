@@ -17,13 +17,12 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import clear_rows
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.attention.sm90.latent_configs import GROUPS
 from dsl_backend.attention.sm90.multiply import SLACK, accumulating, shrink_rows
 from dsl_backend.primitives.accumulators import narrow, settle
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import clear_rows, store_vector
 
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
 READY, ALL_MATH, OWN_GROUP = 1, 3, 4

@@ -13,12 +13,12 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import clear_rows, row_offset
+from dsl_backend.attention.parts.tiles import row_offset
 from dsl_backend.attention.parts.work import WHOLE, lse_rows
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.

@@ -107,11 +107,12 @@ class Gemm(TiledGemm):
                 ring.open()
                 sums.open()
             cute.arch.mbarrier_init_fence()
-            for atom in (args.x_load, args.weight_load, args.out_store):
+            for atom in (args.x_load, args.piece_load, args.weight_load, args.out_store):
                 cpasync.prefetch_descriptor(atom)
         if role == MULTIPLY:
             cute.arch.alloc_tmem(self.tensor_columns, place, is_two_cta=self.pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
+        self.clear(args, sX, rank, cute.arch.thread_idx()[0], self.threads)
         cute.arch.sync_threads()
         base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
         self.meet()
@@ -136,14 +137,19 @@ class Gemm(TiledGemm):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    @cute.jit
-    def acquire(self, ring: Ring, position, rank):
+    def arriving(self, args: GemmArgs, row, rank):
         """Of pairs, the first block counts both blocks' bytes."""
+        if self.pair:
+            return sum(super(Gemm, self).arriving(args, row, one) for one in range(self.cluster))
+        return super().arriving(args, row, rank)
+
+    @cute.jit
+    def acquire(self, ring: Ring, position, rank, arriving):
         stage = ring.stage(position)
         cute.arch.mbarrier_wait(ring.empty + stage, ring.phase(position) ^ 1)
         if rank == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, self.cluster * self.stage_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, arriving)
         return ring.full + stage
 
     def load_boxes(self, args: GemmArgs, gWIn: cute.Tensor, sWIn: cute.Tensor, column, block, stage, rank, arrived):

@@ -33,7 +33,7 @@ class Gemm(TiledGemm):
         super().__init__(key, Singles())
         config = key.config
         self.pingpong, self.rows, self.repeats = config.pingpong, config.rows, config.repeats
-        self.biased = key.bias
+        self.biased, self.threads = key.bias, (GROUPS + 1) * WARPGROUP
         # Whole tiles in turn, or halves of every tile.
         self.consumers = 1 if self.pingpong else GROUPS
 
@@ -68,7 +68,7 @@ class Gemm(TiledGemm):
         )
         self.kernel(args, product, *self.layouts(width), out_staged).launch(
             grid=self.grid(x, out, blocks),
-            block=((GROUPS + 1) * WARPGROUP, 1, 1),
+            block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if shared else None,
             stream=stream,
             use_pdl=True,
@@ -104,10 +104,12 @@ class Gemm(TiledGemm):
             with cute.arch.elect_one():
                 ring.open()
             cute.arch.mbarrier_init_fence()
-            for atom in (args.x_load, args.weight_load, args.out_store):
+            for atom in (args.x_load, args.piece_load, args.weight_load, args.out_store):
                 cpasync.prefetch_descriptor(atom)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        self.clear(args, sX, rank, cute.arch.thread_idx()[0], self.threads)
         if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -126,8 +128,8 @@ class Gemm(TiledGemm):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def acquire(self, ring: Ring, position, rank):
-        return ring.acquire(position, self.stage_bytes)
+    def acquire(self, ring: Ring, position, rank, arriving):
+        return ring.acquire(position, arriving)
 
     def load_boxes(self, args: GemmArgs, gWIn: cute.Tensor, sWIn: cute.Tensor, column, block, stage, rank, arrived):
         """Both boxes of weights, or one of them for the whole cluster."""
