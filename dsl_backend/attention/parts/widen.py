@@ -81,18 +81,14 @@ class Tiles:
             for turn in cutlass.range_constexpr(first, last):
                 if self.thread < self.vectors - turn * WARPGROUP:
                     cute.autovec_copy(self.source[None, self.read + turn * WARPGROUP, place], held[None, turn - first])
-            if cutlass.const_expr(last == turns and self.blocks == 1):
-                self.arrive(self.taken + place * parts, 1)
             if cutlass.const_expr(first == 0):
                 cute.arch.mbarrier_wait(self.empty + stage * parts, ((count // stages) & 1) ^ 1)
             for turn in cutlass.range_constexpr(first, last):
                 if self.thread < self.vectors - turn * WARPGROUP:
                     self.store(held[None, turn - first], self.write + self.offset(turn), stage)
-        if cutlass.const_expr(self.blocks > 1):
-            # Behind the stores, which wait for the loads. An arrival in another block is ordered behind what this
-            # thread did for its own block alone: on an H200 it overtook loads that were under way, and the other block
-            # wrote over what they were to read. Ordered for the cluster it costs a barrier of the whole GPU.
-            self.arrive(self.taken + place * parts, self.blocks)
+        # Behind the stores, which wait for the loads. A copy that the arrival lets in writes by another proxy: on an H200
+        # arrivals, in the own block too, overtook loads that were under way, and copies wrote over what they were to read.
+        self.arrive(self.taken + place * parts, self.blocks)
         # Products read by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.arrive(self.full + stage * parts, 1)
