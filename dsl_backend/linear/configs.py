@@ -19,13 +19,35 @@ REGISTERS_PER_SM = 64 * 1024
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 # With less to spare, ptxas spilled 16 to 200 bytes where there is a bias or a residual.
 SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
-# Of an SM of an H200: bytes from memory and bf16 operations in a nanosecond (4.4 TB/s and 790 TFLOP/s on 132 SMs).
-BYTES_PER_NS, FLOPS_PER_NS = 33.0, 5985.0
-# What a step of products costs beyond them, for a row of its tile. It was fitted to 150 timings of 19 tiles in 13
-# problems on an H200: what is predicted was off by 3 % (standard deviation), and the tile that is picked by 0.4 %.
-STEP_NS_PER_ROW = 60 / 128
-# The same of a B200 by public figures (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
-BYTES_PER_NS_SM100, FLOPS_PER_NS_SM100 = 54.0, 15200.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What `estimate_us` knows of a GPU, for each of its SMs.
+
+    Attributes:
+        memory, l2: bytes in a nanosecond; what some SMs leave, others have.
+        flops: 16-bit operations in a nanosecond.
+    """
+
+    memory: float
+    l2: float
+    flops: float
+
+
+# Fitted to 5,700 timings of 60 tiles in 144 problems on an H200: gated layers of eight sizes, parts of a model's on 2
+# to 8 GPUs among them, with 16 to 1024 rows. Tiles near the best are predicted to 8 to 10 % (standard deviation), and
+# what is picked takes 1.7 % longer on average than the best of STREAMS and GEMMS (docs/measurements.md).
+SM90_RATES = Rates(memory=33.0, l2=123.6, flops=5985.0)
+# By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs), at the same shares of them: nothing was timed there.
+SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
+# Many rows: memory's share of its rate; what a step of products takes beyond them for a row of its tile; the least that
+# a step takes, alone and in a cluster; elements that a block stores in a nanosecond; the rest of a launch.
+GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.93, 0.33, 10.8, 1410.0
+STEP_NS, CLUSTER_STEP_NS = 175.5, 184.7
+# Few rows: the rate of products, which are small; how much faster than weights x comes; what 1024 bytes of partial sums
+# take that a block hands over; the rest.
+STREAM_FLOPS, X_FASTER, PARTIALS_NS, STREAM_NS = 0.856, 8.8, 110.0, 1970.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,23 +192,21 @@ Config = Gemms | Streams
 # Rows that the only kernel of a batch-invariant layer is chosen for.
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
-# Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The fastest of sweeps over gated
-# layers on an H200 (docs/measurements.md): of rows by the hundred, that which leaves least of the last wave unfilled.
+# Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The best of all that were timed
+# on an H200 is 1 % faster on average than the best of these (docs/measurements.md).
 STREAMS = (
-    StreamConfig(tokens=8, tile_k=128),
-    StreamConfig(tokens=16, tile_k=128),
-    StreamConfig(tokens=32, tile_k=128),
-    StreamConfig(tokens=64, tile_k=128),
-    StreamConfig(tokens=64, groups=2, split_tokens=True),
-    StreamConfig(tokens=128, groups=2, split_tokens=True),
+    *(StreamConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
+    *(StreamConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in (32, 48, 80, 96, 112)),
 )
 GEMMS = (
     GemmConfig(tile_m=128, box_n=128, cluster=2),
     GemmConfig(tile_m=128, box_n=112, cluster=2),
     *(GemmConfig(tile_m=128, box_n=box_n, cluster=2, pingpong=True) for box_n in (96, 88, 80, 72, 56)),
-    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (112, 88)),
+    *(GemmConfig(tile_m=128, box_n=box_n, pingpong=True) for box_n in (88, 72, 64, 56, 48)),
+    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (112, 88, 64, 56, 48)),
+    GemmConfig(tile_m=64, box_n=64, cluster=2, pingpong=True),
+    GemmConfig(tile_m=192, box_n=56, pingpong=True),
     GemmConfig(tile_m=256, box_n=64, cluster=2),
-    GemmConfig(tile_m=128, box_n=64, pingpong=True),
 )
 # Rows that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_ROWS = (*range(1, 65, 7), *range(64, 1025, 64), *range(1536, 8193, 512))
@@ -230,35 +250,51 @@ def blocks_of(config: Config, target: Target) -> int:
 
 
 def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> float:
-    """Time by arithmetic: the longest share of work at the rates above, and what does not overlap with it."""
-    blocks = blocks_of(config, target)
-    bytes_per_ns, flops_per_ns = BYTES_PER_NS, FLOPS_PER_NS
-    if target.tcgen05:
-        bytes_per_ns, flops_per_ns = BYTES_PER_NS_SM100, FLOPS_PER_NS_SM100
+    """Time by arithmetic: the longest share of work at a GPU's rates, and what does not overlap with it."""
+    rates = SM100_RATES if target.tcgen05 else SM90_RATES
     if isinstance(config, Streams):
-        rows_of_tiles = ceil_div(rows, config.tile_tokens)
-        items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
-        # x comes from L2, beside the weights and faster.
-        read = (2 * config.box + config.tile_tokens / 4) * config.tile_k * ELEMENT_BYTES / bytes_per_ns
-        made = 2 * 2 * config.box * config.tile_tokens * config.tile_k / (0.7 * flops_per_ns)
-        # Weights that several rows of tiles need are read by each.
-        return (items * max(read, made) + (3000 if rows_of_tiles == 1 else 5000)) / 1000
+        return stream_ns(config, spec, rows, rates, blocks_of(config, target)) / 1000
+    return gemm_ns(config, spec, rows, rates, target.sm_count, blocks_of(config, target)) / 1000
+
+
+def stream_ns(config: Streams, spec: LinearSpec, rows: int, rates: Rates, blocks: int) -> float:
+    """Of a kernel for few rows."""
+    items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
+    bytes_read = (2 * config.box + config.tile_tokens / X_FASTER) * config.tile_k * ELEMENT_BYTES
+    flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
+    item_ns = max(bytes_read / rates.memory, flops / (STREAM_FLOPS * rates.flops))
+    # Weights that several rows of tiles need are read by each: they are items of their own.
+    return items * item_ns + STREAM_NS + PARTIALS_NS * config.partials * 4 / 1024
+
+
+def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, blocks: int) -> float:
+    """Of a kernel for many rows."""
     height = ceil_div(rows, config.tile_m * config.cluster)
-    waves = ceil_div(height * ceil_div(spec.n, config.columns(spec.parts)), blocks // config.cluster)
-    steps = ceil_div(spec.k, BLOCK_K)
-    stage_ns = max(
-        2 * config.tile_m * 2 * config.box_n * BLOCK_K / (0.94 * flops_per_ns) + config.tile_m * STEP_NS_PER_ROW,
-        # From L2, at twice memory's rate; a cluster reads its weights once.
-        (config.tile_m + 2 * config.box_n / config.cluster) * BLOCK_K * ELEMENT_BYTES / (2 * bytes_per_ns),
-        # Or from memory, where there is no other row of tiles that had them before.
-        2 * config.box_n / config.cluster * BLOCK_K * ELEMENT_BYTES / bytes_per_ns if height == 1 else 0,
-    )
+    tiles, clusters = height * ceil_div(spec.n, config.columns(spec.parts)), blocks // config.cluster
+    waves = ceil_div(tiles, clusters)
+    box_bytes = 2 * config.box_n * BLOCK_K * ELEMENT_BYTES
+    x_bytes = config.tile_m * BLOCK_K * ELEMENT_BYTES
+    flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
+
+    def step_ns(active: int) -> float:
+        """Of a step of so many clusters; causes add up where they are about as slow."""
+        causes = (
+            flops / rates.flops + config.tile_m * STEP_NS_PER_ROW,
+            # A cluster reads its weights once.
+            (x_bytes + box_bytes / config.cluster) * active * config.cluster / (rates.l2 * sms),
+            # Tiles above each other have the same weights.
+            box_bytes * max(active / height, 1) / (GEMM_MEMORY * rates.memory * sms),
+            STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
+        )
+        return float(sum(cause**4 for cause in causes) ** 0.25)
+
+    last = tiles - (waves - 1) * clusters
+    products_ns = ceil_div(spec.k, BLOCK_K) * ((waves - 1) * step_ns(clusters) + step_ns(last))
     # All weights come from memory once.
-    weights_ns = spec.weight_rows * spec.k * ELEMENT_BYTES / (bytes_per_ns * target.sm_count)
-    # And what it takes to fill the pipe again behind one that overlaps with nothing.
-    epilogue_ns = config.tile_m * config.columns(spec.parts) / 16 + 500
-    exposed = 1 if config.overlaps else waves
-    return (max(waves * steps * stage_ns, weights_ns) + exposed * epilogue_ns + 4000) / 1000
+    weights_ns = spec.weight_rows * spec.k * ELEMENT_BYTES / (GEMM_MEMORY * rates.memory * sms)
+    stores = 1 if config.overlaps else waves
+    stored_ns = stores * config.tile_m * config.columns(spec.parts) / STORED_PER_NS
+    return max(products_ns, weights_ns) + stored_ns + GEMM_NS
 
 
 def choose(spec: LinearSpec, rows: int, target: Target) -> Config:
@@ -268,21 +304,13 @@ def choose(spec: LinearSpec, rows: int, target: Target) -> Config:
 
 # Beside STREAMS and GEMMS worth a try: (tile_m, box_n, pingpong), and a stream's tokens.
 TRIED_GEMMS = (
-    (128, 128, False),
-    (256, 64, False),
-    (256, 96, False),
-    (128, 64, True),
-    (128, 80, True),
-    (128, 88, True),
-    (128, 96, True),
-    (128, 120, False),
-    (192, 64, True),
-    (64, 48, True),
-    (64, 56, True),
-    (64, 88, True),
-    (64, 112, True),
+    *((128, box_n, False) for box_n in (96, 112, 120, 128)),
+    *((256, box_n, False) for box_n in (64, 96)),
+    *((128, box_n, True) for box_n in (40, 48, 56, 64, 72, 80, 88, 96)),
+    *((64, box_n, True) for box_n in (32, 48, 56, 64, 80, 88, 112)),
+    *((192, box_n, True) for box_n in (48, 56, 64)),
 )
-TRIED_TOKENS = (8, 16, 32, 64, 128)
+TRIED_TOKENS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
 
 
 def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:

@@ -86,8 +86,8 @@ class Tiles:
             for turn in cutlass.range_constexpr(first, last):
                 if self.thread < self.vectors - turn * WARPGROUP:
                     self.store(held[None, turn - first], self.write + self.offset(turn), stage)
-        # Behind the stores, which wait for the loads. A copy that the arrival lets in writes by another proxy: on an H200
-        # arrivals, in the own block too, overtook loads that were under way, and copies wrote over what they were to read.
+        # Behind the stores, which wait for the loads. A copy that the arrival lets in writes by another proxy: on an
+        # H200 arrivals overtook loads that were under way, and copies wrote over what these were to read.
         self.arrive(self.taken + place * parts, self.blocks)
         # Products read by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
