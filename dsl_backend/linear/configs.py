@@ -209,7 +209,7 @@ GEMMS = (
     GemmConfig(tile_m=256, box_n=64, cluster=2),
 )
 # Rows that candidates are chosen for; what is best in between is best for one of these, or nearly.
-PROBED_ROWS = (*range(1, 65, 7), *range(64, 1025, 64), *range(1536, 8193, 512))
+PROBED_ROWS = (*range(1, 65, 7), *range(64, 1025, 32), *range(1536, 8193, 512))
 
 
 def tiles_of(target: Target) -> tuple[tuple[Streams, ...], tuple[Gemms, ...]]:
