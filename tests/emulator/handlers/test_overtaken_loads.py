@@ -134,7 +134,7 @@ def test_stores_come_behind_loads(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("first", [True, False])
-def test_the_cluster_s_barrier(first: bool, schedule: str) -> None:
+def test_an_arrival_of_the_cluster(first: bool, schedule: str) -> None:
     """It lets the copy of another block in as well."""
     body = """
 mov.u32 %r1, %tid.x;
