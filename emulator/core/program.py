@@ -36,6 +36,7 @@ from emulator.ptx.ir import (
     Variable,
     Vec,
 )
+from emulator.ptx.overtaken import Overtaken, overtaken
 
 SHARED_BASE = 1 << 60
 LOCAL_BASE = 1 << 61
@@ -151,6 +152,11 @@ class Program:
         widths = np.zeros(self.rows, np.uint8)
         widths[list(self._widths)] = list(self._widths.values())
         return widths
+
+    @cached_property
+    def overtaken(self) -> Overtaken:
+        """Loads from shared memory that may still be under way when the warp arrives somewhere."""
+        return overtaken(self.function)
 
     # Encoding.
 

@@ -16,7 +16,9 @@ from emulator.machine.clocks import Vector
 from emulator.machine.cluster import OFFSET, Cta
 from emulator.machine.findings import Kind
 from emulator.machine.history import Access
+from emulator.machine.loads import begin, overwrite
 from emulator.machine.memory import UNSIGNED, MemoryFault
+from emulator.machine.shadow import Clash
 
 if TYPE_CHECKING:
     from emulator.machine.runner import Runner
@@ -65,11 +67,10 @@ def touch_shared(
         read_order: what the warp knew when it issued the work: no read by the generic proxy needs a fence.
     """
     shadow = cta.shared.shadow
-    knows = runner.clock.knows
     asynchronous = order is not None
     stamp = stamp or runner.clock.stamp
     where = runner.index if index is None else index
-    order = knows.seen if order is None else order
+    order = runner.clock.knows.seen if order is None else order
     if write:
         clash = shadow.write(words, stamp, order, where, mask, read_order, atomic=atomic)
     else:
@@ -79,14 +80,24 @@ def touch_shared(
             runner.report(Kind.UNINITIALISED, message, index=where)
             shadow.written[words] |= mask
         clash = shadow.read(words, stamp, order, where, mask, atomic=atomic)
-    if clash is None:
-        return
+        if not asynchronous and where in runner.run.program.overtaken.uses:
+            begin(runner, cta, words)
+    if clash is not None:
+        report_clash(runner, cta, clash, where, write=write, asynchronous=asynchronous, read_order=read_order)
+    if write and cta.overtaken and cta.cluster.components.is_async[stamp[0]]:
+        overwrite(runner, cta, words, mask, order if read_order is None else read_order, where)
+
+
+def report_clash(
+    runner: "Runner", cta: Cta, clash: Clash, where: int, *, write: bool, asynchronous: bool, read_order: Vector | None
+) -> None:
+    """Report two accesses to shared memory that nothing orders; arguments as of touch_shared."""
     doing = "written" if write else "read"
     message = (
         f"shared address {4 * clash.word:#x} of {cta.name} is {doing}, and nothing orders an earlier {clash.earlier}"
     )
     # Known to the warp, and yet not ordered for the engine: the fence between the two proxies is missing.
-    seen = knows.seen if read_order is None else read_order
+    seen = runner.clock.knows.seen if read_order is None else read_order
     known = seen[clash.component] >= clash.clock
     kind = Kind.PROXY if asynchronous and known else Kind.RACE
     other = runner.run.place_of(cta.cluster.number, clash.component, clash.where)

@@ -15,6 +15,7 @@ What an agent knows is kept twice, since knowing of a generic write is not enoug
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,6 +130,7 @@ class Clock:
         component: its own.
         admitted: accesses to tensor memory that are ordered before its next one by its own waits, and by the fences
             of both sides where others made them.
+        before_tick: called while the present clock is still that of accesses; only some warps have one, at times.
     """
 
     components: Components
@@ -136,6 +138,7 @@ class Clock:
     knows: Knowledge = field(init=False)
     admitted: Vector = field(init=False)
     now: int = 1
+    before_tick: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.knows = Knowledge.none(self.components)
@@ -149,6 +152,8 @@ class Clock:
 
     def tick(self) -> None:
         """Later accesses have a later clock: whoever knows of this moment does not know of them."""
+        if self.before_tick is not None:
+            self.before_tick()
         self.now += 1
         self.knows.seen[self.component] = self.now
 

@@ -13,6 +13,7 @@ from emulator.machine.shadow import Shadow
 from emulator.machine.tensor_memory import COLUMNS, LANES, TensorMemory
 
 if TYPE_CHECKING:
+    from emulator.machine.loads import Overtaken
     from emulator.machine.runner import Runner
 
 OFFSET = (1 << RANK_SHIFT) - 1
@@ -32,6 +33,7 @@ class Cta:
         named: barriers by their number.
         registers: a thread's, by warp; asked: whether the warp has set them.
         pool: registers that no warp holds.
+        overtaken: reads of shared memory that arrivals overtook, by the component of their warp.
         refused: stamp of the response that no cluster is left to cancel.
         tensor_shadow: who touched which of tensor memory last; a word for TENSOR_BLOCK lanes of a column.
         state: whatever a family of instructions keeps for this CTA.
@@ -47,6 +49,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.runners: list[Runner] = []
+        self.overtaken: dict[int, Overtaken] = {}
         self.refused: tuple[int, int] | None = None
         self.state: dict[str, object] = {}
         warps = -(-threads // 32)

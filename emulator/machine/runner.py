@@ -20,6 +20,7 @@ from emulator.ptx.ir import Instr
 if TYPE_CHECKING:
     from emulator.machine.cluster import Cta
     from emulator.machine.launch import Run
+    from emulator.machine.loads import Loads
 
 TURN = 4096  # instructions that a warp runs before others get their turn
 
@@ -68,6 +69,7 @@ class Runner:
         unfenced: what relaxed loads have seen of flags: a fence behind them acquires that.
         state: whatever a family of instructions keeps for this warp.
         at_end: checks once all lanes have ended.
+        loads: that an arrival may overtake; None before the first.
         on_busy: reports the use of a register that asynchronous work has; None for wgmma's.
     """
 
@@ -87,6 +89,7 @@ class Runner:
         self.unfenced: Knowledge | None = None
         self.state: dict[str, object] = {}
         self.at_end: list[Callable[[], None]] = []
+        self.loads: Loads | None = None
         self.on_busy: Callable[[Fault], None] | None = None
         self._components: dict[Source, int] = {}
 
