@@ -103,6 +103,7 @@ def linear(
     activation: Activation | None = None,
     interleaved: bool = False,
     batch_invariant: bool = False,
+    spare_sms: int = 0,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """A layer: activation(x @ weight^T + bias) + residual.
@@ -117,6 +118,8 @@ def linear(
         interleaved: the weight's and the bias' gate and up rows take turns: gate 0, up 0, gate 1, ...
         batch_invariant: a row's result is the same bits whatever rows are beside it, on the same GPU. Few rows are
             slower so.
+        spare_sms: streaming multiprocessors that the kernels in CuTe DSL leave to what runs at the same time on another
+            stream: from 0 to one less than the GPU has. Their blocks have whole ones to themselves.
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
 
     Rows of all tensors that start at multiples of 16 bytes, and n and k that are multiples of 8, are served fastest.
@@ -127,8 +130,8 @@ def linear(
     """
     if torch.compiler.is_compiling():
         columns(x, weight, activation)
-        return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, kernel)
-    asked = (activation, interleaved, batch_invariant, kernel)
+        return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, spare_sms, kernel)
+    asked = (activation, interleaved, batch_invariant, spare_sms, kernel)
     facts = (facts_of(x), facts_of(weight), facts_of(bias), facts_of(residual), facts_of(out), *asked)
     known = _known.get(facts)
     if known is None:
@@ -205,6 +208,7 @@ def plan_for(
     activation: Activation | None,
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> plan.LinearPlan:
     x = operands.x
@@ -219,7 +223,7 @@ def plan_for(
         batch_invariant=batch_invariant,
         vector=common_vector(n, x.shape[1], operands),
     )
-    return plan.plan_of(spec, targets.detect(x.device), x.device, stream, kernel)
+    return plan.plan_of(spec, targets.detect(x.device).sparing(spare_sms), x.device, stream, kernel)
 
 
 def compiled(
@@ -231,6 +235,7 @@ def compiled(
     activation: Activation | None,
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
     """The same inside of torch.compile: one node of its graph."""
@@ -238,9 +243,11 @@ def compiled(
 
     name, parameters = ops.encoded(activation)
     if out is None:
-        return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, batch_invariant, kernel)
+        return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, batch_invariant, spare_sms, kernel)
     if residual is out:
-        ops.LINEAR_ADD(x, weight, bias, out, name, parameters, interleaved, batch_invariant, kernel)
+        ops.LINEAR_ADD(x, weight, bias, out, name, parameters, interleaved, batch_invariant, spare_sms, kernel)
     else:
-        ops.LINEAR_OUT(x, weight, bias, residual, out, name, parameters, interleaved, batch_invariant, kernel)
+        ops.LINEAR_OUT(
+            x, weight, bias, residual, out, name, parameters, interleaved, batch_invariant, spare_sms, kernel
+        )
     return out

@@ -243,10 +243,10 @@ def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
 
 
 def blocks_of(config: Config, target: Target) -> int:
-    """Thread blocks that the target runs at once."""
+    """Thread blocks that the target runs at once; a cluster's at least."""
     if isinstance(config, Streams):
-        return target.sm_count
-    return target.sm_count // config.cluster * config.cluster
+        return target.used_sms
+    return max(target.used_sms // config.cluster, 1) * config.cluster
 
 
 def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> float:
@@ -298,8 +298,12 @@ def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, 
 
 
 def choose(spec: LinearSpec, rows: int, target: Target) -> Config:
-    """The kernel for so many rows: the candidate that arithmetic finds fastest."""
-    return min(candidates(spec, target), key=lambda config: estimate_us(config, spec, rows, target))
+    """The kernel for so many rows: the candidate that arithmetic finds fastest.
+
+    Where SMs are spared, it is one of those for all of them: they have been compiled.
+    """
+    found = candidates(spec, target.sparing(0))
+    return min(found, key=lambda config: estimate_us(config, spec, rows, target))
 
 
 # Beside STREAMS and GEMMS worth a try: (tile_m, box_n, pingpong), and a stream's tokens.

@@ -42,6 +42,7 @@ def linear(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
     return api.linear(
@@ -52,6 +53,7 @@ def linear(
         activation=decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
+        spare_sms=spare_sms,
         kernel=kernel,
     )
 
@@ -65,6 +67,7 @@ def linear_fake(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], api.columns(x, weight, decoded(activation, parameters))))
@@ -80,6 +83,7 @@ def linear_out(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> None:
     api.linear(
@@ -91,6 +95,7 @@ def linear_out(
         activation=decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
+        spare_sms=spare_sms,
         kernel=kernel,
     )
 
@@ -105,6 +110,7 @@ def linear_out_fake(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> None:
     api.check_out(out, x.shape[0], api.columns(x, weight, decoded(activation, parameters)), x)
@@ -119,10 +125,11 @@ def linear_add(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> None:
     """Adds to out."""
-    linear_out(x, weight, bias, out, out, activation, parameters, interleaved, batch_invariant, kernel)
+    linear_out(x, weight, bias, out, out, activation, parameters, interleaved, batch_invariant, spare_sms, kernel)
 
 
 def linear_add_fake(
@@ -134,9 +141,10 @@ def linear_add_fake(
     parameters: list[float],
     interleaved: bool,
     batch_invariant: bool,
+    spare_sms: int,
     kernel: str | None,
 ) -> None:
-    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, batch_invariant, kernel)
+    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, batch_invariant, spare_sms, kernel)
 
 
 LINEAR = register_op("linear", linear, fake=linear_fake)

@@ -53,6 +53,7 @@ class Target:
         smem_bytes: dynamic shared memory a block may use; 0 on a CPU.
         interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
         gpu: the product's name, for what was measured on it alone (runtime/winners.py); None where none is at hand.
+        spare_sms: of sm_count, those that a kernel leaves to others that run beside it.
     """
 
     capability: tuple[int, int] | None
@@ -60,6 +61,23 @@ class Target:
     smem_bytes: int
     interpreted: bool = False
     gpu: str | None = None
+    spare_sms: int = 0
+
+    @property
+    def used_sms(self) -> int:
+        """Streaming multiprocessors that a kernel may take."""
+        return self.sm_count - self.spare_sms
+
+    def sparing(self, sms: int) -> "Target":
+        """The same device, of which a kernel leaves so many SMs to others.
+
+        Raises:
+            InvalidInput: none would be left for it.
+        """
+        most = max(self.sm_count - 1, 0)
+        if not 0 <= sms <= most:
+            raise InvalidInput(f"spare_sms is {sms}: {self.arch} has {self.sm_count}, and 0 to {most} can be spared")
+        return replace(self, spare_sms=sms)
 
     @property
     def is_cpu(self) -> bool:

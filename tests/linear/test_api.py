@@ -98,6 +98,7 @@ X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
         (X, W, {"out": torch.zeros(3, 6, dtype=BF16)}, r"out has shape \(3, 6\): \[2, 6\] is needed"),
         (X, W, {"out": torch.zeros(1, 6, dtype=BF16).expand(2, 6)}, "rows of 6 elements 0 apart: they overlap"),
         (X, W.to("meta"), {}, "weight is on meta, x on cpu"),
+        (X, W, {"spare_sms": 1}, "spare_sms is 1: cpu has 0, and 0 to 0 can be spared"),
         (X, W, {"kernel": "fast"}, "no kernel 'fast': choose one of"),
         (X, W.clone().requires_grad_(), {}, "weight requires a gradient, and there is no backward"),
         (X, [[1.0]], {}, "weight is a list: a tensor is needed"),
@@ -225,7 +226,7 @@ def test_torch_compile_of_any_number_of_rows() -> None:
     torch._dynamo.decorators.mark_unbacked(x, 0)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return ops.LINEAR(x, weight, None, None, *ops.encoded(Swiglu()), False, False, None)
+        return ops.LINEAR(x, weight, None, None, *ops.encoded(Swiglu()), False, False, 0, None)
 
     found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(found, api.linear(x, weight, activation=Swiglu()))

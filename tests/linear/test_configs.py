@@ -63,6 +63,23 @@ def test_pairs_need_an_even_number_of_blocks() -> None:
     assert [blocks_of(config, odd) for config in (sm100.GemmConfig(pair=True), sm100.GemmConfig())] == [146, 147]
 
 
+def test_spared_sms_have_no_blocks() -> None:
+    few = H200.sparing(17)
+    tiles = (StreamConfig(tokens=8), GemmConfig(), GemmConfig(cluster=2))
+    assert [blocks_of(config, few) for config in tiles] == [115, 115, 114]
+    assert blocks_of(GemmConfig(cluster=2), H200.sparing(131)) == 2, "a cluster at least"
+
+
+def test_sparing_sms_takes_no_other_kernels() -> None:
+    """What was compiled ahead serves: the choice among it may be another, as 44 blocks of 88 tiles take two turns."""
+    spec = replace(LLAMA, n=2816, k=2048)
+    for spare in (16, 100):
+        for rows in ROWS:
+            assert choose(spec, rows, H200.sparing(spare)) in candidates(spec, H200)
+    chosen = [[choose(spec, rows, H200.sparing(spare)) for rows in ROWS] for spare in (0, 100)]
+    assert chosen[0] != chosen[1]
+
+
 def test_tensor_memory_is_had_in_powers_of_two() -> None:
     columns = [config.tensor_columns for config in (*sm100.GEMMS, *sm100.STREAMS)]
     assert columns == [512, 512, 512, 512, 512, 256, 64, 128, 256, 512]

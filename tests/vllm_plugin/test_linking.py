@@ -361,6 +361,25 @@ def test_batch_invariance_is_for_all_rows(link: Any, fused_rows: list[int], monk
     assert fused_rows == [7]
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_beside_the_router(second: bool, link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On vLLM's second stream a layer leaves SMs to the router's kernels, which are on the other one."""
+    spared = []
+
+    def ours(x: torch.Tensor, *operands: Any, spare_sms: int, **options: Any) -> torch.Tensor:
+        spared.append(spare_sms)
+        return x.new_zeros(x.shape[0], N)
+
+    mlp = Inner()
+    link(model_of(mlp))
+    h200 = targets.from_arch("sm_90a")
+    monkeypatch.setattr(linked, "api", SimpleNamespace(linear=ours))
+    monkeypatch.setattr(linked.targets, "detect", lambda device: h200)
+    monkeypatch.setattr(linked.compat, "on_second_stream", lambda device: second)
+    mlp(x_of(3))
+    assert spared == [16 if second else 0]
+
+
 def test_the_log_says_for_which_rows(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(least_rows=65, most_rows=700)
     monkeypatch.setattr(linking.winners, "unfused", lambda n, k, dtype, target: [rows])

@@ -70,6 +70,7 @@ class WriteRows:
             grid=(cute.ceil_div(slots.shape[0], self.tokens), self.parts, 1),
             block=(self.threads, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -83,6 +84,9 @@ class WriteRows:
         mKScale: cute.Tensor | None,
         mVScale: cute.Tensor | None,
     ):
+        # Attention may take its place beside this kernel, and waits there.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         nth = thread // self.share
         token = cute.arch.block_idx()[0] * self.tokens + nth

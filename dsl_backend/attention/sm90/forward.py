@@ -137,6 +137,7 @@ class Forward(TiledKernel):
             grid=(blocks, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=config.resident,
             preferred_smem_carveout=100,
         )
@@ -194,6 +195,8 @@ class Forward(TiledKernel):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        # Until here nothing was read or written that the kernels before this one have to do with.
+        cute.arch.griddepcontrol_wait()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)

@@ -106,6 +106,7 @@ class LatentForward(LatentTiled):
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
@@ -187,6 +188,8 @@ class LatentForward(LatentTiled):
             cute.arch.mbarrier_init_fence()
         self.meet()
 
+        # Until here nothing was read or written that the kernels before this one have to do with.
+        cute.arch.griddepcontrol_wait()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         math, other, widen = config.registers
         if warp < WARPGROUP // 32:
