@@ -21,12 +21,13 @@ from dsl_backend.testing.processes import ROOT, child_environment, free_port, st
 
 from . import load, models
 from .extension import WorkerFacts, objection
-from .scenarios import TIMED_RUNS, Scenario
+from .scenarios import Scenario
 from .worker import Job
 
 Record = dict[str, Any]
 POLL_S = 0.2
 SAY_S = 20
+SERVED_RUNS = 2  # timed, of a server's load
 LOG_TAIL = 4000  # characters of a failed engine's log that are kept
 ERROR_LINE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)\b: .+")
 # What vLLM says about the choice of a backend and about where a start's time goes.
@@ -240,7 +241,7 @@ def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
             return load.send(url, requests)
 
         outcomes = []
-        for turn in range(TIMED_RUNS + 1):
+        for turn in range(SERVED_RUNS + 1):
             outcome = run(turn, longest_output if turn else max(1, longest_output // 8))
             kind = "timed" if turn else "warm-up"
             yield {"event": "run", "scenario": scenario, "kind": kind, "seconds": outcome.seconds}

@@ -27,6 +27,7 @@ class Scenario:
         prompt, output: tokens of each request.
         warm_requests, warm_output: the same of the run before, which is not timed.
         sampled: tokens are drawn with SAMPLING; the likeliest is taken otherwise.
+        timed_runs: the median of so many is the figure. Single runs took up to twice as long as their neighbours.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Scenario:
     warm_requests: int
     warm_output: int
     sampled: bool = False
+    timed_runs: int = 5
 
     def small(self) -> "Scenario":
         """The same at a size that a CPU runs in a second."""
@@ -47,6 +49,7 @@ class Scenario:
             output=min(self.output, 8),
             warm_requests=1,
             warm_output=min(self.warm_output, 2),
+            timed_runs=2,
         )
 
 
@@ -64,12 +67,20 @@ SCENARIOS = (
     B256,
     replace(B256, id="sampled", sampled=True),
     replace(B256, id="chat", prompt=1024, output=128),
-    Scenario(id="prefill", figure=Figure.INPUT, requests=64, prompt=4096, output=1, warm_requests=8, warm_output=1),
+    Scenario(
+        id="prefill",
+        figure=Figure.INPUT,
+        requests=64,
+        prompt=4096,
+        output=1,
+        warm_requests=8,
+        warm_output=1,
+        timed_runs=3,
+    ),
     Scenario(id="prompt-16k", figure=Figure.INPUT, requests=1, prompt=16384, output=1, warm_requests=1, warm_output=1),
     LONG,
-    replace(LONG, id="long-b32", requests=32, prompt=16384),
+    replace(LONG, id="long-b32", requests=32, prompt=16384, timed_runs=2),
 )
-TIMED_RUNS = 2
 
 
 def choose(names: str | None, small: bool) -> list[Scenario]:

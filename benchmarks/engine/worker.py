@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .extension import WorkerFacts, objection
-from .scenarios import SAMPLING, TIMED_RUNS, Figure, Scenario, prompts, rates
+from .scenarios import SAMPLING, Figure, Scenario, prompts, rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
 
     warm = run("warm-up", requests(scenario.warm_requests, 0), scenario.warm_output)
     seconds, first_seconds = [], []
-    for turn in range(1, TIMED_RUNS + 1):
+    for turn in range(1, scenario.timed_runs + 1):
         asked = requests(scenario.requests, turn)
         if scenario.figure is Figure.DECODE:
             # The prefix cache holds the prompts from then on.

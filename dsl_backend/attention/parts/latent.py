@@ -41,10 +41,25 @@ class LatentKey(LayerKey):
         return self.head_dim * (1 if self.fp8 else 2)
 
 
+MOST_BOXES = 4  # of queries that an item asks for, each a copy of every chunk
+SWIZZLED_ROWS = 8  # that a swizzle repeats after
+
+
+def tokens_of_box(pack: int, tokens: int) -> int:
+    """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
+    parts = (n for n in range(-(-tokens // MOST_BOXES), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
+    return next(parts, tokens)
+
+
 class LatentTiled:
     """Sizes, layouts, copies and schedule of a kernel.
 
+    Of an item's queries only the boxes are copied that its tokens lie in: with 16 heads one token has 18 KB of a tile's
+    72, which is as much as a tile of keys.
+
     Attributes:
+        box_tokens: tokens of a box of queries.
+        rows_loaded: of queries that are copied for every item. The others are zeros, or what was copied before.
         parts: chunks of a row, in the order in which their room becomes free: what is only key, then the halves of the
             value.
     """
@@ -57,6 +72,8 @@ class LatentTiled:
         self.chunk = chunk(key.head_dim)
         self.tile_n = self.config.tile_n
         self.tokens_per_tile = ROWS // key.pack
+        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile)
+        self.rows_loaded = self.box_tokens * key.pack
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
         self.parts = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
@@ -94,8 +111,8 @@ class LatentTiled:
         """For the queries' two parts and the keys: the copy of a box, and the tensor as it takes it."""
         key, atom = self.key, self.atom(self.chunk)
         load, load_keys = self.load_ops()
-        q_box = cute.make_composed_layout(atom.inner, 0, query_box(self))
-        q_tile = (key.pack, self.tokens_per_tile, self.chunk)
+        q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
+        q_tile = (key.pack, self.box_tokens, self.chunk)
         k_tile = (self.box, self.chunk)
         k_box = bytes_boxed(*k_tile)[0] if key.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
@@ -164,13 +181,15 @@ class LatentLoader(Loader):
         self.k_load, self.mK = k_load, mK
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
-        self.tokens_per_tile = kernel.tokens_per_tile
-        self.q_bytes = self.tokens_per_tile * self.key.pack * kernel.dims * 2
+        self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
+        self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
+        self.q_bytes = kernel.rows_loaded * kernel.dims * 2  # of a box's chunks
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
         self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)
-        # Rows of a chunk lie one after another: [head and token, 1, chunk, 1].
-        shape = (query_box(kernel).shape, 1, self.chunks, 1)
-        layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, ROWS * kernel.chunk, 0))
+        # Rows of a chunk lie one after another: [head and token, box, chunk].
+        box = query_box(kernel, kernel.box_tokens)
+        strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
+        layout = cute.make_layout((box.shape, self.q_boxes, self.chunks), stride=strides)
         self.sQ = cute.make_tensor(sQ.iterator, layout)
         self.sK = self.in_boxes(sK, self.box, kernel.chunk)
 
@@ -195,18 +214,22 @@ class LatentLoader(Loader):
     def load_queries(self, work, count):
         cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ 1)
         full = self.barriers.q_full
-        self.expect(full, self.q_bytes)
-        tile = (self.key.pack, self.tokens_per_tile, self.chunk)
+        boxes = cutlass.Int32(1)
+        if cutlass.const_expr(self.q_boxes > 1):
+            boxes = cute.ceil_div(work.rows, self.rows_loaded)
+        self.expect(full, boxes * self.q_bytes)
+        tile = (self.key.pack, self.box_tokens, self.chunk)
         first = 0
         for atom, source, chunks in (
             (self.v_load, self.mV, self.chunks_v),
             (self.r_load, self.mR, self.chunks - self.chunks_v),
         ):
             rows = cute.domain_offset((0, work.query, 0), source[None, None, None, work.unit])
-            given = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
+            given = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
             to, given = cpasync.tma_partition(atom, 0, cute.make_layout(1), self.sQ, given)
-            for c in cutlass.range_constexpr(chunks):
-                cute.copy(atom, given[None, c], to[None, 0, first + c, 0], tma_bar_ptr=full)
+            for box in cutlass.range(boxes, unroll=1):
+                for c in cutlass.range_constexpr(chunks):
+                    cute.copy(atom, given[None, box, c], to[None, box, first + c], tma_bar_ptr=full)
             first += chunks
 
     @cute.jit

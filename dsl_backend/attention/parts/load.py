@@ -18,9 +18,9 @@ def box_rows(page_size: int, tile_n: int) -> int:
     return math.gcd(page_size, tile_n) if page_size else tile_n
 
 
-def query_box(kernel) -> cute.Layout:
-    """[packed heads, tokens, chunk] of a query tile in shared memory, swizzle apart."""
-    shape = (kernel.key.pack, kernel.tokens_per_tile, kernel.chunk)
+def query_box(kernel, tokens: int) -> cute.Layout:
+    """[packed heads, tokens, chunk] of some tokens of a query tile in shared memory, swizzle apart."""
+    shape = (kernel.key.pack, tokens, kernel.chunk)
     return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack * kernel.chunk, 1))
 
 
@@ -58,8 +58,9 @@ class Loader:
         else:
             # Rows of a chunk lie one after another: [head and token, 1, chunk, stage].
             one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
-            shape = (query_box(kernel).shape, 1, self.q_chunks, self.config.query_stages)
-            layout = cute.make_layout(shape, stride=(query_box(kernel).stride, 0, *one_tile))
+            box = query_box(kernel, self.tokens_per_tile)
+            shape = (box.shape, 1, self.q_chunks, self.config.query_stages)
+            layout = cute.make_layout(shape, stride=(box.stride, 0, *one_tile))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
         self.sK = self.in_boxes(sK, self.box, kernel.copied)
         self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
@@ -107,7 +108,7 @@ class Loader:
         return page
 
     @cute.jit
-    def expect(self, full, size: cutlass.Constexpr[int]):
+    def expect(self, full, size):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
 

@@ -168,7 +168,7 @@ class TiledKernel:
                 ),
             )
             q_tile = (key.pack, self.tokens_per_tile, self.chunk)
-            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self))
+            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self, self.tokens_per_tile))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))

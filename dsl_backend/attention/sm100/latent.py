@@ -194,10 +194,9 @@ class LatentForward(LatentTiled):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
-        filled = self.tokens_per_tile * self.key.pack
-        if cutlass.const_expr(filled < ROWS):
-            # Rows that no tensor copy writes.
-            clear_rows(sQ[None, None, 0], filled, ROWS, cute.arch.thread_idx()[0], config.threads)
+        if cutlass.const_expr(self.rows_loaded < ROWS):
+            # Rows that no tensor copy may write.
+            clear_rows(sQ[None, None, 0], self.rows_loaded, ROWS, cute.arch.thread_idx()[0], config.threads)
             cute.arch.fence_proxy("async.shared", space="cta")
         if warp == MULTIPLY:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, place)

@@ -25,6 +25,7 @@ from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP
 from dsl_backend.attention.sm90.latent_configs import GROUPS
 from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
+from dsl_backend.primitives.copy import clear_rows
 
 
 class Barriers(NamedTuple):
@@ -186,6 +187,10 @@ class LatentForward(LatentTiled):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.rows_loaded < ROWS):
+            # Rows that no tensor copy may write.
+            clear_rows(sQ[None, None, 0], self.rows_loaded, ROWS, thread, config.threads)
+            cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
 
         # Until here nothing was read or written that the kernels before this one have to do with.

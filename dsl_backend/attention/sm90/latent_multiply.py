@@ -81,12 +81,6 @@ class LatentMultiplier:
 
     @cute.jit
     def run(self):
-        filled = cutlass.const_expr(self.kernel.tokens_per_tile * self.key.pack)
-        if cutlass.const_expr(filled < ROWS):
-            # Rows that no tensor copy writes.
-            clear_rows(self.sQ[None, None, 0], filled, ROWS, self.thread + self.group * WARPGROUP, MATH_THREADS)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=MATH_THREADS)
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
