@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 arithmetic on the device: powers and logarithms of two, sums as trees, a softmax's running state."""
+"""Arithmetic on the device: powers and logarithms of two, sums as trees, a softmax's running state; quotients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,6 +43,11 @@ def weight(value, maximum):
     The difference is taken before it is scaled: the product of the largest float32 and log2(e) is no float32.
     """
     return exp2((value - maximum) * LOG2_E)
+
+
+def quotient(a: cutlass.Int32, b: cutlass.Int32) -> cutlass.Int32:
+    """The integer a // b of numbers that are not negative: signed ones take a remainder and two comparisons besides."""
+    return cutlass.Int32(cutlass.Uint32(a) // cutlass.Uint32(b))
 
 
 @cute.jit

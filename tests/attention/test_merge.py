@@ -7,12 +7,13 @@ import pytest
 
 from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.parts.merge import FEW, READ, THREADS
-from dsl_backend.attention.parts.schedule import MERGE_FIELDS, SPARED
+from dsl_backend.attention.parts.schedule import SPARED
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.launch import SplitKV
 from dsl_backend.testing.cases import Case
 from tests.attention.emulated import emulate, scratch
+from tests.attention.schedule_kernels import Cutting, cuts_of
 
 TILE = 16  # keys
 
@@ -27,8 +28,11 @@ def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
         return made[-1]
 
     emulate(case, "sm_90a", make, index, sms=sms)
-    fields = made[0].workspace.integers(sms * MERGE_FIELDS)[: sms * MERGE_FIELDS].view(sms, MERGE_FIELDS)
-    return [int(parts) for parts in fields[:, 0]]
+    kernel = made[0]
+    tokens = kernel.tile_m // kernel.pack
+    rows = max(1, min(kernel.tile_m, max(case.q_lens) * kernel.pack))
+    cutting = Cutting(kernel.key(lse=False, sinks=None), tokens, TILE, kernel.config.least_share, rows=rows)
+    return [cut.parts for cut in cuts_of(cutting, case.q_lens, case.kv_lens, sms)]
 
 
 @pytest.mark.parametrize("parts", [2, FEW, FEW + 1, 11])

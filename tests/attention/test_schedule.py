@@ -4,6 +4,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from dsl_backend.attention.kernel import COUNTERS
 from dsl_backend.attention.parts import schedule
+from dsl_backend.attention.parts.schedule import Cut
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.tiles import LayerKey
 from dsl_backend.attention.parts.work import FIELDS, WHOLE, Work
@@ -26,7 +28,7 @@ from emulator.errors import EmulatorError
 from emulator.machine.launch import Run
 from tests.attention import schedule_kernels
 from tests.attention.mistakes import Mistake, spoilt
-from tests.attention.schedule_kernels import Claiming, Launching, Sharing
+from tests.attention.schedule_kernels import Claiming, Cutting, Launching, Sharing, cuts_of, rows_of
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
@@ -256,43 +258,66 @@ DECODES = {
 }
 
 
-def shared(lengths: Sequence[int], blocks: int) -> tuple[list[list[Work]], list[list[int]]]:
-    """Items of each block for decodes over so many keys, and what each leaves to merge."""
-    int32 = {"dtype": torch.int32}
-    starts, keys = torch.arange(len(lengths) + 1, **int32), torch.tensor(lengths, **int32)
-    merges = torch.full((blocks, schedule.MERGE_FIELDS), -7, **int32)
-    posts = torch.full((blocks, len(lengths) * HEADS + 1, FIELDS), -7, **int32)
+# Requests of several row tiles, and their keys.
+SHARED_TOKENS = 2
+PROMPTS, PROMPTS_KEYS = [5, 1, 2, 9, 1], [90, 1, 40 * TILE, 20 * TILE + 3, 700]
+
+
+def shared(
+    lengths: Sequence[int], blocks: int, q_lens: Sequence[int] | None = None, cluster: int = 1
+) -> list[list[Work]]:
+    """Items of each block, of clusters all first ones before all second ones, for requests over so many keys."""
+    asked = q_lens or [1] * len(lengths)
+    items = sum(-(-queries // SHARED_TOKENS) for queries in asked) * HEADS + 1
+    posts = torch.full((blocks, items, FIELDS), -7, dtype=torch.int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
-        Sharing(key_of(split=True), 1, TILE, LEAST)(*(from_dlpack(one) for one in (starts, keys, merges, posts)))
+        sharing = Sharing(key_of(split=True), SHARED_TOKENS, TILE, LEAST, cluster)
+        sharing(*(from_dlpack(one) for one in (*rows_of(asked, lengths), posts)))
     found = [[Work(*fields) for fields in block] for block in posts.tolist()]
-    return [block[: [work.valid for work in block].index(0)] for block in found], merges.tolist()
+    found = [block[: [work.valid for work in block].index(0)] for block in found]
+    return [block for rank in range(cluster) for block in found[rank::cluster]]
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 8])
-@pytest.mark.parametrize("name", DECODES)
-def test_shares(name: str, blocks: int) -> None:
-    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks."""
-    lengths = DECODES[name]
-    found, merges = shared(lengths, blocks)
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("clusters", [1, 3, 8])
+@pytest.mark.parametrize("name", [*DECODES, "prompts"])
+def test_shares(name: str, clusters: int, cluster: int) -> None:
+    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks, as who
+    merges finds it.
+    """
+    lengths, blocks = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
+    q_lens = [1] * len(lengths) if name in DECODES else PROMPTS
     ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
-    for block, items in enumerate(found):
+    for block, items in enumerate(shared(lengths, blocks, q_lens, cluster)):
         for work in items:
             ranges.setdefault((work.query, work.unit), []).append((block, work))
-    assert len(ranges) == len(lengths) * HEADS
-    merged = {}
-    for (request, unit), parts in ranges.items():
-        tiles = max(-(-lengths[request] // TILE), 1)
+    tiles_of = {}
+    for request, (queries, first) in enumerate(zip(q_lens, accumulate([0, *q_lens]), strict=False)):
+        for row in range(0, queries, SHARED_TOKENS):
+            tiles_of[first + row] = max(-(-lengths[request] // TILE), 1), min(queries - row, SHARED_TOKENS)
+    assert set(ranges) == {(query, unit) for query in tiles_of for unit in range(HEADS)}
+    expected = {}
+    for (query, unit), parts in ranges.items():
+        tiles, rows = tiles_of[query]
         ends = [work.end for _, work in parts]
-        assert [work.begin for _, work in parts] == [0, *ends[:-1]]
-        assert ends[-1] == tiles
         first = parts[0][0]
         assert [block for block, _ in parts] == list(range(first, first + len(parts)))
+        assert {work.rows for _, work in parts} == {rows}
         if len(parts) > 1:
+            assert [work.begin for _, work in parts] == [0, *ends[:-1]]
+            assert ends[-1] == tiles
             assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
-            merged[first] = [len(parts), request, unit, 1]
+            expected[first] = Cut(len(parts), query, unit, rows)
         else:
+            # Of a whole range, what its row tile sees.
+            assert parts[0][1].begin == 0
+            assert parts[0][1].end <= tiles
             assert parts[0][1].slot == WHOLE
-    assert {block: left for block, left in enumerate(merges) if left[0]} == merged
+    cutting = Cutting(key_of(split=True), SHARED_TOKENS, TILE, LEAST, cluster)
+    found = cuts_of(cutting, q_lens, lengths, blocks)
+    assert {block: cut for block, cut in enumerate(found) if cut.parts} == expected
+    if clusters > 1 and name in ("long", "one", "prompts"):
+        assert expected
 
 
 @pytest.mark.parametrize("name", DECODES)
@@ -304,7 +329,7 @@ def test_shares_are_even(name: str) -> None:
     blocks = 8
     lengths = DECODES[name]
     tiles = [max(-(-length // TILE), 1) for length in lengths]
-    found, _ = shared(lengths, blocks)
+    found = shared(lengths, blocks)
     if len(set(tiles)) == 1:
         assert max(sum(work.end - work.begin for work in items) for items in found) <= tiles[0] * HEADS
         return

@@ -45,9 +45,9 @@ MOST_BOXES = 4  # of queries that an item asks for, each a copy of every chunk
 SWIZZLED_ROWS = 8  # that a swizzle repeats after
 
 
-def tokens_of_box(pack: int, tokens: int) -> int:
+def tokens_of_box(pack: int, tokens: int, most_boxes: int) -> int:
     """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
-    parts = (n for n in range(-(-tokens // MOST_BOXES), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
+    parts = (n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
     return next(parts, tokens)
 
 
@@ -60,9 +60,13 @@ class LatentTiled:
     Attributes:
         box_tokens: tokens of a box of queries.
         rows_loaded: of queries that are copied for every item. The others are zeros, or what was copied before.
+        most_boxes: of a tile's queries. Where they may be several, who reads queries gives their place to the loader
+            before the first item too, having cleared it.
         parts: chunks of a row, in the order in which their room becomes free: what is only key, then the halves of the
             value.
     """
+
+    most_boxes = 1
 
     def __init__(self, key: LatentKey):
         self.key: Any = key
@@ -72,7 +76,7 @@ class LatentTiled:
         self.chunk = chunk(key.head_dim)
         self.tile_n = self.config.tile_n
         self.tokens_per_tile = ROWS // key.pack
-        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile)
+        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile, self.most_boxes)
         self.rows_loaded = self.box_tokens * key.pack
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
@@ -139,16 +143,14 @@ class LatentTiled:
             ),
         )
 
-    def schedule(self, mailbox, requests: Requests, ledger):
+    def schedule(self, mailbox, requests: Requests, counters):
         """The role that finds work."""
         tokens, config = self.tokens_per_tile, self.config
         if self.key.shares:
             # Neighbouring blocks have neighbouring units of a share: those of a cluster load the same keys.
             return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
         if self.key.split:
-            return KeyShares(
-                self.key, mailbox, tokens, self.tile_n, requests, ledger, config.least_share, config.cluster
-            )
+            return KeyShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, config.cluster)
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 
     @cute.jit
@@ -183,6 +185,7 @@ class LatentLoader(Loader):
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
         self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
+        self.q_phase = 0 if kernel.most_boxes > 1 and kernel.rows_loaded < ROWS else 1
         self.q_bytes = kernel.rows_loaded * kernel.dims * 2  # of a box's chunks
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
         self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)
@@ -201,10 +204,14 @@ class LatentLoader(Loader):
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
+            # Pages are on their way while queries are asked for.
+            pages = self.pages_of(work, work.end - 1)
             self.load_queries(work, items)
             for step in cutlass.range(work.end - work.begin, unroll=1):
                 tile = work.end - 1 - step
-                self.load_rows(work, tile, self.pages_of(work, tile), tiles)
+                if step > 0:
+                    pages = self.pages_of(work, tile)
+                self.load_rows(work, tile, pages, tiles)
                 tiles += 1
             items += 1
             work = self.mailbox.read(items)
@@ -212,7 +219,7 @@ class LatentLoader(Loader):
 
     @cute.jit
     def load_queries(self, work, count):
-        cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ 1)
+        cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ self.q_phase)
         full = self.barriers.q_full
         boxes = cutlass.Int32(1)
         if cutlass.const_expr(self.q_boxes > 1):

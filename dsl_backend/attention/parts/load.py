@@ -77,9 +77,10 @@ class Loader:
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            self.load_queries(work, items)
             last = work.end - 1
+            # On their way while queries are asked for.
             pages = self.pages_of(work, last)
+            self.load_queries(work, items)
             self.load_keys(work, last, pages, keys)
             keys += 1
             for step in cutlass.range(work.end - work.begin - 1, unroll=1):

@@ -7,6 +7,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.work import WHOLE, Work, no_work
+from dsl_backend.primitives.math import quotient
 
 FAR = 1 << 30  # a window that ends nowhere
 # Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
@@ -46,6 +47,12 @@ def sum_through(value: cutlass.Int32):
         other = cute.arch.shuffle_sync_up(value, 1 << bit, mask_and_clamp=0)
         value += other if cute.arch.lane_idx() >= (1 << bit) else 0
     return value
+
+
+def reduced(total, ranges, longest, shortest):
+    """Of a warp's lanes: two sums, the largest, the smallest."""
+    sums = [cute.arch.warp_redux_sync(value, "add") for value in (total, ranges)]
+    return *sums, cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(shortest, "min")
 
 
 @cute.jit
@@ -408,8 +415,34 @@ class OwnShares(QueryTiles):
         )
 
 
-# int32s a block leaves for the merge kernel: parts (0: nothing to merge), first query row, unit, rows.
-MERGE_FIELDS = 4
+class EvenShares(NamedTuple):
+    """How the places of all ranges are dealt out.
+
+    Attributes:
+        total: places.
+        share: of a block.
+        lead: places of a range before its first tile.
+        least_span: places that a range has at least.
+    """
+
+    total: cutlass.Int32
+    share: cutlass.Int32
+    lead: cutlass.Int32
+    least_span: cutlass.Int32
+
+
+class Cut(NamedTuple):
+    """A range that begins in a block's share and goes on behind it.
+
+    Attributes:
+        parts: blocks that have some of it; 0 where there is no such range.
+        query: its first query row. rows: of its row tile.
+    """
+
+    parts: cutlass.Int32
+    query: cutlass.Int32
+    unit: cutlass.Int32
+    rows: cutlass.Int32
 
 
 class KeyShares(QueryTiles):
@@ -421,23 +454,15 @@ class KeyShares(QueryTiles):
 
     A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
-    share, of neighbouring units: the first ones' slots come before all second ones'.
+    share, of neighbouring units: the first ones' slots come before all second ones'. Lengths say all of this: who
+    merges finds it out as blocks do, while they work.
     """
 
     def __init__(
-        self,
-        key,
-        mailbox,
-        tokens_per_tile: int,
-        tile_n: int,
-        requests: Requests,
-        merges,
-        least: int,
-        cluster: int = 1,
+        self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, least: int, cluster: int = 1
     ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
-        self.cluster, self.units = cluster, key.units // cluster
-        self.merges, self.least = merges, least
+        self.cluster, self.units, self.least = cluster, key.units // cluster, least
 
     @cute.jit
     def read(self, request, count):
@@ -466,71 +491,95 @@ class KeyShares(QueryTiles):
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        total, share, lead, least_span = self.even_share(count, lane, blocks)
+        held = self.read(lane, count)
+        total, share, lead, least_span = self.even_shares(held, count, lane, blocks)
         place = block * share
         end = cutlass.min(place + share, total)
-        posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        merge = self.merges
+        posted, seen = cutlass.Int32(0), cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            values = self.read(chunk * WARP + lane, count)
-            through = sum_through(values[4] * cutlass.max(values[3] + lead, least_span)) + seen
+            first, queries, keys, tiles, ranges = held
+            if chunk > 0:
+                first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count)
+            through = sum_through(ranges * cutlass.max(tiles + lead, least_span)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
+            values = (first, queries, keys, tiles, ranges)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
-                first, queries, keys, tiles, ranges = [cute.arch.shuffle_sync(value, owner) for value in values]
-                span = cutlass.max(tiles + lead, least_span)
-                base = cute.arch.shuffle_sync(through, owner) - ranges * span
-                item, offset = (place - base) // span, (place - base) % span
-                start = base + item * span + lead
+                of_owner = [cute.arch.shuffle_sync(value, owner) for value in values]
+                behind = cute.arch.shuffle_sync(through, owner)
+                span, offset, start, unit, row = self.range_at(of_owner, behind, place, lead, least_span)
                 places = cutlass.min(span - offset, end - place)
                 tile = cutlass.max(offset - lead, 0)
                 taken = cutlass.max(offset + places - lead, 0) - tile
                 if taken > 0:
-                    row_tiles = ranges // self.units
-                    unit, row = item // row_tiles * self.cluster + rank, item % row_tiles * self.tokens_per_tile
+                    first_row, asked, kept, of_range, _ = of_owner
                     slot = cutlass.Int32(WHOLE)
-                    if taken < tiles:
+                    if taken < of_range:
                         slot = 2 * mine + (1 if start >= block * share else 0)
-                    rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
-                    if taken < tiles and start >= block * share:
-                        parts = (start + tiles - 1) // share - block + 1
-                        if lane == 0:
-                            merge[mine, 1] = first + row
-                            merge[mine, 2] = unit
-                            merge[mine, 3] = rows
-                    work = self.piece(chunk * WARP + owner, first, queries, keys, unit, row, rows, tile, taken, slot)
+                    rows = cutlass.min(asked - row, self.tokens_per_tile) * self.key.pack
+                    unit = unit * self.cluster + rank
+                    request = chunk * WARP + owner
+                    work = self.piece(request, first_row, asked, kept, unit, row, rows, tile, taken, slot)
                     self.mailbox.post(posted, work)
                     posted += 1
                 place += places
-        if lane == 0:
-            merge[mine, 0] = parts
         self.mailbox.post(posted, no_work())
 
     @cute.jit
-    def even_share(self, count, lane, blocks):
-        """Places of all ranges, those of a block, how many of each range are before its first tile, how many it has at
-        least.
+    def range_at(self, of_request, behind, place, lead, least_span):
+        """The range of a request that a place belongs to.
+
+        Args:
+            of_request: what `read` gives. behind: the place behind the request's ranges.
+
+        Returns:
+            (its places, which of them this is, the place of its first tile, its unit of a cluster, its first token)
         """
-        total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+        _, _, _, tiles, ranges = of_request
+        span = cutlass.max(tiles + lead, least_span)
+        within = place - (behind - ranges * span)
+        item = quotient(within, span)
+        offset = within - item * span
+        row_tiles = ranges // self.units
+        unit, row_tile = item, cutlass.Int32(0)
+        if row_tiles > 1:
+            unit = quotient(item, row_tiles)
+            row_tile = item - unit * row_tiles
+        return span, offset, place - offset + lead, unit, row_tile * self.tokens_per_tile
+
+    @cute.jit
+    def even_shares(self, held, count, lane, blocks):
+        """How all ranges are dealt out to so many blocks, or clusters.
+
+        Args:
+            held: what `read` gives of the lane's request among the first ones.
+        """
+        _, _, _, tiles, own = held
+        total, ranges, longest, shortest = own * tiles, own, cutlass.Int32(1), cutlass.Int32(FAR)
+        if own > 0:
+            longest, shortest = tiles, tiles
+        for chunk in cutlass.range(1, cute.ceil_div(count, WARP), unroll=1):
             _, _, _, tiles, own = self.read(chunk * WARP + lane, count)
             total += own * tiles
             ranges += own
             if own > 0:
                 longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, tiles)
-        total, ranges = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_sum(ranges)
-        longest, shortest = cute.arch.warp_reduction_max(longest), cute.arch.warp_redux_sync(shortest, "min")
-        share = cutlass.max((total + blocks - 1) // blocks, self.least)
+        return self.deal(*reduced(total, ranges, longest, shortest), blocks)
+
+    @cute.jit
+    def deal(self, total, ranges, longest, shortest, blocks):
+        """The same, where there are so many key tiles and ranges, the longest and the shortest of so many tiles."""
+        share = cutlass.max(quotient(total + blocks - 1, blocks), self.least)
         lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
-        whole = (ranges + blocks - 1) // blocks * longest
+        whole = quotient(ranges + blocks - 1, blocks) * longest
         if whole <= share + SPARED + self.merged_tiles():
             # Merging would cost more than blocks idle that have shorter ranges than others, or none.
             total, share, least_span = ranges * longest, whole, longest
         elif shortest < cutlass.min(share, longest):
             lead = cutlass.Int32(ITEM_TILES)
             total += ranges * lead
-            share = cutlass.max((total + blocks - 1) // blocks, self.least)
-        return total, share, lead, least_span
+            share = cutlass.max(quotient(total + blocks - 1, blocks), self.least)
+        return EvenShares(total, share, lead, least_span)
 
     @cute.jit
     def merged_tiles(self):
@@ -562,3 +611,32 @@ class KeyShares(QueryTiles):
             right,
             slot,
         )
+
+    @cute.jit
+    def place_of_cut(self, shares: EvenShares, blocks, entry):
+        """The last place of a block's share: a range that is cut behind it is the one that the place belongs to.
+
+        Args:
+            blocks: all, or clusters.
+            entry: the block; of a cluster, rank * clusters + cluster.
+        """
+        return (entry - quotient(entry, blocks) * blocks + 1) * shares.share - 1
+
+    @cute.jit
+    def cut(self, shares: EvenShares, blocks, entry, of_request, behind):
+        """What a block leaves to be merged.
+
+        Args:
+            blocks, entry: as in `place_of_cut`.
+            of_request: what `read` gives of the request that the place belongs to. behind: the place behind its ranges.
+        """
+        first, queries, _, tiles, _ = of_request
+        rank = quotient(entry, blocks)
+        block = entry - rank * blocks
+        end = (block + 1) * shares.share
+        _, _, start, unit, row = self.range_at(of_request, behind, end - 1, shares.lead, shares.least_span)
+        last, parts = start + tiles - 1, cutlass.Int32(0)
+        if start >= block * shares.share and start < end and last >= end:
+            parts = quotient(last, shares.share) - block + 1
+        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
+        return Cut(parts, first + row, unit * self.cluster + rank, rows)

@@ -78,7 +78,7 @@ class Forward(TiledKernel):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        counters: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -130,7 +130,7 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            ledger,
+            counters,
             requests,
             scoring,
         ).launch(
@@ -142,8 +142,9 @@ class Forward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, resident=config.resident)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            tokens, resident = self.tokens_per_tile, config.resident
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tokens, resident=resident)
+            merge(partials, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -162,14 +163,11 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        counters: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one, and waits there.
-            cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(places * 2, byte_alignment=1024), q_layout)
@@ -197,6 +195,9 @@ class Forward(TiledKernel):
 
         # Until here nothing was read or written that the kernels before this one have to do with.
         cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one: it finds out what to merge, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)
@@ -205,7 +206,7 @@ class Forward(TiledKernel):
                 loader = RolledLoader if self.dims > 256 else Loader
                 loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, ledger).run()
+                self.schedule(mailbox, requests, counters).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)

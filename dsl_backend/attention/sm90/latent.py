@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled, LatentWidener
+from dsl_backend.attention.parts.latent import MOST_BOXES, LatentLoader, LatentTiled, LatentWidener
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import Merge
 from dsl_backend.attention.parts.schedule import Requests
@@ -25,7 +25,6 @@ from dsl_backend.attention.parts.work import SLOTS, Mailbox
 from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP
 from dsl_backend.attention.sm90.latent_configs import GROUPS
 from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
-from dsl_backend.primitives.copy import clear_rows
 
 
 class Barriers(NamedTuple):
@@ -45,6 +44,8 @@ class Barriers(NamedTuple):
 class LatentForward(LatentTiled):
     """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
 
+    most_boxes = MOST_BOXES
+
     @cute.jit
     def __call__(
         self,
@@ -63,7 +64,7 @@ class LatentForward(LatentTiled):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        counters: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -99,7 +100,7 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            ledger,
+            counters,
             requests,
             scoring,
         ).launch(
@@ -111,8 +112,9 @@ class LatentForward(LatentTiled):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            tokens = self.tokens_per_tile
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tokens, True, config.cluster)
+            merge(partials, requests, out, lse, scoring, blocks, stream)
 
     def product(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(
@@ -149,14 +151,11 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        counters: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one, and waits there.
-            cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -187,14 +186,13 @@ class LatentForward(LatentTiled):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.rows_loaded < ROWS):
-            # Rows that no tensor copy may write.
-            clear_rows(sQ[None, None, 0], self.rows_loaded, ROWS, thread, config.threads)
-            cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
 
         # Until here nothing was read or written that the kernels before this one have to do with.
         cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.key.split):
+            # The merge kernel may take its place beside this one: it finds out what to merge, and waits there.
+            cute.arch.griddepcontrol_launch_dependents()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         math, other, widen = config.registers
         if warp < WARPGROUP // 32:
@@ -203,7 +201,7 @@ class LatentForward(LatentTiled):
                 rings = rings_of_loader(barriers)
                 LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, ledger).run()
+                self.schedule(mailbox, requests, counters).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(widen)
