@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts.merge import FEW, READ, THREADS
+from dsl_backend.attention.parts.merge import FEW, RESIDENT, WARP
 from dsl_backend.attention.parts.schedule import SPARED
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.launch import SplitKV
 from dsl_backend.testing.cases import Case
 from tests.attention.emulated import emulate, scratch
-from tests.attention.schedule_kernels import Cutting, cuts_of
 
 TILE = 16  # keys
 
@@ -28,11 +27,9 @@ def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
         return made[-1]
 
     emulate(case, "sm_90a", make, index, sms=sms)
-    kernel = made[0]
-    tokens = kernel.tile_m // kernel.pack
-    rows = max(1, min(kernel.tile_m, max(case.q_lens) * kernel.pack))
-    cutting = Cutting(kernel.key(lse=False, sinks=None), tokens, TILE, kernel.config.least_share, rows=rows)
-    return [cut.parts for cut in cuts_of(cutting, case.q_lens, case.kv_lens, sms)]
+    _, cuts = made[0].scratch(case.problem().batch, 1)
+    assert cuts is not None
+    return [int(parts) for parts in cuts[:, 0]]
 
 
 @pytest.mark.parametrize("parts", [2, FEW, FEW + 1, 11])
@@ -53,15 +50,15 @@ def test_few_and_many_parts_at_once(dim: int) -> None:
     assert max(parts) > FEW > min(one for one in parts if one) > 1
 
 
-@pytest.mark.full
-def test_more_ranges_than_are_read_at_once() -> None:
-    """Every other one begins where a block's share does; shorter ones would be left whole."""
-    blocks = READ * THREADS + 4
-    requests = blocks * 2 // 3
-    lengths = (9 * TILE,) * requests
-    parts = parts_of(Case(q_lens=(1,) * requests, kv_lens=lengths, heads=(1, 1), dim=64), blocks)
-    assert any(parts[: READ * THREADS])
-    assert any(parts[READ * THREADS :])
+@pytest.mark.parametrize("parts", [3, FEW + 3])
+def test_more_items_than_lanes_look_at_at_once(parts: int) -> None:
+    """64 rows of two slices each: a block's places come around more than once."""
+    rows, slices = 64, 2
+    assert rows * slices > WARP * RESIDENT
+    # As many tiles a block as leave no range whole.
+    tiles = 30 * parts
+    case = Case(q_lens=(1,), kv_lens=(tiles * TILE,), heads=(rows, 1), dim=256)
+    assert parts_of(case, parts)[0] == parts
 
 
 def test_many_parts_in_turns() -> None:

@@ -28,7 +28,7 @@ from emulator.errors import EmulatorError
 from emulator.machine.launch import Run
 from tests.attention import schedule_kernels
 from tests.attention.mistakes import Mistake, spoilt
-from tests.attention.schedule_kernels import Claiming, Cutting, Launching, Sharing, cuts_of, rows_of
+from tests.attention.schedule_kernels import Claiming, Launching, Sharing
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
@@ -265,30 +265,34 @@ PROMPTS, PROMPTS_KEYS = [5, 1, 2, 9, 1], [90, 1, 40 * TILE, 20 * TILE + 3, 700]
 
 def shared(
     lengths: Sequence[int], blocks: int, q_lens: Sequence[int] | None = None, cluster: int = 1
-) -> list[list[Work]]:
-    """Items of each block, of clusters all first ones before all second ones, for requests over so many keys."""
-    asked = q_lens or [1] * len(lengths)
+) -> tuple[list[list[Work]], list[Cut]]:
+    """Items of each block and what it leaves to be merged, for requests over so many keys.
+
+    Of clusters all first blocks come before all second ones.
+    """
+    int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
+    starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
     items = sum(-(-queries // SHARED_TOKENS) for queries in asked) * HEADS + 1
-    posts = torch.full((blocks, items, FIELDS), -7, dtype=torch.int32)
+    cuts = torch.full((blocks, schedule.CUT_FIELDS), -7, **int32)
+    posts = torch.full((blocks, items, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
         sharing = Sharing(key_of(split=True), SHARED_TOKENS, TILE, LEAST, cluster)
-        sharing(*(from_dlpack(one) for one in (*rows_of(asked, lengths), posts)))
+        sharing(*(from_dlpack(one) for one in (starts, keys, cuts, posts)))
     found = [[Work(*fields) for fields in block] for block in posts.tolist()]
     found = [block[: [work.valid for work in block].index(0)] for block in found]
-    return [block for rank in range(cluster) for block in found[rank::cluster]]
+    return [block for rank in range(cluster) for block in found[rank::cluster]], [Cut(*one) for one in cuts.tolist()]
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("clusters", [1, 3, 8])
 @pytest.mark.parametrize("name", [*DECODES, "prompts"])
 def test_shares(name: str, clusters: int, cluster: int) -> None:
-    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks, as who
-    merges finds it.
-    """
+    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks."""
     lengths, blocks = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
     q_lens = [1] * len(lengths) if name in DECODES else PROMPTS
+    found, cuts = shared(lengths, blocks, q_lens, cluster)
     ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
-    for block, items in enumerate(shared(lengths, blocks, q_lens, cluster)):
+    for block, items in enumerate(found):
         for work in items:
             ranges.setdefault((work.query, work.unit), []).append((block, work))
     tiles_of = {}
@@ -313,9 +317,7 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
             assert parts[0][1].begin == 0
             assert parts[0][1].end <= tiles
             assert parts[0][1].slot == WHOLE
-    cutting = Cutting(key_of(split=True), SHARED_TOKENS, TILE, LEAST, cluster)
-    found = cuts_of(cutting, q_lens, lengths, blocks)
-    assert {block: cut for block, cut in enumerate(found) if cut.parts} == expected
+    assert {block: cut for block, cut in enumerate(cuts) if cut.parts} == expected
     if clusters > 1 and name in ("long", "one", "prompts"):
         assert expected
 
@@ -329,7 +331,7 @@ def test_shares_are_even(name: str) -> None:
     blocks = 8
     lengths = DECODES[name]
     tiles = [max(-(-length // TILE), 1) for length in lengths]
-    found = shared(lengths, blocks)
+    found, _ = shared(lengths, blocks)
     if len(set(tiles)) == 1:
         assert max(sum(work.end - work.begin for work in items) for items in found) <= tiles[0] * HEADS
         return

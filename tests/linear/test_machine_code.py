@@ -8,8 +8,14 @@ pytest.importorskip("cutlass")
 from dsl_backend.testing.machine_code import found, linear_subjects
 
 QUICK = ("sm_90a-swiglu", "sm_100a-swiglu-oai-all")
-# Bytes of stack that are known and not yet gone.
-KNOWN = {"sm_90a-swiglu-oai-all": 40, "sm_90a-geglu-all": 8, "sm_90a-geglu-tanh-all": 40}
+# Bytes of stack that are known and not yet gone. Swiglu's hold one value from before the roles part, which each loads
+# twice in front of its loop.
+KNOWN = {
+    "sm_90a-swiglu-all": 8,
+    "sm_90a-swiglu-oai-all": 40,
+    "sm_90a-geglu-all": 8,
+    "sm_90a-geglu-tanh-all": 40,
+}
 IDS = [subject.id for subject in linear_subjects()]
 
 

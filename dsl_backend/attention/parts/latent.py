@@ -143,14 +143,16 @@ class LatentTiled:
             ),
         )
 
-    def schedule(self, mailbox, requests: Requests, counters):
+    def schedule(self, mailbox, requests: Requests, ledger):
         """The role that finds work."""
         tokens, config = self.tokens_per_tile, self.config
         if self.key.shares:
             # Neighbouring blocks have neighbouring units of a share: those of a cluster load the same keys.
             return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
         if self.key.split:
-            return KeyShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, config.cluster)
+            return KeyShares(
+                self.key, mailbox, tokens, self.tile_n, requests, ledger, config.least_share, config.cluster
+            )
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 
     @cute.jit
@@ -164,7 +166,7 @@ class LatentTiled:
 
 
 class LatentLoader(Loader):
-    """Fills the ring: for each item the queries' two parts, then key tiles from the last to the first."""
+    """Fills the ring: for each item key tiles from the last to the first, behind that one the queries' two parts."""
 
     def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests):
         self.config, self.key = kernel.config, kernel.key
@@ -204,14 +206,12 @@ class LatentLoader(Loader):
         work = self.mailbox.read(items)
         valid = work.valid
         while valid != 0:
-            # Pages are on their way while queries are asked for.
-            pages = self.pages_of(work, work.end - 1)
-            self.load_queries(work, items)
             for step in cutlass.range(work.end - work.begin, unroll=1):
                 tile = work.end - 1 - step
-                if step > 0:
-                    pages = self.pages_of(work, tile)
-                self.load_rows(work, tile, pages, tiles)
+                self.load_rows(work, tile, self.pages_of(work, tile), tiles)
+                if step == 0:
+                    # Behind keys, which come from memory, and whose place is free while the item before is multiplied.
+                    self.load_queries(work, items)
                 tiles += 1
             items += 1
             work = self.mailbox.read(items)

@@ -14,7 +14,7 @@ from dsl_backend.attention.kernel import COUNTERS, Launch, Operands, Workspace
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.schedule import row_tiles
+from dsl_backend.attention.parts.schedule import CUT_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
@@ -73,8 +73,10 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
     return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
 
 
-def fake_counters(key: LayerKey) -> Any:
-    """What blocks leave each other: how many row tiles were claimed."""
+def fake_ledger(key: LayerKey) -> Any:
+    """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
+    if key.split and not key.shares:
+        return make_fake_tensor(cutlass.Int32, (cute.sym_int(), CUT_FIELDS), (CUT_FIELDS, 1), assumed_align=ALIGNMENT)
     return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
 
 
@@ -103,7 +105,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
         vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
-        fake_counters(key),
+        fake_ledger(key),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         *[cutlass.Int32(1)] * 6,
@@ -248,7 +250,7 @@ class LayerKernel:
         return max(1, min(MOST_SHARES, held, self.blocks // self.units))
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Partial results of so many rows, or counters of the row tiles that blocks claimed."""
+        """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
             return None, self.workspace.counters if self.claims else None
         columns = self.columns
@@ -256,8 +258,10 @@ class LayerKernel:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None
             slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.units * self.shares
             return self.workspace.partials(slots * partial_size(rows, columns)), None
+        cuts = self.workspace.integers(self.blocks * CUT_FIELDS)[: self.blocks * CUT_FIELDS]
         # Of whole row tiles: the same for every batch.
-        return self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns)), None
+        partials = self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns))
+        return partials, cuts.view(self.blocks, CUT_FIELDS)
 
     def grid(self, batch: Batch, shortest: int) -> int:
         """Blocks to launch for the requests of so many queries or more."""

@@ -25,7 +25,7 @@ def query_box(kernel, tokens: int) -> cute.Layout:
 
 
 class Loader:
-    """Fills the rings: for each item the query tile, then key tiles from the last to the first, values one behind.
+    """Fills the rings: for each item key tiles from the last to the first, values one behind, and the query tile.
 
     Attributes:
         rolled: boxes of a tile, and many chunks of one box, are asked for by a loop that stays one. Unrolled, ptxas
@@ -78,10 +78,10 @@ class Loader:
         valid = work.valid
         while valid != 0:
             last = work.end - 1
-            # On their way while queries are asked for.
             pages = self.pages_of(work, last)
-            self.load_queries(work, items)
             self.load_keys(work, last, pages, keys)
+            # Behind keys, which come from memory, and whose place is free while the item before is multiplied.
+            self.load_queries(work, items)
             keys += 1
             for step in cutlass.range(work.end - work.begin - 1, unroll=1):
                 tile = last - 1 - step

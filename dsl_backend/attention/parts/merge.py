@@ -4,28 +4,18 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.cuts import Cuts
-from dsl_backend.attention.parts.schedule import (
-    Cut,
-    KeyShares,
-    Requests,
-    lengths_of,
-    own_range,
-    row_tile_of,
-    sum_through,
-)
+from dsl_backend.attention.parts.schedule import CUT_FIELDS, Cut, Requests, lengths_of, own_range, row_tile_of
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.work import head_of, slice_of
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, tree
+from dsl_backend.primitives.math import exp2, finite_or_zero, quotient, tree
 
 WARP, WARPS = 32, 8
 THREADS = WARP * WARPS
 RESIDENT = 3  # blocks on an SM: what is left for each is 80 registers a thread
 DEPTH = 8  # parts of which a thread has values in flight
 FEW = 8  # parts that a warp merges by itself
-READ = 2  # blocks of which a thread finds what to merge, at a time
 MOST_BLOCKS = 16  # of a request's range where shares are its own
 
 
@@ -38,33 +28,17 @@ class Merge:
     """A warp merges up to 128 columns of a row, a lane four or two of them; the warps of a block share long ranges.
 
     Every block finds out alone what there is to do: rows of ranges that were cut are few in some batches and many in
-    others. Lengths say it, so that blocks that have room beside the forward kernel know before it ends: reading it from
-    what that one left took 1 us of 9 (8 heads, 8k keys, an H200). Where shares are a request's own, blocks have the
-    rows of a request and a unit, of all its row tiles.
-
-    The forward kernel lets this one come when all kernels before it have ended: they may have written the lengths.
+    others. Where shares are a request's own, blocks have the rows of a request and a unit, of all its row tiles.
 
     Args:
         tile_n, least: keys of a tile, and tiles of a share at least, as the schedule has them.
-        tokens: of a row tile.
-        several: whether a request may have several row tiles where shares are its own.
-        cluster, resident: of the kernel that left the partial results: blocks of a cluster, and of an SM.
+        tile_tokens: of a row tile; None where one has all of a request.
+        resident: blocks of an SM that left the partial results.
     """
 
-    def __init__(
-        self,
-        key,
-        tile_n: int,
-        least: int,
-        columns: int,
-        tokens: int,
-        several: bool = False,
-        cluster: int = 1,
-        resident: int = 1,
-    ):
+    def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None, resident: int = 1):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
-        self.tokens, self.tile_tokens = tokens, tokens if several else None
-        self.cluster, self.resident = cluster, resident
+        self.tile_tokens, self.resident = tile_tokens, resident
         self.units = key.units
         self.vector = 4 if columns > 2 * WARP else 2
         self.slices = -(-columns // (WARP * self.vector))
@@ -73,6 +47,7 @@ class Merge:
     def __call__(
         self,
         partials: cute.Tensor,
+        cuts: cute.Tensor | None,
         requests: Requests,
         out: cute.Tensor,
         lse: cute.Tensor | None,
@@ -84,7 +59,7 @@ class Merge:
         if cutlass.const_expr(self.key.shares):
             needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
             grid = (cute.size(requests.lengths) * self.units, needed, 1)
-        self.kernel(partials, requests, out, lse, scoring, blocks).launch(
+        self.kernel(partials, cuts, requests, out, lse, scoring).launch(
             grid=grid,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -98,11 +73,11 @@ class Merge:
     def kernel(
         self,
         partials: cute.Tensor,
+        cuts: cute.Tensor | None,
         requests: Requests,
         out: cute.Tensor,
         lse: cute.Tensor | None,
         scoring: Scoring,
-        blocks: cutlass.Int32,
     ):
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
@@ -111,13 +86,7 @@ class Merge:
         if cutlass.const_expr(self.key.shares):
             merger.merge_own()
         else:
-            layout = cute.make_layout((READ * THREADS, len(Cut._fields)), stride=(len(Cut._fields), 1))
-            found = allocator.allocate_tensor(cutlass.Int32, layout, 16)
-            schedule = KeyShares(self.key, None, self.tokens, self.tile_n, requests, self.least, self.cluster)
-            cuts = Cuts(schedule, allocator, THREADS)
-            ends = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((READ * THREADS, 2)), 16)
-            warp_ends = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((WARPS, 2)), 16)
-            merger.merge_dealt(blocks, cuts, found, ends, warp_ends)
+            merger.merge_dealt(cuts)
 
 
 class Merger:
@@ -142,7 +111,7 @@ class Merger:
         range_, place, _ = cute.arch.block_idx()
         blocks = cute.arch.grid_dim()[1]
         parts, query, unit, rows = self.own_parts(range_)
-        # Before any exit: a kernel that ends early would let the next one start beside the one before.
+        # Before any exit, as below.
         cute.arch.griddepcontrol_wait()
         items = rows * self.slices
         if parts <= FEW:
@@ -154,7 +123,7 @@ class Merger:
 
     @cute.jit
     def own_parts(self, range_):
-        """Of a request's range for a unit, as `Cut` has them: parts, query row, unit, rows (0: nothing to merge)."""
+        """Of a request's range for a unit, as a Cut has them: parts, query row, unit, rows (0: nothing to merge)."""
         requests = self.requests
         first, queries, keys = lengths_of(requests, range_ // self.units, cute.size(requests.lengths))
         _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, queries, keys)
@@ -164,78 +133,47 @@ class Merger:
         return parts, first, range_ % self.units, rows
 
     @cute.jit
-    def merge_dealt(self, left, cuts, found, ends, warp_ends):
-        """Items of all ranges that were cut, dealt out to warps where they have few parts, and else to blocks.
+    def merge_dealt(self, cuts):
+        """Items of all ranges that were cut: of those of few parts by warps, of the others by blocks.
 
-        Args:
-            left: blocks that left partial results, each of one range at most that begins in its share.
-            cuts: who finds these ranges.
-            found: [entries, fields of a Cut] of shared memory for so many of them.
-            ends: [entries, 2], where each one's items end among those of few parts, and among the others.
-            warp_ends: [warps, 2], the same of those that a warp has found.
+        Every block's Cut has places for as many items as there may be; they are dealt out in turn, and a lane looks at
+        one of a block's and one of a warp's at a time.
         """
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        alone, together = block * WARPS + self.warp, cutlass.Int32(block)
-        for base in cutlass.range(0, left, READ * THREADS, unroll=1):
-            self.list_cuts(left, cuts, found, ends, warp_ends, base)
-            if base == 0:
+        most = self.held * self.slices
+        places = cute.size(cuts, mode=[0]) * most
+        for turn in cutlass.range(cute.ceil_div(places, blocks * WARP), unroll=1):
+            step = (turn * WARP + self.lane) * blocks
+            together, alone = block + step, block * WARPS + self.warp + step * WARPS
+            entry, own_entry = quotient(together, most), quotient(alone, most)
+            if turn == 0:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
                 cute.arch.griddepcontrol_wait()
-            items = warp_ends[WARPS - 1, 0]
-            while alone < items:
-                entry, item = self.find(ends, warp_ends, 0, alone)
-                self.merge_alone(base + entry, found[entry, 0], found[entry, 1], found[entry, 2], item)
-                alone += blocks * WARPS
-            alone -= items
-            items = warp_ends[WARPS - 1, 1]
-            while together < items:
-                entry, item = self.find(ends, warp_ends, 1, together)
-                self.merge_together(base + entry, found[entry, 0], found[entry, 1], found[entry, 2], item)
-                together += blocks
-            together -= items
-            cute.arch.sync_threads()
+            cut, own_cut = self.cut(cuts, entry), self.cut(cuts, own_entry)
+            item = together - entry * most
+            left = cute.arch.vote_ballot_sync(cut.parts > FEW and item < cut.rows * self.slices)
+            while left != 0:
+                lane = cute.arch.popc(~left & (left - 1))
+                values = [cute.arch.shuffle_sync(value, lane) for value in (entry, *cut[:3], item)]
+                self.merge_together(*values)
+                left &= left - 1
+            item = alone - own_entry * most
+            few = own_cut.parts > 0 and own_cut.parts <= FEW
+            left = cute.arch.vote_ballot_sync(few and item < own_cut.rows * self.slices)
+            while left != 0:
+                lane = cute.arch.popc(~left & (left - 1))
+                values = [cute.arch.shuffle_sync(value, lane) for value in (own_entry, *own_cut[:3], item)]
+                self.merge_alone(*values)
+                left &= left - 1
 
     @cute.jit
-    def list_cuts(self, left, cuts, found, ends, warp_ends, base):
-        """What there is to merge of what the blocks from `base` on left."""
-        few, many = cutlass.Int32(0), cutlass.Int32(0)
-        made = cuts.find(left, base + self.thread * READ, READ)
-        for i in cutlass.range_constexpr(READ):
-            entry, parts = self.thread * READ + i, made[i].parts
-            for field in cutlass.range_constexpr(len(Cut._fields)):
-                found[entry, field] = made[i][field]
-            # The others mean nothing where there are no parts.
-            items = made[i].rows * self.slices if parts > 0 else 0
-            few += items if parts <= FEW else 0
-            many += items if parts > FEW else 0
-            ends[entry, 0], ends[entry, 1] = few, many
-        few_through, many_through = sum_through(few), sum_through(many)
-        if self.lane == WARP - 1:
-            warp_ends[self.warp, 0], warp_ends[self.warp, 1] = few_through, many_through
-        cute.arch.sync_threads()
-        few_before, many_before = few_through - few, many_through - many
-        for warp in cutlass.range_constexpr(WARPS - 1):
-            few_before += warp_ends[warp, 0] if warp < self.warp else 0
-            many_before += warp_ends[warp, 1] if warp < self.warp else 0
-        for i in cutlass.range_constexpr(READ):
-            ends[self.thread * READ + i, 0] += few_before
-            ends[self.thread * READ + i, 1] += many_before
-        cute.arch.sync_threads()
-        if self.lane == WARP - 1:
-            warp_ends[self.warp, 0], warp_ends[self.warp, 1] = few_before + few, many_before + many
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def find(self, ends, warp_ends, kind: cutlass.Constexpr[int], item):
-        """The entry whose items the item is one of, and which."""
-        past = self.lane < WARPS and warp_ends[self.lane % WARPS, kind] <= item
-        entry = cute.arch.popc(cute.arch.vote_ballot_sync(past)) * (READ * WARP)
-        first = entry
-        for i in cutlass.range_constexpr(READ):
-            past = ends[first + i * WARP + self.lane, kind] <= item
-            entry += cute.arch.popc(cute.arch.vote_ballot_sync(past))
-        before = ends[cutlass.max(entry - 1, 0), kind] if entry > 0 else cutlass.Int32(0)
-        return entry, item - before
+    def cut(self, cuts, entry):
+        """What a block left; nothing behind the last one."""
+        fields = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
+        fields.fill(0)
+        if entry < cute.size(cuts, mode=[0]):
+            load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, fields)
+        return Cut(*[fields[i] for i in range(CUT_FIELDS)])
 
     # ------------------------------------------------------------------ an item
 

@@ -49,12 +49,6 @@ def sum_through(value: cutlass.Int32):
     return value
 
 
-def reduced(total, ranges, longest, shortest):
-    """Of a warp's lanes: two sums, the largest, the smallest."""
-    sums = [cute.arch.warp_redux_sync(value, "add") for value in (total, ranges)]
-    return *sums, cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(shortest, "min")
-
-
 @cute.jit
 def window_right(key: cutlass.Constexpr, requests: Requests, request):
     """How many keys after its own position a query of the request sees."""
@@ -213,7 +207,7 @@ class ClaimedTiles(QueryTiles):
     of a request are nearly a round of the blocks, and the same ones always got the longest.
 
     Args:
-        claims: the workspace's counters: items claimed behind the first of each block, and blocks at their end. They
+        claims: the workspace's ledger: items claimed behind the first of each block, and blocks at their end. They
             are 0 before and after a launch.
     """
 
@@ -312,7 +306,7 @@ class ClaimedTiles(QueryTiles):
 
     @cute.jit
     def leave(self, blocks):
-        """The last block to leave clears the counters for the next launch."""
+        """The last block to leave clears the ledger for the next launch."""
         claims = self.claims
         if cute.arch.lane_idx() == 0:
             cute.arch.fence_acq_rel_gpu()
@@ -432,10 +426,10 @@ class EvenShares(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A range that begins in a block's share and goes on behind it.
+    """A range that begins in a block's share and goes on behind it: what the block leaves for the merge kernel.
 
     Attributes:
-        parts: blocks that have some of it; 0 where there is no such range.
+        parts: blocks that have some of it; 0 where there is no such range, and the others mean nothing.
         query: its first query row. rows: of its row tile.
     """
 
@@ -443,6 +437,9 @@ class Cut(NamedTuple):
     query: cutlass.Int32
     unit: cutlass.Int32
     rows: cutlass.Int32
+
+
+CUT_FIELDS = len(Cut._fields)
 
 
 class KeyShares(QueryTiles):
@@ -454,15 +451,18 @@ class KeyShares(QueryTiles):
 
     A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
-    share, of neighbouring units: the first ones' slots come before all second ones'. Lengths say all of this: who
-    merges finds it out as blocks do, while they work.
+    share, of neighbouring units: the first ones' slots come before all second ones'.
+
+    Args:
+        cuts: [blocks, fields of a Cut], which blocks write.
     """
 
     def __init__(
-        self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, least: int, cluster: int = 1
+        self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, cuts, least: int, cluster: int = 1
     ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
-        self.cluster, self.units, self.least = cluster, key.units // cluster, least
+        self.cluster, self.units = cluster, key.units // cluster
+        self.cuts, self.least = cuts, least
 
     @cute.jit
     def read(self, request, count):
@@ -495,7 +495,8 @@ class KeyShares(QueryTiles):
         total, share, lead, least_span = self.even_shares(held, count, lane, blocks)
         place = block * share
         end = cutlass.min(place + share, total)
-        posted, seen = cutlass.Int32(0), cutlass.Int32(0)
+        posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        cuts = self.cuts
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
             first, queries, keys, tiles, ranges = held
             if chunk > 0:
@@ -522,7 +523,13 @@ class KeyShares(QueryTiles):
                     work = self.piece(request, first_row, asked, kept, unit, row, rows, tile, taken, slot)
                     self.mailbox.post(posted, work)
                     posted += 1
+                    if taken < of_range and start >= block * share:
+                        parts = quotient(start + of_range - 1, share) - block + 1
+                        if lane == 0:
+                            cuts[mine, 1], cuts[mine, 2], cuts[mine, 3] = first_row + row, unit, rows
                 place += places
+        if lane == 0:
+            cuts[mine, 0] = parts
         self.mailbox.post(posted, no_work())
 
     @cute.jit
@@ -564,11 +571,8 @@ class KeyShares(QueryTiles):
             ranges += own
             if own > 0:
                 longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, tiles)
-        return self.deal(*reduced(total, ranges, longest, shortest), blocks)
-
-    @cute.jit
-    def deal(self, total, ranges, longest, shortest, blocks):
-        """The same, where there are so many key tiles and ranges, the longest and the shortest of so many tiles."""
+        total, ranges = (cute.arch.warp_redux_sync(value, "add") for value in (total, ranges))
+        longest, shortest = cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(shortest, "min")
         share = cutlass.max(quotient(total + blocks - 1, blocks), self.least)
         lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
         whole = quotient(ranges + blocks - 1, blocks) * longest
@@ -611,32 +615,3 @@ class KeyShares(QueryTiles):
             right,
             slot,
         )
-
-    @cute.jit
-    def place_of_cut(self, shares: EvenShares, blocks, entry):
-        """The last place of a block's share: a range that is cut behind it is the one that the place belongs to.
-
-        Args:
-            blocks: all, or clusters.
-            entry: the block; of a cluster, rank * clusters + cluster.
-        """
-        return (entry - quotient(entry, blocks) * blocks + 1) * shares.share - 1
-
-    @cute.jit
-    def cut(self, shares: EvenShares, blocks, entry, of_request, behind):
-        """What a block leaves to be merged.
-
-        Args:
-            blocks, entry: as in `place_of_cut`.
-            of_request: what `read` gives of the request that the place belongs to. behind: the place behind its ranges.
-        """
-        first, queries, _, tiles, _ = of_request
-        rank = quotient(entry, blocks)
-        block = entry - rank * blocks
-        end = (block + 1) * shares.share
-        _, _, start, unit, row = self.range_at(of_request, behind, end - 1, shares.lead, shares.least_span)
-        last, parts = start + tiles - 1, cutlass.Int32(0)
-        if start >= block * shares.share and start < end and last >= end:
-            parts = quotient(last, shares.share) - block + 1
-        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
-        return Cut(parts, first + row, unit * self.cluster + rank, rows)

@@ -189,14 +189,14 @@ class TiledKernel:
         layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
         return cute.make_tensor(values.iterator, layout)
 
-    def schedule(self, mailbox, requests: Requests, counters):
+    def schedule(self, mailbox, requests: Requests, ledger):
         """The role that finds work."""
         if self.key.shares:
             return OwnShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, self.config.least_share)
         if self.key.split:
             least = self.config.least_share
-            return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, least)
-        return ClaimedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, counters)
+            return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger, least)
+        return ClaimedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger)
 
 
 @cute.jit

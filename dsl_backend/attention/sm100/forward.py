@@ -123,7 +123,7 @@ class Forward(TiledKernel):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -155,7 +155,7 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            counters,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -166,8 +166,8 @@ class Forward(TiledKernel):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
-            merge(partials, requests, out, lse, scoring, blocks, stream)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """Of scores and of sums."""
@@ -208,7 +208,7 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -295,7 +295,7 @@ class Forward(TiledKernel):
                 if cutlass.const_expr(config.launch_control):
                     LaunchedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, launches).run()
                 else:
-                    self.schedule(mailbox, requests, counters).run()
+                    self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
             # Read again: kept, it was one register too many for the roles in between (ptxas 13.0).

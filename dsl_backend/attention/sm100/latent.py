@@ -83,7 +83,7 @@ class LatentForward(LatentTiled):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -115,7 +115,7 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            counters,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -126,9 +126,8 @@ class LatentForward(LatentTiled):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            tokens = self.tokens_per_tile
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tokens, True, config.cluster)
-            merge(partials, requests, out, lse, scoring, blocks, stream)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     def products(self):
         """Scores of 64 rows, and transposed sums of a block of value columns."""
@@ -159,7 +158,7 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -219,7 +218,7 @@ class LatentForward(LatentTiled):
             rings = rings_of_loader(barriers)
             LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
         if warp == SCHEDULE:
-            self.schedule(mailbox, requests, counters).run()
+            self.schedule(mailbox, requests, ledger).run()
         if cutlass.const_expr(self.key.fp8):
             if warp >= WIDEN:
                 LatentWidener(self, mailbox, barriers, loaded, sK).run()

@@ -449,7 +449,7 @@ class LatentPair(LatentForward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -505,7 +505,7 @@ class LatentPair(LatentForward):
         if warp == LOAD:
             PairLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank).run()
         if warp == SCHEDULE:
-            self.schedule(mailbox, requests, counters).run()
+            self.schedule(mailbox, requests, ledger).run()
         # A block's memory and barriers are there until the other has done with them.
         self.meet()
         if warp == MULTIPLY:

@@ -101,7 +101,7 @@ class PairForward(Forward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -160,7 +160,7 @@ class PairForward(Forward):
                 ).run()
             if warp == PAIR_SCHEDULE:
                 tokens = PAIR * self.tokens_per_tile
-                PairTiles(self.key, mailbox, tokens, self.tile_n, requests, counters, claims, rank).run()
+                PairTiles(self.key, mailbox, tokens, self.tile_n, requests, ledger, claims, rank).run()
         # A block's memory and barriers are there until the other has done with them.
         self.meet()
         if warp == PAIR_MULTIPLY:

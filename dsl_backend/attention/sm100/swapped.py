@@ -83,7 +83,7 @@ class SwappedForward(Forward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -143,7 +143,7 @@ class SwappedForward(Forward):
                     self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, keys, v_load, mV, values, requests
                 ).run()
             if warp == SWAPPED_SCHEDULE:
-                self.schedule(mailbox, requests, counters).run()
+                self.schedule(mailbox, requests, ledger).run()
         cute.arch.sync_threads()
         if warp == SWAPPED_MULTIPLY:
             base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)

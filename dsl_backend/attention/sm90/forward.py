@@ -78,7 +78,7 @@ class Forward(TiledKernel):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -130,7 +130,7 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            counters,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -142,9 +142,8 @@ class Forward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            tokens, resident = self.tokens_per_tile, config.resident
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tokens, resident=resident)
-            merge(partials, requests, out, lse, scoring, blocks, stream)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, resident=config.resident)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -163,7 +162,7 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -196,7 +195,7 @@ class Forward(TiledKernel):
         # Until here nothing was read or written that the kernels before this one have to do with.
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one: it finds out what to merge, and waits there.
+            # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         if warp < WARPGROUP // 32:
@@ -206,7 +205,7 @@ class Forward(TiledKernel):
                 loader = RolledLoader if self.dims > 256 else Loader
                 loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, counters).run()
+                self.schedule(mailbox, requests, ledger).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)

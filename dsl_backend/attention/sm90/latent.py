@@ -64,7 +64,7 @@ class LatentForward(LatentTiled):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
         left: cutlass.Int32,
@@ -100,7 +100,7 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            counters,
+            ledger,
             requests,
             scoring,
         ).launch(
@@ -112,9 +112,8 @@ class LatentForward(LatentTiled):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            tokens = self.tokens_per_tile
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tokens, True, config.cluster)
-            merge(partials, requests, out, lse, scoring, blocks, stream)
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
+            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
 
     def product(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(
@@ -151,7 +150,7 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        counters: cute.Tensor | None,
+        ledger: cute.Tensor | None,
         requests: Requests,
         scoring: Scoring,
     ):
@@ -191,7 +190,7 @@ class LatentForward(LatentTiled):
         # Until here nothing was read or written that the kernels before this one have to do with.
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one: it finds out what to merge, and waits there.
+            # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
         math, other, widen = config.registers
@@ -201,7 +200,7 @@ class LatentForward(LatentTiled):
                 rings = rings_of_loader(barriers)
                 LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, counters).run()
+                self.schedule(mailbox, requests, ledger).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
             if cutlass.const_expr(self.key.fp8):
                 cute.arch.setmaxregister_decrease(widen)
