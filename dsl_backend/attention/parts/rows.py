@@ -6,6 +6,8 @@ from cutlass import cute
 
 from dsl_backend.attention.parts.scores import scores_of
 from dsl_backend.attention.parts.work import head_of
+from dsl_backend.primitives.accumulators import packed, words_of
+from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
 
 # A thread's rows of an accumulator, 8 apart.
@@ -96,3 +98,29 @@ def by_row(accumulator: cute.Tensor) -> cute.Tensor:
     """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
     blocks = cute.size(accumulator) // 4
     return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, blocks)), stride=(2, (1, 4))))
+
+
+@cute.jit
+def store_row(sums, row: cutlass.Constexpr[int], out, offset, thread, there, columns: cutlass.Constexpr[int]):
+    """A row's sums [row, column] of an accumulator to the output, rounded, 8 bytes at a time; by all lanes of a warp.
+
+    Straight from registers: the queries' place is free as soon as they are multiplied, and the next ones are on their
+    way meanwhile. Neighbouring lanes trade a pair of columns, so that a quad writes 32 bytes side by side.
+
+    Args:
+        offset: of the row's first column in the output, in elements.
+        there: whether the row is the output's. columns: of the output that it has.
+    """
+    odd = thread % 2 != 0
+    held = cute.make_rmem_tensor(4, out.element_type)
+    words = words_of(held)
+    for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 4):
+        # Of two blocks of 8 columns, an even lane gets 4 of the first, an odd one of the second.
+        first = packed(sums[row, j], sums[row, j + 1], out.element_type)
+        second = packed(sums[row, j + 2], sums[row, j + 3], out.element_type)
+        taken = cute.arch.shuffle_sync_bfly(first if odd else second, 1)
+        words[0] = taken if odd else first
+        words[1] = second if odd else taken
+        column = j * 4 + (8 if odd else 0) + thread % QUAD // 2 * 4
+        if there and column < columns:
+            store_vector(held, out.iterator, offset + column)

@@ -14,9 +14,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
+from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row, store_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
+from dsl_backend.attention.parts.tiles import row_offset
 from dsl_backend.attention.parts.work import WHOLE
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.attention.sm90.latent_configs import GROUPS
@@ -336,20 +337,14 @@ class LatentMultiplier:
         """Divide, and send the rows out from registers: the queries' place is the next item's by now."""
         columns = cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
-        pair = cute.make_rmem_tensor(2, self.kernel.dtype)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
             factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
-            m = self.row + 8 * row
-            if m < work.rows:
-                token, head = work.query + m // self.key.pack, self.rows.head(work, row)
-                first = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
-                first += self.group * (columns // GROUPS) + self.column
-                for j in cutlass.range(0, cute.size(sums, mode=[1]), 2, unroll_full=True):
-                    for i in cutlass.range_constexpr(2):
-                        pair[i] = (sums[row, j + i] * factor).to(self.kernel.dtype)
-                    store_vector(pair, self.out.iterator, first + j * 4)
-                if cutlass.const_expr(self.key.lse):
-                    to = self.lse
-                    if self.column == 0 and self.group == 0:
-                        to[token, head] = lse
+            for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[row, j] *= factor
+            m, to = self.row + 8 * row, self.lse
+            offset = row_offset(self.out, work, self.key, m) + self.group * (columns // GROUPS)
+            store_row(sums, row, self.out, offset, self.thread, m < work.rows, columns)
+            if cutlass.const_expr(self.key.lse):
+                if m < work.rows and self.column == 0 and self.group == 0:
+                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse

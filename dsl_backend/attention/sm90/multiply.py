@@ -10,14 +10,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
+from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row, store_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import row_offset
 from dsl_backend.attention.parts.work import WHOLE, lse_rows
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
-from dsl_backend.primitives.accumulators import keep, narrow, packed, settle, settled, words_of
+from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -294,30 +294,9 @@ class Multiplier:
                 m, to = self.row + 8 * row, self.lse
                 if m < lse_rows(self.key, work) and self.column == 0:
                     to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
-            self.store_row(work, row, sums)
-
-    @cute.jit
-    def store_row(self, work, row: cutlass.Constexpr[int], sums):
-        """A row's sums [row, column], rounded, 8 bytes at a time.
-
-        Straight from registers: the queries' place is free as soon as they are multiplied, and the next ones are on
-        their way meanwhile. Neighbouring lanes trade a pair of columns, so that a quad writes 32 bytes side by side.
-        """
-        m, odd = self.row + 8 * row, self.thread % 2 != 0
-        out, dims = self.out, cutlass.const_expr(self.key.columns)
-        offset = row_offset(out, work, self.key, m)
-        held = cute.make_rmem_tensor(4, self.kernel.dtype)
-        words = words_of(held)
-        for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 4):
-            # Of two blocks of 8 columns, an even lane gets 4 of the first, an odd one of the second.
-            first = packed(sums[row, j], sums[row, j + 1], self.kernel.dtype)
-            second = packed(sums[row, j + 2], sums[row, j + 3], self.kernel.dtype)
-            taken = cute.arch.shuffle_sync_bfly(first if odd else second, 1)
-            words[0] = taken if odd else first
-            words[1] = second if odd else taken
-            column = j * 4 + (8 if odd else 0) + self.thread % QUAD // 2 * 4
-            if m < work.rows and column < dims:
-                store_vector(held, out.iterator, offset + column)
+            m = self.row + 8 * row
+            columns, thread = cutlass.const_expr(self.key.columns), self.thread
+            store_row(sums, row, self.out, row_offset(self.out, work, self.key, m), thread, m < work.rows, columns)
 
 
 def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
