@@ -396,16 +396,6 @@ def ragged_decode_limit(vllm_config: Any) -> int | None:
     return None if limit is None else limit(vllm_config)
 
 
-def on_second_stream(device: torch.device) -> bool:
-    """Whether this is vLLM's second stream, on which a layer's shared experts run beside what routes to the others."""
-    if device.type != "cuda":
-        return False
-    from vllm.utils import torch_utils
-
-    second = torch_utils.aux_stream()
-    return second is not None and second == torch.cuda.current_stream(device)
-
-
 class Seed:
     """All that is needed of a request's torch.Generator, in its place."""
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul, SiluAndMulWithClamp, SwigluOAIAndMul
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.utils.torch_utils import aux_stream
 
 from dsl_backend.linear import api, ops
 from dsl_backend.linear.spec import Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.winners import fused_is_faster
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.op import register_op
-from dsl_backend.vllm_plugin import compat
 
 
 def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
@@ -52,6 +52,11 @@ def activated(activation: Any, both: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def on_second_stream(device: torch.device) -> bool:
+    """Whether this is vLLM's second stream, on which a layer's shared experts run beside what routes to the others."""
+    return device.type == "cuda" and aux_stream() == torch.cuda.current_stream(device)
+
+
 def gated_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -79,7 +84,7 @@ def gated_linear(
         activation=ops.decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
-        spare_sms=target.sm_count // SPARED if compat.on_second_stream(x.device) else 0,
+        spare_sms=target.sm_count // SPARED if on_second_stream(x.device) else 0,
     )
 
 

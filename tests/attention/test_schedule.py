@@ -295,27 +295,29 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
     for block, items in enumerate(found):
         for work in items:
             ranges.setdefault((work.query, work.unit), []).append((block, work))
-    tiles_of = {}
-    for request, (queries, first) in enumerate(zip(q_lens, accumulate([0, *q_lens]), strict=False)):
+    tiles_of = {}  # of each row tile: its request's key tiles, those that it sees, its rows
+    for keys, queries, first in zip(lengths, q_lens, accumulate([0, *q_lens]), strict=False):
         for row in range(0, queries, SHARED_TOKENS):
-            tiles_of[first + row] = max(-(-lengths[request] // TILE), 1), min(queries - row, SHARED_TOKENS)
+            rows = min(queries - row, SHARED_TOKENS)
+            tiles, seen = (
+                max(-(-count // TILE), 1) for count in (keys, min(keys, max(keys - queries + row + rows, 0)))
+            )
+            tiles_of[first + row] = tiles, seen, rows
     assert set(ranges) == {(query, unit) for query in tiles_of for unit in range(HEADS)}
     expected = {}
     for (query, unit), parts in ranges.items():
-        tiles, rows = tiles_of[query]
+        tiles, seen, rows = tiles_of[query]
         ends = [work.end for _, work in parts]
         first = parts[0][0]
         assert [block for block, _ in parts] == list(range(first, first + len(parts)))
         assert {work.rows for _, work in parts} == {rows}
+        assert [work.begin for _, work in parts] == [0, *ends[:-1]]
         if len(parts) > 1:
-            assert [work.begin for _, work in parts] == [0, *ends[:-1]]
             assert ends[-1] == tiles
             assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
             expected[first] = Cut(len(parts), query, unit, rows)
         else:
-            # Of a whole range, what its row tile sees.
-            assert parts[0][1].begin == 0
-            assert parts[0][1].end <= tiles
+            assert ends == [seen]
             assert parts[0][1].slot == WHOLE
     assert {block: cut for block, cut in enumerate(cuts) if cut.parts} == expected
     if clusters > 1 and name in ("long", "one", "prompts"):

@@ -375,7 +375,7 @@ def test_beside_the_router(second: bool, link: Any, monkeypatch: pytest.MonkeyPa
     h200 = targets.from_arch("sm_90a")
     monkeypatch.setattr(linked, "api", SimpleNamespace(linear=ours))
     monkeypatch.setattr(linked.targets, "detect", lambda device: h200)
-    monkeypatch.setattr(linked.compat, "on_second_stream", lambda device: second)
+    monkeypatch.setattr(linked, "on_second_stream", lambda device: second)
     mlp(x_of(3))
     assert spared == [16 if second else 0]
 

@@ -60,8 +60,9 @@ class LatentTiled:
     Attributes:
         box_tokens: tokens of a box of queries.
         rows_loaded: of queries that are copied for every item. The others are zeros, or what was copied before.
-        most_boxes: of a tile's queries. Where they may be several, who reads queries gives their place to the loader
-            before the first item too, having cleared it.
+        most_boxes: of a tile's queries.
+        math_clears: who multiplies clears rows of queries that no copy may write, and gives their place to the loader
+            before the first item too; else they are cleared in front of the roles.
         parts: chunks of a row, in the order in which their room becomes free: what is only key, then the halves of the
             value.
     """
@@ -78,6 +79,7 @@ class LatentTiled:
         self.tokens_per_tile = ROWS // key.pack
         self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile, self.most_boxes)
         self.rows_loaded = self.box_tokens * key.pack
+        self.math_clears = self.most_boxes > 1 and self.rows_loaded < ROWS
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
         self.parts = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
@@ -187,7 +189,7 @@ class LatentLoader(Loader):
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
         self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
-        self.q_phase = 0 if kernel.most_boxes > 1 and kernel.rows_loaded < ROWS else 1
+        self.q_phase = 0 if kernel.math_clears else 1
         self.q_bytes = kernel.rows_loaded * kernel.dims * 2  # of a box's chunks
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
         self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)

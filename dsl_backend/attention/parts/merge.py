@@ -98,7 +98,7 @@ class Merger:
         self.tile_tokens, self.units = merge.tile_tokens, merge.units
         self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
         self.sums, self.statistics = sums, statistics
-        self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
+        self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.held = requests.rows
         self.size = partial_size(requests.rows, merge.columns)
@@ -150,21 +150,22 @@ class Merger:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
                 cute.arch.griddepcontrol_wait()
             cut, own_cut = self.cut(cuts, entry), self.cut(cuts, own_entry)
-            item = together - entry * most
-            left = cute.arch.vote_ballot_sync(cut.parts > FEW and item < cut.rows * self.slices)
-            while left != 0:
-                lane = cute.arch.popc(~left & (left - 1))
-                values = [cute.arch.shuffle_sync(value, lane) for value in (entry, *cut[:3], item)]
-                self.merge_together(*values)
-                left &= left - 1
-            item = alone - own_entry * most
+            self.merge_some(entry, cut, together - entry * most, cut.parts > FEW, True)
             few = own_cut.parts > 0 and own_cut.parts <= FEW
-            left = cute.arch.vote_ballot_sync(few and item < own_cut.rows * self.slices)
-            while left != 0:
-                lane = cute.arch.popc(~left & (left - 1))
-                values = [cute.arch.shuffle_sync(value, lane) for value in (own_entry, *own_cut[:3], item)]
+            self.merge_some(own_entry, own_cut, alone - own_entry * most, few, False)
+
+    @cute.jit
+    def merge_some(self, entry, cut, item, wanted, together: cutlass.Constexpr[bool]):
+        """The lanes' items, one after the other, where they are wanted and there."""
+        left = cute.arch.vote_ballot_sync(wanted and item < cut.rows * self.slices)
+        while left != 0:
+            lane = cute.arch.popc(~left & (left - 1))
+            values = [cute.arch.shuffle_sync(value, lane) for value in (entry, *cut[:3], item)]
+            if cutlass.const_expr(together):
+                self.merge_together(*values)
+            else:
                 self.merge_alone(*values)
-                left &= left - 1
+            left &= left - 1
 
     @cute.jit
     def cut(self, cuts, entry):

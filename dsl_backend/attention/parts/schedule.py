@@ -207,7 +207,7 @@ class ClaimedTiles(QueryTiles):
     of a request are nearly a round of the blocks, and the same ones always got the longest.
 
     Args:
-        claims: the workspace's ledger: items claimed behind the first of each block, and blocks at their end. They
+        claims: the workspace's counters: items claimed behind the first of each block, and blocks at their end. They
             are 0 before and after a launch.
     """
 
@@ -306,7 +306,7 @@ class ClaimedTiles(QueryTiles):
 
     @cute.jit
     def leave(self, blocks):
-        """The last block to leave clears the ledger for the next launch."""
+        """The last block to leave clears the counters for the next launch."""
         claims = self.claims
         if cute.arch.lane_idx() == 0:
             cute.arch.fence_acq_rel_gpu()
@@ -409,22 +409,6 @@ class OwnShares(QueryTiles):
         )
 
 
-class EvenShares(NamedTuple):
-    """How the places of all ranges are dealt out.
-
-    Attributes:
-        total: places.
-        share: of a block.
-        lead: places of a range before its first tile.
-        least_span: places that a range has at least.
-    """
-
-    total: cutlass.Int32
-    share: cutlass.Int32
-    lead: cutlass.Int32
-    least_span: cutlass.Int32
-
-
 class Cut(NamedTuple):
     """A range that begins in a block's share and goes on behind it: what the block leaves for the merge kernel.
 
@@ -477,6 +461,14 @@ class KeyShares(QueryTiles):
         return first, queries, keys, tiles, ranges
 
     @cute.jit
+    def read_chunk(self, held, chunk, lane, count):
+        """What `read` gives of the lane's request in a chunk of WARP; held: in the first one, often the only one."""
+        first, queries, keys, tiles, ranges = held
+        if chunk > 0:
+            first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count)
+        return first, queries, keys, tiles, ranges
+
+    @cute.jit
     def first_tile(self, queries, keys):
         """The first that any query of a request sees."""
         begin = cutlass.Int32(0)
@@ -498,12 +490,9 @@ class KeyShares(QueryTiles):
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         cuts = self.cuts
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            first, queries, keys, tiles, ranges = held
-            if chunk > 0:
-                first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count)
-            through = sum_through(ranges * cutlass.max(tiles + lead, least_span)) + seen
+            values = self.read_chunk(held, chunk, lane, count)
+            through = sum_through(values[4] * cutlass.max(values[3] + lead, least_span)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
-            values = (first, queries, keys, tiles, ranges)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
                 of_owner = [cute.arch.shuffle_sync(value, owner) for value in values]
@@ -559,14 +548,14 @@ class KeyShares(QueryTiles):
         """How all ranges are dealt out to so many blocks, or clusters.
 
         Args:
-            held: what `read` gives of the lane's request among the first ones.
+            held: as in `read_chunk`.
+
+        Returns:
+            (places of all ranges, of a block, of a range before its first tile, and of a range at least)
         """
-        _, _, _, tiles, own = held
-        total, ranges, longest, shortest = own * tiles, own, cutlass.Int32(1), cutlass.Int32(FAR)
-        if own > 0:
-            longest, shortest = tiles, tiles
-        for chunk in cutlass.range(1, cute.ceil_div(count, WARP), unroll=1):
-            _, _, _, tiles, own = self.read(chunk * WARP + lane, count)
+        total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
+        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+            _, _, _, tiles, own = self.read_chunk(held, chunk, lane, count)
             total += own * tiles
             ranges += own
             if own > 0:
@@ -583,7 +572,7 @@ class KeyShares(QueryTiles):
             lead = cutlass.Int32(ITEM_TILES)
             total += ranges * lead
             share = cutlass.max(quotient(total + blocks - 1, blocks), self.least)
-        return EvenShares(total, share, lead, least_span)
+        return total, share, lead, least_span
 
     @cute.jit
     def merged_tiles(self):
