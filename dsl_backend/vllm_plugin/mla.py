@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.attention.units import LATENT_PAGE_SIZE
 from dsl_backend.log import warning_once
 from dsl_backend.vllm_plugin import compat, linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
@@ -90,6 +91,11 @@ class DSLMLABackend(MLACommonBackend):
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
         return block_size is None or not latent_probe(page_size=block_size)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        usual = LATENT_PAGE_SIZE if validation.current_target().tma else default_block_size
+        return super().get_preferred_block_size(max(usual, default_block_size))
 
     @classmethod
     def supports_non_causal(cls) -> bool:

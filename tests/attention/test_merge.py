@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts.merge import FEW, RESIDENT, WARP
-from dsl_backend.attention.parts.schedule import SPARED
+from dsl_backend.attention.parts import merge
+from dsl_backend.attention.parts.merge import FEW, RESIDENT, WARP, WARPS
+from dsl_backend.attention.parts.schedule import FEW_PARTS, SPARED
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig
 from dsl_backend.attention.sm90.launch import SplitKV
@@ -17,12 +18,12 @@ from tests.attention.emulated import emulate, scratch
 TILE = 16  # keys
 
 
-def parts_of(case: Case, sms: int, index: int = 0) -> list[int]:
+def parts_of(case: Case, sms: int, index: int = 0, least: int = 1) -> list[int]:
     """Parts of the range that begins in each block's share, after the case has run and was right."""
     made: list[SplitKV] = []
 
     def make(planner: Planner, short: bool) -> Kernel:
-        config = ForwardConfig(groups=1, tile_n=TILE, stages=2, least_share=1)
+        config = ForwardConfig(groups=1, tile_n=TILE, stages=2, least_share=least)
         made.append(SplitKV(planner.spec, planner.target, scratch(), config))
         return made[-1]
 
@@ -51,14 +52,35 @@ def test_few_and_many_parts_at_once(dim: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [3, FEW + 3])
-def test_more_items_than_lanes_look_at_at_once(parts: int) -> None:
-    """64 rows of two slices each: a block's places come around more than once."""
+def test_more_items_than_turns(parts: int) -> None:
+    """64 rows of two slices each: a block's turn, and a warp's, comes around more than once."""
     rows, slices = 64, 2
-    assert rows * slices > WARP * RESIDENT
+    assert rows * slices > parts * RESIDENT * (WARPS if parts <= FEW else 1)
     # As many tiles a block as leave no range whole.
     tiles = 30 * parts
     case = Case(q_lens=(1,), kv_lens=(tiles * TILE,), heads=(rows, 1), dim=256)
     assert parts_of(case, parts)[0] == parts
+
+
+@pytest.mark.parametrize("warps", [1, WARPS])
+@pytest.mark.parametrize("parts", [3, FEW + 2])
+def test_more_blocks_than_lanes(parts: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they left is listed by several warps, or one after another."""
+    monkeypatch.setattr(merge, "WARPS", warps)
+    monkeypatch.setattr(merge, "THREADS", warps * WARP)
+    count = (WARP + 8) // parts
+    case = Case(q_lens=(1,) * count, kv_lens=(parts * 7 * TILE,) * count, heads=(2, 1), dim=64)
+    found = parts_of(case, count * parts)
+    assert len(found) > WARP
+    assert sum(one > 1 for one in found) == count
+
+
+def test_least_share() -> None:
+    """Blocks have fewer tiles than it while parts are few."""
+    case = Case(q_lens=(1,), kv_lens=(6 * TILE,), heads=(2, 1), dim=64)
+    assert parts_of(case, 8, least=2) == [6] + [0] * 7
+    longer = replace(case, kv_lens=((FEW_PARTS + 2) * TILE,))
+    assert parts_of(longer, FEW_PARTS + 2, least=2)[0] == FEW_PARTS // 2 + 1
 
 
 def test_many_parts_in_turns() -> None:
@@ -84,7 +106,7 @@ def test_ranges_of_one_length_stay_whole() -> None:
     ranges, blocks = 15, 16
     case = Case(q_lens=(1,) * ranges, kv_lens=(SPARED * blocks * TILE,) * ranges, heads=(1, 1), dim=16)
     assert not any(parts_of(case, blocks))
-    shorter = replace(case, kv_lens=(*case.kv_lens[1:], TILE))
+    shorter = replace(case, kv_lens=(*case.kv_lens[2:], TILE, TILE))
     assert any(parts_of(shorter, blocks))
     longer = replace(case, kv_lens=((SPARED + 1) * blocks * TILE,) * ranges)
     assert any(parts_of(longer, blocks))

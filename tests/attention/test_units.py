@@ -54,10 +54,10 @@ def test_short_and_long_queries(arch: str) -> None:
 def test_mla(arch: str) -> None:
     """Prefills of new tokens and of context, and the cache; all with the LSE that merges them."""
     found = keys(DEEPSEEK, arch)
-    assert {(key.head_dim, key.head_dim_v, key.causality) for key in found} == {
-        (192, 128, "causal"),
-        (192, 128, "full"),
-        (576, 512, "causal"),
+    assert {(key.head_dim, key.head_dim_v, key.page_size, key.causality) for key in found} == {
+        (192, 128, 0, "causal"),
+        (192, 128, 0, "full"),
+        (576, 512, 64, "causal"),
     }
     assert all(key.lse for key in found)
 
@@ -100,13 +100,13 @@ def test_what_bends_scores() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
-    ("config", "heads", "dims"),
-    [(LLAMA, 4, (128, 128)), (LLAMA | {"head_dim": 512}, 4, (512, 512)), (DEEPSEEK, 1, (512, 64))],
+    ("config", "heads", "dims", "page_size"),
+    [(LLAMA, 4, (128, 128), 16), (LLAMA | {"head_dim": 512}, 4, (512, 512), 16), (DEEPSEEK, 1, (512, 64), 64)],
 )
-def test_writes(arch: str, config: dict[str, Any], heads: int, dims: tuple[int, int]) -> None:
+def test_writes(arch: str, config: dict[str, Any], heads: int, dims: tuple[int, int], page_size: int) -> None:
     """Once for a cache, and where Triton attends as well."""
     (found,) = {key for key in all_keys(config, arch, tensor_parallel=2) if isinstance(key, WriteKey)}
-    assert (found.heads, found.dim, found.dim_v, found.page_size) == (heads, *dims, 16)
+    assert (found.heads, found.dim, found.dim_v, found.page_size) == (heads, *dims, page_size)
 
 
 def test_other_kernels_are_not_compiled_so() -> None:

@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorCo
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
-from dsl_backend.vllm_plugin import cpu_platform
+from dsl_backend.vllm_plugin import cpu_platform, validation
 from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
 from dsl_backend.vllm_plugin.mla import DSLMLABackend
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend
@@ -254,6 +255,14 @@ def test_questions_without_a_configuration(backend: Any) -> None:
         lambda: backend.get_preferred_block_size(16) == 16,
     ]
     assert [index for index, ask in enumerate(questions) if not ask()] == []
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_pages_of_latent_keys_are_a_tile(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "current_target", lambda: targets.from_arch(arch))
+    latent = 16 if arch == "sm_80" else 64
+    assert [DSLMLABackend.get_preferred_block_size(usual) for usual in (16, 128)] == [latent, 128]
+    assert DSLAttentionBackend.get_preferred_block_size(16) == 16
 
 
 def test_default_attention_config_is_untouched() -> None:

@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import CUT_FIELDS, Cut, Requests, lengths_of, own_range, row_tile_of
+from dsl_backend.attention.parts.schedule import CUT_FIELDS, Requests, lengths_of, own_range, row_tile_of
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.work import head_of, slice_of
@@ -82,7 +82,9 @@ class Merge:
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
-        merger = Merger(self, partials, requests, out, lse, scoring, sums, statistics)
+        listed = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((1 + CUT_FIELDS, THREADS)), 16)
+        counts = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((WARPS, 2)), 16)
+        merger = Merger(self, partials, requests, out, lse, scoring, (sums, statistics), (listed, counts))
         if cutlass.const_expr(self.key.shares):
             merger.merge_own()
         else:
@@ -92,12 +94,13 @@ class Merge:
 class Merger:
     """A thread's part in it. An item is a row's slice of columns: row * slices + slice."""
 
-    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, sums, statistics):
+    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, halves, lists):
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
         self.tile_n, self.least = merge.tile_n, merge.least
         self.tile_tokens, self.units = merge.tile_tokens, merge.units
         self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
-        self.sums, self.statistics = sums, statistics
+        self.sums, self.statistics = halves
+        self.listed, self.counts = lists
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.held = requests.rows
@@ -134,47 +137,65 @@ class Merger:
 
     @cute.jit
     def merge_dealt(self, cuts):
-        """Items of all ranges that were cut: of those of few parts by warps, of the others by blocks.
-
-        Every block's Cut has places for as many items as there may be; they are dealt out in turn, and a lane looks at
-        one of a block's and one of a warp's at a time.
-        """
+        """Items of all ranges that were cut: of those of many parts by blocks, of the others by warps."""
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        most = self.held * self.slices
-        places = cute.size(cuts, mode=[0]) * most
-        for turn in cutlass.range(cute.ceil_div(places, blocks * WARP), unroll=1):
-            step = (turn * WARP + self.lane) * blocks
-            together, alone = block + step, block * WARPS + self.warp + step * WARPS
-            entry, own_entry = quotient(together, most), quotient(alone, most)
-            if turn == 0:
-                # Before any exit: a kernel that ends early would let the next one start beside the one before.
-                cute.arch.griddepcontrol_wait()
-            cut, own_cut = self.cut(cuts, entry), self.cut(cuts, own_entry)
-            self.merge_some(entry, cut, together - entry * most, cut.parts > FEW, True)
-            few = own_cut.parts > 0 and own_cut.parts <= FEW
-            self.merge_some(own_entry, own_cut, alone - own_entry * most, few, False)
+        # Before any exit: a kernel that ends early would let the next one start beside the one before.
+        cute.arch.griddepcontrol_wait()
+        for first in cutlass.range(0, cute.size(cuts, mode=[0]), THREADS, unroll=1):
+            many, few = self.list_cuts(cuts, first)
+            self.merge_listed(many, block, blocks, True)
+            self.merge_listed(few, block * WARPS + self.warp, blocks * WARPS, False)
 
     @cute.jit
-    def merge_some(self, entry, cut, item, wanted, together: cutlass.Constexpr[bool]):
-        """The lanes' items, one after the other, where they are wanted and there."""
-        left = cute.arch.vote_ballot_sync(wanted and item < cut.rows * self.slices)
-        while left != 0:
-            lane = cute.arch.popc(~left & (left - 1))
-            values = [cute.arch.shuffle_sync(value, lane) for value in (entry, *cut[:3], item)]
-            if cutlass.const_expr(together):
-                self.merge_together(*values)
-            else:
-                self.merge_alone(*values)
-            left &= left - 1
+    def list_cuts(self, cuts, first):
+        """Of what so many blocks left, from the first: ranges of many parts from the list's front, others from its end.
 
-    @cute.jit
-    def cut(self, cuts, entry):
-        """What a block left; nothing behind the last one."""
-        fields = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
-        fields.fill(0)
+        The list is without blocks that left none: where lengths are equal, every so many blocks leave a range, and a
+        turn that stepped over places of all blocks met all ranges or none.
+
+        Returns:
+            (ranges of many parts, of few)
+        """
+        listed, counts, lane = self.listed, self.counts, self.lane
+        entry = first + self.warp * WARP + lane
+        cut = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
+        cut.fill(0)
         if entry < cute.size(cuts, mode=[0]):
-            load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, fields)
-        return Cut(*[fields[i] for i in range(CUT_FIELDS)])
+            load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, cut)
+        has_many = cute.arch.vote_ballot_sync(cut[0] > FEW)
+        has_few = cute.arch.vote_ballot_sync(cut[0] > 0 and cut[0] <= FEW)
+        if lane == 0:
+            counts[self.warp, 0], counts[self.warp, 1] = cute.arch.popc(has_many), cute.arch.popc(has_few)
+        cute.arch.sync_threads()
+        below = (1 << lane) - 1
+        number, from_end = cute.arch.popc(has_many & below), cute.arch.popc(has_few & below)
+        many, few = cutlass.Int32(0), cutlass.Int32(0)
+        for warp in cutlass.range_constexpr(WARPS):
+            if warp < self.warp:
+                number, from_end = number + counts[warp, 0], from_end + counts[warp, 1]
+            many, few = many + counts[warp, 0], few + counts[warp, 1]
+        if cut[0] > 0:
+            place = number if cut[0] > FEW else THREADS - 1 - from_end
+            listed[0, place] = entry
+            for field in cutlass.range_constexpr(CUT_FIELDS):
+                listed[1 + field, place] = cut[field]
+        cute.arch.sync_threads()
+        return many, few
+
+    @cute.jit
+    def merge_listed(self, count, turn, turns, together: cutlass.Constexpr[bool]):
+        """The turn's items of the list's ranges of many parts, or of few: places for as many as a range may have."""
+        listed, most = self.listed, self.held * self.slices
+        for place in cutlass.range(turn, count * most, turns, unroll=1):
+            number = quotient(place, most)
+            at = number if cutlass.const_expr(together) else THREADS - 1 - number
+            range_, parts, query, unit, rows = [listed[field, at] for field in range(1 + CUT_FIELDS)]
+            item = place - number * most
+            if item < rows * self.slices:
+                if cutlass.const_expr(together):
+                    self.merge_together(range_, parts, query, unit, item)
+                else:
+                    self.merge_alone(range_, parts, query, unit, item)
 
     # ------------------------------------------------------------------ an item
 

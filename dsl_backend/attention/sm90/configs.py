@@ -10,7 +10,7 @@ from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # of a warpgroup's wgmma
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
-REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
+REGISTERS = {1: (240, 80), 2: (232, 40), 3: (160, 32)}
 # The same with a warpgroup that widens fp8 tiles, and that one's, by math warpgroups and blocks on an SM.
 WIDENING_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (208, 32, 64)}
 SM_REGISTERS = 1 << 16

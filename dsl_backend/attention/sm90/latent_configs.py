@@ -13,7 +13,7 @@ from dsl_backend.attention.spec import AttentionSpec
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
 # Registers of a thread that multiplies, that loads or schedules, and that widens fp8 tiles where one does. With 32 the
 # schedule spills.
-REGISTERS, WIDENING_REGISTERS = (232, 40, 0), (200, 40, 72)
+REGISTERS, WIDENING_REGISTERS = (232, 40, 0), (200, 48, 64)
 # A product's columns: with four warpgroups no more registers are there when the kernel starts (sm90/configs.py).
 COLUMNS, WIDENING_COLUMNS = 256, 128
 # Of a math thread, for addresses and a row's running state.
