@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts import merge
 from dsl_backend.attention.parts.merge import FEW, RESIDENT, WARP, WARPS
 from dsl_backend.attention.parts.schedule import FEW_PARTS, SPARED
 from dsl_backend.attention.plan import Planner
@@ -62,12 +61,15 @@ def test_more_items_than_turns(parts: int) -> None:
     assert parts_of(case, parts)[0] == parts
 
 
-@pytest.mark.parametrize("warps", [1, WARPS])
-@pytest.mark.parametrize("parts", [3, FEW + 2])
-def test_more_blocks_than_lanes(parts: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they left is listed by several warps, or one after another."""
-    monkeypatch.setattr(merge, "WARPS", warps)
-    monkeypatch.setattr(merge, "THREADS", warps * WARP)
+@pytest.mark.parametrize("sms", [1, 2])
+def test_few_blocks(sms: int) -> None:
+    """One block, which has no turn less than there are, and two."""
+    case = Case(q_lens=(2, 1), kv_lens=(7 * TILE, 30 * TILE), heads=(3, 1), dim=64)
+    assert bool(max(parts_of(case, sms))) == (sms > 1)
+
+
+def test_more_blocks_than_lanes() -> None:
+    parts = FEW + 2
     count = (WARP + 8) // parts
     case = Case(q_lens=(1,) * count, kv_lens=(parts * 7 * TILE,) * count, heads=(2, 1), dim=64)
     found = parts_of(case, count * parts)
@@ -76,11 +78,14 @@ def test_more_blocks_than_lanes(parts: int, warps: int, monkeypatch: pytest.Monk
 
 
 def test_least_share() -> None:
-    """Blocks have fewer tiles than it while parts are few."""
+    """Blocks have fewer tiles than it while parts are few, and no more than the tiles are."""
     case = Case(q_lens=(1,), kv_lens=(6 * TILE,), heads=(2, 1), dim=64)
     assert parts_of(case, 8, least=2) == [6] + [0] * 7
     longer = replace(case, kv_lens=((FEW_PARTS + 2) * TILE,))
     assert parts_of(longer, FEW_PARTS + 2, least=2)[0] == FEW_PARTS // 2 + 1
+    # Two partial results of 64 rows are eight tiles of theirs.
+    more_rows = replace(case, kv_lens=(24 * TILE,), heads=(64, 1), dim=16)
+    assert parts_of(more_rows, 24, least=2)[0] == 12
 
 
 def test_many_parts_in_turns() -> None:

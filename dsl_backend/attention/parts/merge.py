@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import CUT_FIELDS, Requests, lengths_of, own_range, row_tile_of
+from dsl_backend.attention.parts.schedule import CUT_FIELDS, Cut, Requests, lengths_of, own_range, row_tile_of
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.work import head_of, slice_of
@@ -82,9 +82,7 @@ class Merge:
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
-        listed = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((1 + CUT_FIELDS, THREADS)), 16)
-        counts = allocator.allocate_tensor(cutlass.Int32, cute.make_layout((WARPS, 2)), 16)
-        merger = Merger(self, partials, requests, out, lse, scoring, (sums, statistics), (listed, counts))
+        merger = Merger(self, partials, requests, out, lse, scoring, sums, statistics)
         if cutlass.const_expr(self.key.shares):
             merger.merge_own()
         else:
@@ -94,13 +92,12 @@ class Merge:
 class Merger:
     """A thread's part in it. An item is a row's slice of columns: row * slices + slice."""
 
-    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, halves, lists):
+    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, sums, statistics):
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
         self.tile_n, self.least = merge.tile_n, merge.least
         self.tile_tokens, self.units = merge.tile_tokens, merge.units
         self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
-        self.sums, self.statistics = halves
-        self.listed, self.counts = lists
+        self.sums, self.statistics = sums, statistics
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.held = requests.rows
@@ -137,65 +134,59 @@ class Merger:
 
     @cute.jit
     def merge_dealt(self, cuts):
-        """Items of all ranges that were cut: of those of many parts by blocks, of the others by warps."""
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # Before any exit: a kernel that ends early would let the next one start beside the one before.
-        cute.arch.griddepcontrol_wait()
-        for first in cutlass.range(0, cute.size(cuts, mode=[0]), THREADS, unroll=1):
-            many, few = self.list_cuts(cuts, first)
-            self.merge_listed(many, block, blocks, True)
-            self.merge_listed(few, block * WARPS + self.warp, blocks * WARPS, False)
+        """Items of all ranges that were cut: of those of many parts by blocks, of the others by warps.
 
-    @cute.jit
-    def list_cuts(self, cuts, first):
-        """Of what so many blocks left, from the first: ranges of many parts from the list's front, others from its end.
-
-        The list is without blocks that left none: where lengths are equal, every so many blocks leave a range, and a
-        turn that stepped over places of all blocks met all ranges or none.
-
-        Returns:
-            (ranges of many parts, of few)
+        Every block's Cut has places for as many items as there may be, place = item * blocks + block. They are dealt
+        out in turns, one less than there are blocks or warps: a step by them goes to the block before, or nearly. Where
+        ranges are equally long, every so many blocks leave a Cut, and whole rounds would meet all of them or none.
         """
-        listed, counts, lane = self.listed, self.counts, self.lane
-        entry = first + self.warp * WARP + lane
-        cut = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
-        cut.fill(0)
-        if entry < cute.size(cuts, mode=[0]):
-            load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, cut)
-        has_many = cute.arch.vote_ballot_sync(cut[0] > FEW)
-        has_few = cute.arch.vote_ballot_sync(cut[0] > 0 and cut[0] <= FEW)
-        if lane == 0:
-            counts[self.warp, 0], counts[self.warp, 1] = cute.arch.popc(has_many), cute.arch.popc(has_few)
-        cute.arch.sync_threads()
-        below = (1 << lane) - 1
-        number, from_end = cute.arch.popc(has_many & below), cute.arch.popc(has_few & below)
-        many, few = cutlass.Int32(0), cutlass.Int32(0)
-        for warp in cutlass.range_constexpr(WARPS):
-            if warp < self.warp:
-                number, from_end = number + counts[warp, 0], from_end + counts[warp, 1]
-            many, few = many + counts[warp, 0], few + counts[warp, 1]
-        if cut[0] > 0:
-            place = number if cut[0] > FEW else THREADS - 1 - from_end
-            listed[0, place] = entry
-            for field in cutlass.range_constexpr(CUT_FIELDS):
-                listed[1 + field, place] = cut[field]
-        cute.arch.sync_threads()
-        return many, few
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        rounds = cute.ceil_div(cute.size(cuts, mode=[0]) * self.held * self.slices, cutlass.max(blocks - 1, 1))
+        for first in cutlass.range(0, rounds, WARP, unroll=1):
+            entry, item = self.dealt(cuts, block, blocks, first + self.lane)
+            own_entry, own_item = self.dealt(cuts, block * WARPS + self.warp, blocks * WARPS, first + self.lane)
+            if first == 0:
+                # Before any exit: a kernel that ends early would let the next one start beside the one before.
+                cute.arch.griddepcontrol_wait()
+            cut, own_cut = self.cut(cuts, entry), self.cut(cuts, own_entry)
+            many = cut.parts > FEW and item < cut.rows * self.slices
+            few = own_cut.parts > 0 and own_cut.parts <= FEW and own_item < own_cut.rows * self.slices
+            many, few = cute.arch.vote_ballot_sync(many), cute.arch.vote_ballot_sync(few)
+            self.merge_some(cuts, own_entry, own_item, few, False)
+            self.merge_some(cuts, entry, item, many, True)
 
     @cute.jit
-    def merge_listed(self, count, turn, turns, together: cutlass.Constexpr[bool]):
-        """The turn's items of the list's ranges of many parts, or of few: places for as many as a range may have."""
-        listed, most = self.listed, self.held * self.slices
-        for place in cutlass.range(turn, count * most, turns, unroll=1):
-            number = quotient(place, most)
-            at = number if cutlass.const_expr(together) else THREADS - 1 - number
-            range_, parts, query, unit, rows = [listed[field, at] for field in range(1 + CUT_FIELDS)]
-            item = place - number * most
-            if item < rows * self.slices:
-                if cutlass.const_expr(together):
-                    self.merge_together(range_, parts, query, unit, item)
-                else:
-                    self.merge_alone(range_, parts, query, unit, item)
+    def dealt(self, cuts, own, turns, nth):
+        """The block and the item of the nth place of who has its own of so many turns."""
+        count = cute.size(cuts, mode=[0])
+        place = own + nth * cutlass.max(turns - 1, 1)
+        if own > 0 and own == turns - 1:
+            place = count * self.held * self.slices  # behind all items
+        item = quotient(place, count)
+        return place - item * count, item
+
+    @cute.jit
+    def merge_some(self, cuts, entry, item, wanted, together: cutlass.Constexpr[bool]):
+        """The items of the lanes that are wanted, one after the other.
+
+        What blocks left is read again: kept, it would take registers that values of parts need.
+        """
+        while wanted != 0:
+            lane = cute.arch.popc(~wanted & (wanted - 1))
+            range_, one = cute.arch.shuffle_sync(entry, lane), cute.arch.shuffle_sync(item, lane)
+            parts, query, unit, _ = self.cut(cuts, range_)
+            if cutlass.const_expr(together):
+                self.merge_together(range_, parts, query, unit, one)
+            else:
+                self.merge_alone(range_, parts, query, unit, one)
+            wanted &= wanted - 1
+
+    @cute.jit
+    def cut(self, cuts, entry):
+        """What a block left."""
+        fields = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
+        load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, fields)
+        return Cut(*[fields[i] for i in range(CUT_FIELDS)])
 
     # ------------------------------------------------------------------ an item
 

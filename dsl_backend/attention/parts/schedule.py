@@ -13,9 +13,10 @@ FAR = 1 << 30  # a window that ends nowhere
 # Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
 # a merge 3 to 4 besides reading what the blocks left, which is worth 4 more tiles with 64 rows of MLA.
 SPARED = 1
-# Parts of a range up to which a block may have fewer tiles than the least share: as many as the merge kernel reads at
-# once. MLA with shares of 1 tile instead of 2 took 10.6 us instead of 11.5 with 4 parts a range, and 13.1 instead of
-# 12.1 with 128, on an H200.
+# Parts of a range up to which a block may have fewer tiles than the least share, where what it leaves is no more than
+# they are: as many parts as the merge kernel reads at once. MLA with shares of 1 tile instead of 2 took 10.6 us instead
+# of 11.5 with 4 parts a range, and 13.1 instead of 12.1 with 128, on an H200; with 64 rows, which are 4 tiles, shares
+# of 2 took 20.8 instead of 19.6 with 4.
 FEW_PARTS = 64
 # Key tiles that an item costs besides its own, where short ranges share a block: 0.4 of heads of 128, 0.6 of 64 on an
 # H200, for the latency of its first tile and for its result.
@@ -567,11 +568,12 @@ class KeyShares(QueryTiles):
         total, ranges = (cute.arch.warp_redux_sync(value, "add") for value in (total, ranges))
         longest, shortest = cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(shortest, "min")
         share = quotient(total + blocks - 1, blocks)
-        if longest > FEW_PARTS * share:
+        merged = self.merged_tiles()
+        if longest > FEW_PARTS * share or merged > share:
             share = cutlass.max(share, self.least)
         lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
         whole = quotient(ranges + blocks - 1, blocks) * longest
-        if whole <= share + SPARED + self.merged_tiles():
+        if whole <= share + SPARED + merged:
             # Merging would cost more than blocks idle that have shorter ranges than others, or none.
             total, share, least_span = ranges * longest, whole, longest
         elif shortest < cutlass.min(share, longest):
