@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes
 from dsl_backend.attention.parts.load import Loader, box_rows, query_box
-from dsl_backend.attention.parts.schedule import KeyShares, OwnShares, QueryTiles, Requests
+from dsl_backend.attention.parts.schedule import SPARED_LATENT, KeyShares, OwnShares, QueryTiles, Requests
 from dsl_backend.attention.parts.sizes import chunk
 from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.attention.parts.widen import Tiles, bytes_boxed, bytes_staged
@@ -153,7 +153,15 @@ class LatentTiled:
             return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
         if self.key.split:
             return KeyShares(
-                self.key, mailbox, tokens, self.tile_n, requests, ledger, config.least_share, config.cluster
+                self.key,
+                mailbox,
+                tokens,
+                self.tile_n,
+                requests,
+                ledger,
+                config.least_share,
+                config.cluster,
+                SPARED_LATENT,
             )
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 

@@ -10,9 +10,10 @@ from dsl_backend.attention.parts.work import WHOLE, Work, no_work
 from dsl_backend.primitives.math import quotient
 
 FAR = 1 << 30  # a window that ends nowhere
-# Key tiles that a block may have beyond its share where that leaves ranges whole: each takes some 2 us on an H200, and
-# a merge 3 to 4 besides reading what the blocks left, which is worth 4 more tiles with 64 rows of MLA.
-SPARED = 1
+# Key tiles that a block may have beyond its share where that leaves ranges whole: a merge takes 3 to 4 us on an H200
+# besides reading what the blocks left, which is worth 4 more tiles with 64 rows of MLA. A dense tile takes some 2 us,
+# and one of MLA has twice the bytes.
+SPARED, SPARED_LATENT = 2, 1
 # Parts of a range up to which a block may have fewer tiles than the least share, where what it leaves is no more than
 # they are: as many parts as the merge kernel reads at once. MLA with shares of 1 tile instead of 2 took 10.6 us instead
 # of 11.5 with 4 parts a range, and 13.1 instead of 12.1 with 128, on an H200; with 64 rows, which are 4 tiles, shares
@@ -447,11 +448,20 @@ class KeyShares(QueryTiles):
     """
 
     def __init__(
-        self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, cuts, least: int, cluster: int = 1
+        self,
+        key,
+        mailbox,
+        tokens_per_tile: int,
+        tile_n: int,
+        requests: Requests,
+        cuts,
+        least: int,
+        cluster: int = 1,
+        spared: int = SPARED,
     ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
         self.cluster, self.units = cluster, key.units // cluster
-        self.cuts, self.least = cuts, least
+        self.cuts, self.least, self.spared = cuts, least, spared
 
     @cute.jit
     def read(self, request, count):
@@ -573,7 +583,7 @@ class KeyShares(QueryTiles):
             share = cutlass.max(share, self.least)
         lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
         whole = quotient(ranges + blocks - 1, blocks) * longest
-        if whole <= share + SPARED + merged:
+        if whole <= share + self.spared + merged:
             # Merging would cost more than blocks idle that have shorter ranges than others, or none.
             total, share, least_span = ranges * longest, whole, longest
         elif shortest < cutlass.min(share, longest):
