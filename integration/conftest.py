@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the end-to-end checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from integration import models
 from integration.models import Model
+from integration.server import Server
 
 Checkpoint = Callable[[str, Model], Path]
 
@@ -24,3 +25,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return written[name]
 
     return write
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what the test's servers said."""
+    report = yield
+    if report.failed:
+        for fixture in getattr(item, "funcargs", {}).values():
+            server = getattr(fixture, "server", fixture)
+            if isinstance(server, Server):
+                report.sections.append((f"server {server.url}", server.account))
+    return report

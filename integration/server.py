@@ -18,6 +18,7 @@ from dsl_backend.testing.processes import child_environment, free_port, stop_gro
 from integration.environment import ROOT, device
 
 START_S = 420
+LOG_CHARS = 8000
 IDLE_S = 20
 BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -48,6 +49,12 @@ class Server:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def account(self) -> str:
+        """Whether it runs, and the end of its log."""
+        status = self.process.poll()
+        return f"{'running' if status is None else f'ended with status {status}'}\n{self.log[-LOG_CHARS:]}"
 
     def ask(self, path: str, body: object | None = None, timeout_s: float = 120) -> Reply:
         """GET, or POST where there is a body. A status of 4xx or 5xx is a reply like any other."""
@@ -145,7 +152,7 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
     began = said = time.monotonic()
     while time.monotonic() - began < limit_s:
         if server.process.poll() is not None:
-            raise ServerError(f"ended with status {server.process.returncode}:\n{server.log[-8000:]}")
+            raise ServerError(server.account)
         with contextlib.suppress(OSError):
             if server.ask("/health", timeout_s=5).status == 200:
                 print(f"server: up after {time.monotonic() - began:.0f} s", flush=True)
@@ -155,7 +162,7 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
             last = (server.log.splitlines() or [""])[-1]
             print(f"server: {said - began:.0f} s, {last[:150]}", flush=True)
         time.sleep(0.3)
-    raise ServerError(f"did not answer within {limit_s:.0f} s:\n{server.log[-8000:]}")
+    raise ServerError(f"did not answer within {limit_s:.0f} s: {server.account}")
 
 
 @contextlib.contextmanager
@@ -182,5 +189,10 @@ def running(command: list[str], log_path: Path, limit_s: float = START_S, **envi
     try:
         await_health(server, limit_s)
         yield server
+    except Exception as error:
+        # What broke the caller may be the server's end, which only its log explains.
+        if not isinstance(error, ServerError):
+            print(f"server: {server.account}", flush=True)
+        raise
     finally:
         stop_group(server.process)

@@ -91,11 +91,14 @@ class Sharing:
 
     Args:
         cluster: neighbouring blocks that have the same share of neighbouring units.
+        pairs: whether prompts may be paired.
     """
 
-    def __init__(self, key, tokens_per_tile: int, tile_n: int, least: int, cluster: int = 1):
+    def __init__(
+        self, key, tokens_per_tile: int, tile_n: int, least: int, cluster: int = 1, spared: int = 2, pairs: bool = False
+    ):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
-        self.least, self.cluster = least, cluster
+        self.least, self.cluster, self.spared, self.pairs = least, cluster, spared, pairs
 
     @cute.jit
     def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, cuts: cute.Tensor, posts: cute.Tensor):
@@ -106,4 +109,5 @@ class Sharing:
     @cute.kernel
     def kernel(self, requests: Requests, cuts: cute.Tensor, posts: cute.Tensor):
         key, posted, tokens = self.key, Record(posts), self.tokens_per_tile
-        KeyShares(key, posted, tokens, self.tile_n, requests, cuts, self.least, self.cluster).run()
+        arguments = (self.tile_n, requests, cuts, self.least, self.cluster, self.spared, self.pairs)
+        KeyShares(key, posted, tokens, *arguments).run()

@@ -261,10 +261,24 @@ DECODES = {
 # Requests of several row tiles, and their keys.
 SHARED_TOKENS = 2
 PROMPTS, PROMPTS_KEYS = [5, 1, 2, 9, 1], [90, 1, 40 * TILE, 20 * TILE + 3, 700]
+# Of which some are longer than a key tile, and are paired: at their beginning, behind context, with fewer keys than
+# queries, with none.
+PAIRED = {
+    "alone": ([75], [75]),
+    "beside-decodes": ([1, 1, 60, 1, 33, 2], [300, 17, 60, 9 * TILE, 200, 33]),
+    "behind-context": ([TILE + 1, 31], [5 * TILE + 3, 700]),
+    "fewer-keys": ([40, 20, 1], [3, 0, 90]),
+    "across-chunks": ([1] * 33 + [50], [40] * 33 + [50]),
+}
 
 
 def shared(
-    lengths: Sequence[int], blocks: int, q_lens: Sequence[int] | None = None, cluster: int = 1
+    lengths: Sequence[int],
+    blocks: int,
+    q_lens: Sequence[int] | None = None,
+    cluster: int = 1,
+    tokens: int = SHARED_TOKENS,
+    pairs: bool = False,
 ) -> tuple[list[list[Work]], list[Cut]]:
     """Items of each block and what it leaves to be merged, for requests over so many keys.
 
@@ -272,11 +286,11 @@ def shared(
     """
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
-    items = sum(-(-queries // SHARED_TOKENS) for queries in asked) * HEADS + 1
+    items = sum(-(-queries // tokens) for queries in asked) * HEADS + 1
     cuts = torch.full((blocks, schedule.CUT_FIELDS), -7, **int32)
     posts = torch.full((blocks, items, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
-        sharing = Sharing(key_of(split=True), SHARED_TOKENS, TILE, LEAST, cluster)
+        sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, pairs=pairs)
         sharing(*(from_dlpack(one) for one in (starts, keys, cuts, posts)))
     found = [[Work(*fields) for fields in block] for block in posts.tolist()]
     found = [block[: [work.valid for work in block].index(0)] for block in found]
@@ -291,14 +305,38 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
     lengths, blocks = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
     q_lens = [1] * len(lengths) if name in DECODES else PROMPTS
     found, cuts = shared(lengths, blocks, q_lens, cluster)
+    assert_shared(found, cuts, lengths, q_lens)
+    if clusters > 1 and name in ("long", "one", "prompts"):
+        assert any(cut.parts for cut in cuts)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("clusters", [1, 3, 8, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", PAIRED)
+def test_paired_shares(name: str, tokens: int, clusters: int, cluster: int) -> None:
+    """As well where prompts may be paired; tokens of a row tile divide a key tile's keys, or do not."""
+    q_lens, lengths = PAIRED[name]
+    found, cuts = shared(lengths, clusters * cluster, q_lens, cluster, tokens, pairs=True)
+    assert_shared(found, cuts, lengths, q_lens, tokens, pairs=True)
+
+
+def assert_shared(
+    found: list[list[Work]],
+    cuts: list[Cut],
+    lengths: Sequence[int],
+    q_lens: Sequence[int],
+    tokens: int = SHARED_TOKENS,
+    pairs: bool = False,
+) -> None:
     ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
     for block, items in enumerate(found):
         for work in items:
             ranges.setdefault((work.query, work.unit), []).append((block, work))
     tiles_of = {}  # of each row tile: its request's key tiles, those that it sees, its rows
     for keys, queries, first in zip(lengths, q_lens, accumulate([0, *q_lens]), strict=False):
-        for row in range(0, queries, SHARED_TOKENS):
-            rows = min(queries - row, SHARED_TOKENS)
+        for row in range(0, queries, tokens):
+            rows = min(queries - row, tokens)
             tiles, seen = (
                 max(-(-count // TILE), 1) for count in (keys, min(keys, max(keys - queries + row + rows, 0)))
             )
@@ -313,15 +351,32 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
         assert {work.rows for _, work in parts} == {rows}
         assert [work.begin for _, work in parts] == [0, *ends[:-1]]
         if len(parts) > 1:
-            assert ends[-1] == tiles
+            assert ends[-1] == (seen if pairs else tiles)
             assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
             expected[first] = Cut(len(parts), query, unit, rows)
         else:
             assert ends == [seen]
             assert parts[0][1].slot == WHOLE
     assert {block: cut for block, cut in enumerate(cuts) if cut.parts} == expected
-    if clusters > 1 and name in ("long", "one", "prompts"):
-        assert expected
+
+
+def test_pairs_stay_whole() -> None:
+    """Beside requests of one query, a prompt with more row tiles than blocks are left: nothing is merged."""
+    q_lens, lengths, tiles = [1] * 18 + [24], [14 * TILE] * 18 + [24], 14
+    blocks = 18 * HEADS + 3 * HEADS
+    found, cuts = shared(lengths, blocks, q_lens, tokens=4, pairs=True)
+    assert_shared(found, cuts, lengths, q_lens, tokens=4, pairs=True)
+    assert not any(cut.parts for cut in cuts)
+    assert max(sum(work.end - work.begin for work in items) for items in found) == tiles
+
+
+def test_pairs_are_even() -> None:
+    """A prompt's first row tiles count what they see: a block has no more than its share of that, and of holes."""
+    queries, blocks = 20 * TILE, 8
+    found, _ = shared([queries], blocks, [queries], tokens=4, pairs=True)
+    seen = sum(work.end - work.begin for items in found for work in items)
+    held = [sum(work.end - work.begin for work in items) for items in found]
+    assert max(held) <= 1.1 * seen / blocks
 
 
 @pytest.mark.parametrize("name", DECODES)

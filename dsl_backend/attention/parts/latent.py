@@ -162,6 +162,7 @@ class LatentTiled:
                 config.least_share,
                 config.cluster,
                 SPARED_LATENT,
+                pairs=True,
             )
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 

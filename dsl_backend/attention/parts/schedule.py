@@ -443,8 +443,13 @@ class KeyShares(QueryTiles):
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
     share, of neighbouring units: the first ones' slots come before all second ones'.
 
+    A range counts all keys of its request, although a prompt's first rows see few of them, unless prompts are paired:
+    then a request's row tiles lie in pairs, the last with the first and so on inwards. What the two see together
+    is nearly the same for every pair, so that all pairs of a request have as many places.
+
     Args:
         cuts: [blocks, fields of a Cut], which blocks write.
+        pairs: whether prompts may be paired, which costs nothing where there is none.
     """
 
     def __init__(
@@ -458,29 +463,57 @@ class KeyShares(QueryTiles):
         least: int,
         cluster: int = 1,
         spared: int = SPARED,
+        pairs: bool = False,
     ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
         self.cluster, self.units = cluster, key.units // cluster
         self.cuts, self.least, self.spared = cuts, least, spared
+        self.pairs = pairs and key.causality != "full" and not key.left
 
     @cute.jit
-    def read(self, request, count):
-        """A lane's request: first query row, queries, keys, key tiles of a row tile, and how many ranges of so many."""
+    def read(self, request, count, paired):
+        """A lane's request: first query row, queries, keys, key tiles of a range or pair, and how many of these."""
         first, queries, keys = lengths_of(self.requests, request, count)
         begin = self.first_tile(queries, keys)
         # At least one tile, so that every row is written.
         tiles = cutlass.max((keys + self.tile_n - 1) // self.tile_n - begin, 1)
-        ranges = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile * self.units
+        row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
+        if cutlass.const_expr(self.pairs):
+            if paired != 0 and row_tiles > 1:
+                right = window_right(self.key, self.requests, request)
+                tiles = self.tiles_of_pair(queries, keys, tiles, row_tiles, right)
+                row_tiles = (row_tiles + 1) // 2
+        ranges = row_tiles * self.units
         if queries < self.requests.shortest or queries > self.requests.longest:
             ranges = cutlass.Int32(0)
         return first, queries, keys, tiles, ranges
 
     @cute.jit
-    def read_chunk(self, held, chunk, lane, count):
+    def tiles_of_pair(self, queries, keys, tiles, row_tiles, right):
+        """The most that two row tiles of a request see together.
+
+        Row tile t sees as many steps of keys as 1 + t and what lies before the request's queries make up, of which
+        `per_tile` are a key tile; two see `steps`. Of a + b = steps, a and b are at most (steps - 2) / per_tile + 2
+        together where each is rounded up to key tiles.
+
+        Args:
+            tiles: that the last one sees.
+        """
+        step = self.tokens_per_tile if self.tile_n % self.tokens_per_tile == 0 else 1
+        of_row_tile, per_tile = self.tokens_per_tile // step, self.tile_n // step
+        # Behind its queries a request has no keys.
+        before, behind = keys - queries + step - 1, cutlass.min(right, queries) + step - 1
+        steps = (row_tiles + 1) * of_row_tile + 2 * (before // step) + 2 * (behind // step)
+        # One that sees nothing has a tile as well.
+        both = cutlass.max((steps - 2) // per_tile + 2, tiles + 1)
+        return cutlass.min(both, 2 * tiles)
+
+    @cute.jit
+    def read_chunk(self, held, chunk, lane, count, paired):
         """What `read` gives of the lane's request in a chunk of WARP; held: in the first one, often the only one."""
         first, queries, keys, tiles, ranges = held
         if chunk > 0:
-            first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count)
+            first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count, paired)
         return first, queries, keys, tiles, ranges
 
     @cute.jit
@@ -498,32 +531,41 @@ class KeyShares(QueryTiles):
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        held = self.read(lane, count)
-        total, share, lead, least_span = self.even_shares(held, count, lane, blocks)
+        paired = cutlass.Int32(0)
+        held = self.read(lane, count, paired)
+        total, share, lead, least_span = self.even_shares(held, count, lane, blocks, paired)
+        if cutlass.const_expr(self.pairs):
+            # Where no block has two ranges, the longest one is all that counts.
+            if (least_span == 0 or share > least_span) and self.requests.longest > self.tile_n:
+                paired = cutlass.Int32(1)
+                held = self.read(lane, count, paired)
+                total, share, lead, least_span = self.even_shares(held, count, lane, blocks, paired)
         place = block * share
         end = cutlass.min(place + share, total)
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         cuts = self.cuts
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            values = self.read_chunk(held, chunk, lane, count)
-            through = sum_through(values[4] * cutlass.max(values[3] + lead, least_span)) + seen
+            values = self.read_chunk(held, chunk, lane, count, paired)
+            through = sum_through(values[4] * self.span(values, lead, least_span, paired)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
                 of_owner = [cute.arch.shuffle_sync(value, owner) for value in values]
-                behind = cute.arch.shuffle_sync(through, owner)
-                span, offset, start, unit, row = self.range_at(of_owner, behind, place, lead, least_span)
+                behind, request = cute.arch.shuffle_sync(through, owner), chunk * WARP + owner
+                span, offset, of_range, unit, row = self.range_at(
+                    of_owner, request, behind, place, lead, least_span, paired
+                )
+                start = place - offset + lead
                 places = cutlass.min(span - offset, end - place)
                 tile = cutlass.max(offset - lead, 0)
-                taken = cutlass.max(offset + places - lead, 0) - tile
+                taken = cutlass.min(cutlass.max(offset + places - lead, 0), of_range) - tile
                 if taken > 0:
-                    first_row, asked, kept, of_range, _ = of_owner
+                    first_row, asked, kept, _, _ = of_owner
                     slot = cutlass.Int32(WHOLE)
                     if taken < of_range:
                         slot = 2 * mine + (1 if start >= block * share else 0)
                     rows = cutlass.min(asked - row, self.tokens_per_tile) * self.key.pack
                     unit = unit * self.cluster + rank
-                    request = chunk * WARP + owner
                     work = self.piece(request, first_row, asked, kept, unit, row, rows, tile, taken, slot)
                     self.mailbox.post(posted, work)
                     posted += 1
@@ -537,30 +579,57 @@ class KeyShares(QueryTiles):
         self.mailbox.post(posted, no_work())
 
     @cute.jit
-    def range_at(self, of_request, behind, place, lead, least_span):
+    def items_in(self, queries, paired):
+        """Row tiles that lie together: those of a pair, or one."""
+        items = cutlass.Int32(1)
+        if cutlass.const_expr(self.pairs):
+            items = cutlass.Int32(2) if paired != 0 and queries > self.tokens_per_tile else items
+        return items
+
+    @cute.jit
+    def span(self, of_request, lead, least_span, paired):
+        """Places of a request's range or pair; of_request: what `read` gives."""
+        _, queries, _, tiles, _ = of_request
+        return cutlass.max(tiles + lead * self.items_in(queries, paired), least_span)
+
+    @cute.jit
+    def range_at(self, of_request, request, behind, place, lead, least_span, paired):
         """The range of a request that a place belongs to.
 
         Args:
             of_request: what `read` gives. behind: the place behind the request's ranges.
 
         Returns:
-            (its places, which of them this is, the place of its first tile, its unit of a cluster, its first token)
+            (its places, which of them this is, its key tiles, its unit of a cluster, its first token)
         """
-        _, _, _, tiles, ranges = of_request
-        span = cutlass.max(tiles + lead, least_span)
+        _, queries, keys, tiles, ranges = of_request
+        span = self.span(of_request, lead, least_span, paired)
         within = place - (behind - ranges * span)
         item = quotient(within, span)
         offset = within - item * span
-        row_tiles = ranges // self.units
+        of_unit = ranges // self.units
         unit, row_tile = item, cutlass.Int32(0)
-        if row_tiles > 1:
-            unit = quotient(item, row_tiles)
-            row_tile = item - unit * row_tiles
-        return span, offset, place - offset + lead, unit, row_tile * self.tokens_per_tile
+        if of_unit > 1:
+            unit = quotient(item, of_unit)
+            row_tile = item - unit * of_unit
+        if cutlass.const_expr(self.pairs):
+            if self.items_in(queries, paired) > 1:
+                right = window_right(self.key, self.requests, request)
+                later = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile - 1 - row_tile
+                _, tiles = self.range_of(queries, keys, later * self.tokens_per_tile, right)
+                places = tiles + lead
+                if offset >= places and later > row_tile:
+                    _, tiles = self.range_of(queries, keys, row_tile * self.tokens_per_tile, right)
+                    span, offset = span - places, offset - places
+                else:
+                    if later > row_tile:
+                        span = places
+                    row_tile = later
+        return span, offset, tiles, unit, row_tile * self.tokens_per_tile
 
     @cute.jit
-    def even_shares(self, held, count, lane, blocks):
-        """How all ranges are dealt out to so many blocks, or clusters.
+    def even_shares(self, held, count, lane, blocks, paired):
+        """How all ranges, or pairs of them, are dealt out to so many blocks, or clusters.
 
         Args:
             held: as in `read_chunk`.
@@ -569,12 +638,15 @@ class KeyShares(QueryTiles):
             (places of all ranges, of a block, of a range before its first tile, and of a range at least)
         """
         total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
+        items = cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            _, _, _, tiles, own = self.read_chunk(held, chunk, lane, count)
+            _, queries, _, tiles, own = self.read_chunk(held, chunk, lane, count, paired)
             total += own * tiles
             ranges += own
+            together = self.items_in(queries, paired)
+            items += own * together
             if own > 0:
-                longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, tiles)
+                longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, quotient(tiles, together))
         total, ranges = (cute.arch.warp_redux_sync(value, "add") for value in (total, ranges))
         longest, shortest = cute.arch.warp_redux_sync(longest, "max"), cute.arch.warp_redux_sync(shortest, "min")
         share = quotient(total + blocks - 1, blocks)
@@ -588,7 +660,7 @@ class KeyShares(QueryTiles):
             total, share, least_span = ranges * longest, whole, longest
         elif shortest < cutlass.min(share, longest):
             lead = cutlass.Int32(ITEM_TILES)
-            total += ranges * lead
+            total += cute.arch.warp_redux_sync(items, "add") * lead
             share = cutlass.max(quotient(total + blocks - 1, blocks), share)
         return total, share, lead, least_span
 
