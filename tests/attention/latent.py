@@ -68,6 +68,10 @@ HEADS_128 = mla(
     128, id="heads-128", q_lens=(2,), kv_lens=(330,), page=64, why="two blocks share key tiles, for two tokens"
 )
 PIECES = mla(16, id="pieces", q_lens=(70, 1, 33), kv_lens=(150, 90, 33), why="pieces of prompts beside a decode")
+# With tiles of 32 keys; pieces are longer than a tile, and their row tiles lie in pairs.
+PIECES_128 = mla(
+    128, id="pieces-128", q_lens=(35, 1), kv_lens=(50, 90), page=32, why="clusters have the same pairs of row tiles"
+)
 PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two blocks")
 CLUSTERS = mla(128, id="clusters", q_lens=(3, 1), kv_lens=(300, 1), page=48, why="whole ranges of neighbouring units")
 WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)

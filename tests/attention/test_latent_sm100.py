@@ -55,6 +55,7 @@ FULL = (
     ),
     Run(latent.HEADS_128, "random", config=CLUSTERS),
     Run(latent.PAGES_OF_16, "random", config=CLUSTERS),
+    Run(latent.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
     Run(latent.PAGES_OF_16, "lazy", config=PAIRS),
     Run(latent.CLUSTERS, "random", False, CLUSTERS),
     Run(latent.CLUSTERS, "eager", False, PAIRS),

@@ -58,6 +58,7 @@ FULL = (
         SCORES_FIRST,
     ),
     Run(latent.PAGES_OF_16, "random", config=CLUSTERS),
+    Run(latent.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
     Run(
         mla(
             16, id="guesses", q_lens=(1, 4), kv_lens=(65, 330), nan_request=1, window=(70, None), why="rows see nothing"
