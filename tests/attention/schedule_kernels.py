@@ -91,14 +91,12 @@ class Sharing:
 
     Args:
         cluster: neighbouring blocks that have the same share of neighbouring units.
-        pairs: whether prompts may be paired.
+        folds: whether prompts may be folded.
     """
 
-    def __init__(
-        self, key, tokens_per_tile: int, tile_n: int, least: int, cluster: int = 1, spared: int = 2, pairs: bool = False
-    ):
+    def __init__(self, key, tokens_per_tile: int, tile_n: int, least: int, cluster: int = 1, folds: bool = False):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
-        self.least, self.cluster, self.spared, self.pairs = least, cluster, spared, pairs
+        self.least, self.cluster, self.folds = least, cluster, folds
 
     @cute.jit
     def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, cuts: cute.Tensor, posts: cute.Tensor):
@@ -109,5 +107,5 @@ class Sharing:
     @cute.kernel
     def kernel(self, requests: Requests, cuts: cute.Tensor, posts: cute.Tensor):
         key, posted, tokens = self.key, Record(posts), self.tokens_per_tile
-        arguments = (self.tile_n, requests, cuts, self.least, self.cluster, self.spared, self.pairs)
-        KeyShares(key, posted, tokens, *arguments).run()
+        shares = KeyShares(key, posted, tokens, self.tile_n, requests, cuts, self.least, self.cluster, folds=self.folds)
+        shares.run()

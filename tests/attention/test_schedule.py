@@ -261,9 +261,9 @@ DECODES = {
 # Requests of several row tiles, and their keys.
 SHARED_TOKENS = 2
 PROMPTS, PROMPTS_KEYS = [5, 1, 2, 9, 1], [90, 1, 40 * TILE, 20 * TILE + 3, 700]
-# Of which some are longer than a key tile, and are paired: at their beginning, behind context, with fewer keys than
+# Of which some are longer than a key tile, and are folded: at their beginning, behind context, with fewer keys than
 # queries, with none.
-PAIRED = {
+FOLDED = {
     "alone": ([75], [75]),
     "beside-decodes": ([1, 1, 60, 1, 33, 2], [300, 17, 60, 9 * TILE, 200, 33]),
     "behind-context": ([TILE + 1, 31], [5 * TILE + 3, 700]),
@@ -278,7 +278,7 @@ def shared(
     q_lens: Sequence[int] | None = None,
     cluster: int = 1,
     tokens: int = SHARED_TOKENS,
-    pairs: bool = False,
+    folds: bool = False,
 ) -> tuple[list[list[Work]], list[Cut]]:
     """Items of each block and what it leaves to be merged, for requests over so many keys.
 
@@ -290,7 +290,7 @@ def shared(
     cuts = torch.full((blocks, schedule.CUT_FIELDS), -7, **int32)
     posts = torch.full((blocks, items, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
-        sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, pairs=pairs)
+        sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, folds=folds)
         sharing(*(from_dlpack(one) for one in (starts, keys, cuts, posts)))
     found = [[Work(*fields) for fields in block] for block in posts.tolist()]
     found = [block[: [work.valid for work in block].index(0)] for block in found]
@@ -313,12 +313,12 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("clusters", [1, 3, 8, 40])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", PAIRED)
-def test_paired_shares(name: str, tokens: int, clusters: int, cluster: int) -> None:
-    """As well where prompts may be paired; tokens of a row tile divide a key tile's keys, or do not."""
-    q_lens, lengths = PAIRED[name]
-    found, cuts = shared(lengths, clusters * cluster, q_lens, cluster, tokens, pairs=True)
-    assert_shared(found, cuts, lengths, q_lens, tokens, pairs=True)
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_shares(name: str, tokens: int, clusters: int, cluster: int) -> None:
+    """As well where prompts may be folded; tokens of a row tile divide a key tile's keys, or do not."""
+    q_lens, lengths = FOLDED[name]
+    found, cuts = shared(lengths, clusters * cluster, q_lens, cluster, tokens, folds=True)
+    assert_shared(found, cuts, lengths, q_lens, tokens, folds=True)
 
 
 def assert_shared(
@@ -327,7 +327,7 @@ def assert_shared(
     lengths: Sequence[int],
     q_lens: Sequence[int],
     tokens: int = SHARED_TOKENS,
-    pairs: bool = False,
+    folds: bool = False,
 ) -> None:
     ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
     for block, items in enumerate(found):
@@ -351,7 +351,7 @@ def assert_shared(
         assert {work.rows for _, work in parts} == {rows}
         assert [work.begin for _, work in parts] == [0, *ends[:-1]]
         if len(parts) > 1:
-            assert ends[-1] == (seen if pairs else tiles)
+            assert ends[-1] == (seen if folds else tiles)
             assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
             expected[first] = Cut(len(parts), query, unit, rows)
         else:
@@ -360,20 +360,20 @@ def assert_shared(
     assert {block: cut for block, cut in enumerate(cuts) if cut.parts} == expected
 
 
-def test_pairs_stay_whole() -> None:
+def test_folds_stay_whole() -> None:
     """Beside requests of one query, a prompt with more row tiles than blocks are left: nothing is merged."""
     q_lens, lengths, tiles = [1] * 18 + [24], [14 * TILE] * 18 + [24], 14
     blocks = 18 * HEADS + 3 * HEADS
-    found, cuts = shared(lengths, blocks, q_lens, tokens=4, pairs=True)
-    assert_shared(found, cuts, lengths, q_lens, tokens=4, pairs=True)
+    found, cuts = shared(lengths, blocks, q_lens, tokens=4, folds=True)
+    assert_shared(found, cuts, lengths, q_lens, tokens=4, folds=True)
     assert not any(cut.parts for cut in cuts)
     assert max(sum(work.end - work.begin for work in items) for items in found) == tiles
 
 
-def test_pairs_are_even() -> None:
+def test_folds_are_even() -> None:
     """A prompt's first row tiles count what they see: a block has no more than its share of that, and of holes."""
     queries, blocks = 20 * TILE, 8
-    found, _ = shared([queries], blocks, [queries], tokens=4, pairs=True)
+    found, _ = shared([queries], blocks, [queries], tokens=4, folds=True)
     seen = sum(work.end - work.begin for items in found for work in items)
     held = [sum(work.end - work.begin for work in items) for items in found]
     assert max(held) <= 1.1 * seen / blocks

@@ -61,6 +61,7 @@ class LatentTiled:
         box_tokens: tokens of a box of queries.
         rows_loaded: of queries that are copied for every item. The others are zeros, or what was copied before.
         most_boxes: of a tile's queries.
+        products_release: whether products say themselves that keys were read, some time after their end.
         math_clears: who multiplies clears rows of queries that no copy may write, and gives their place to the loader
             before the first item too; else they are cleared in front of the roles.
         parts: chunks of a row, in the order in which their room becomes free: what is only key, then the halves of the
@@ -68,6 +69,7 @@ class LatentTiled:
     """
 
     most_boxes = 1
+    products_release = False
 
     def __init__(self, key: LatentKey):
         self.key: Any = key
@@ -162,7 +164,7 @@ class LatentTiled:
                 config.least_share,
                 config.cluster,
                 SPARED_LATENT,
-                pairs=True,
+                folds=True,
             )
         return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
 
@@ -201,6 +203,7 @@ class LatentLoader(Loader):
         self.q_phase = 0 if kernel.math_clears else 1
         self.q_bytes = kernel.rows_loaded * kernel.dims * 2  # of a box's chunks
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
+        self.drains = kernel.products_release and cluster > 1 and not self.key.fp8
         self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)
         # Rows of a chunk lie one after another: [head and token, box, chunk].
         box = query_box(kernel, kernel.box_tokens)
@@ -227,6 +230,18 @@ class LatentLoader(Loader):
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
+        if cutlass.const_expr(self.drains):
+            # What the other block's products have to say comes to barriers of this block, which are there so long.
+            for stage in cutlass.range(self.stages, unroll=1):
+                for part in cutlass.range_constexpr(PARTS):
+                    self.await_room(tiles + stage, part)
+
+    @cute.jit
+    def await_room(self, count, part: cutlass.Constexpr[int]):
+        """Until a part of the tile that had a tile's place before it was read; returns the place."""
+        place = stage_of(count, self.stages) * PARTS + part
+        cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase_of(count, self.stages) ^ 1)
+        return place
 
     @cute.jit
     def load_queries(self, work, count):
@@ -255,8 +270,7 @@ class LatentLoader(Loader):
         """A key tile, part by part as they become free."""
         stage = stage_of(count, self.stages)
         for part in cutlass.range_constexpr(PARTS):
-            place = stage * PARTS + part
-            cute.arch.mbarrier_wait(self.barriers.k_empty + place, phase_of(count, self.stages) ^ 1)
+            place = self.await_room(count, part)
             full = self.barriers.k_full + place
             self.expect(full, len(self.parts[part]) * self.chunk_bytes)
             chunks = self.parts[part]

@@ -443,13 +443,13 @@ class KeyShares(QueryTiles):
     before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
     share, of neighbouring units: the first ones' slots come before all second ones'.
 
-    A range counts all keys of its request, although a prompt's first rows see few of them, unless prompts are paired:
+    A range counts all keys of its request, although a prompt's first rows see few of them, unless prompts are folded:
     then a request's row tiles lie in pairs, the last with the first and so on inwards. What the two see together
     is nearly the same for every pair, so that all pairs of a request have as many places.
 
     Args:
         cuts: [blocks, fields of a Cut], which blocks write.
-        pairs: whether prompts may be paired, which costs nothing where there is none.
+        folds: whether prompts may be folded, which costs nothing where there is none.
     """
 
     def __init__(
@@ -463,23 +463,23 @@ class KeyShares(QueryTiles):
         least: int,
         cluster: int = 1,
         spared: int = SPARED,
-        pairs: bool = False,
+        folds: bool = False,
     ):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
         self.cluster, self.units = cluster, key.units // cluster
         self.cuts, self.least, self.spared = cuts, least, spared
-        self.pairs = pairs and key.causality != "full" and not key.left
+        self.folds = folds and key.causality != "full" and not key.left
 
     @cute.jit
-    def read(self, request, count, paired):
+    def read(self, request, count, folded):
         """A lane's request: first query row, queries, keys, key tiles of a range or pair, and how many of these."""
         first, queries, keys = lengths_of(self.requests, request, count)
         begin = self.first_tile(queries, keys)
         # At least one tile, so that every row is written.
         tiles = cutlass.max((keys + self.tile_n - 1) // self.tile_n - begin, 1)
         row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
-        if cutlass.const_expr(self.pairs):
-            if paired != 0 and row_tiles > 1:
+        if cutlass.const_expr(self.folds):
+            if folded != 0 and row_tiles > 1:
                 right = window_right(self.key, self.requests, request)
                 tiles = self.tiles_of_pair(queries, keys, tiles, row_tiles, right)
                 row_tiles = (row_tiles + 1) // 2
@@ -509,11 +509,11 @@ class KeyShares(QueryTiles):
         return cutlass.min(both, 2 * tiles)
 
     @cute.jit
-    def read_chunk(self, held, chunk, lane, count, paired):
+    def read_chunk(self, held, chunk, lane, count, folded):
         """What `read` gives of the lane's request in a chunk of WARP; held: in the first one, often the only one."""
         first, queries, keys, tiles, ranges = held
         if chunk > 0:
-            first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count, paired)
+            first, queries, keys, tiles, ranges = self.read(chunk * WARP + lane, count, folded)
         return first, queries, keys, tiles, ranges
 
     @cute.jit
@@ -531,29 +531,29 @@ class KeyShares(QueryTiles):
         place_in_grid, blocks = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         rank, block, blocks = place_in_grid % self.cluster, place_in_grid // self.cluster, blocks // self.cluster
         mine = rank * blocks + block
-        paired = cutlass.Int32(0)
-        held = self.read(lane, count, paired)
-        total, share, lead, least_span = self.even_shares(held, count, lane, blocks, paired)
-        if cutlass.const_expr(self.pairs):
+        folded = cutlass.Int32(0)
+        held = self.read(lane, count, folded)
+        total, share, lead, least_span = self.even_shares(held, count, lane, blocks, folded)
+        if cutlass.const_expr(self.folds):
             # Where no block has two ranges, the longest one is all that counts.
             if (least_span == 0 or share > least_span) and self.requests.longest > self.tile_n:
-                paired = cutlass.Int32(1)
-                held = self.read(lane, count, paired)
-                total, share, lead, least_span = self.even_shares(held, count, lane, blocks, paired)
+                folded = cutlass.Int32(1)
+                held = self.read(lane, count, folded)
+                total, share, lead, least_span = self.even_shares(held, count, lane, blocks, folded)
         place = block * share
         end = cutlass.min(place + share, total)
         posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         cuts = self.cuts
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            values = self.read_chunk(held, chunk, lane, count, paired)
-            through = sum_through(values[4] * self.span(values, lead, least_span, paired)) + seen
+            values = self.read_chunk(held, chunk, lane, count, folded)
+            through = sum_through(values[4] * self.span(values, lead, least_span, folded)) + seen
             seen = cute.arch.shuffle_sync(through, WARP - 1)
             while place < cutlass.min(seen, end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
                 of_owner = [cute.arch.shuffle_sync(value, owner) for value in values]
                 behind, request = cute.arch.shuffle_sync(through, owner), chunk * WARP + owner
                 span, offset, of_range, unit, row = self.range_at(
-                    of_owner, request, behind, place, lead, least_span, paired
+                    of_owner, request, behind, place, lead, least_span, folded
                 )
                 start = place - offset + lead
                 places = cutlass.min(span - offset, end - place)
@@ -579,21 +579,21 @@ class KeyShares(QueryTiles):
         self.mailbox.post(posted, no_work())
 
     @cute.jit
-    def items_in(self, queries, paired):
+    def items_in(self, queries, folded):
         """Row tiles that lie together: those of a pair, or one."""
         items = cutlass.Int32(1)
-        if cutlass.const_expr(self.pairs):
-            items = cutlass.Int32(2) if paired != 0 and queries > self.tokens_per_tile else items
+        if cutlass.const_expr(self.folds):
+            items = cutlass.Int32(2) if folded != 0 and queries > self.tokens_per_tile else items
         return items
 
     @cute.jit
-    def span(self, of_request, lead, least_span, paired):
+    def span(self, of_request, lead, least_span, folded):
         """Places of a request's range or pair; of_request: what `read` gives."""
         _, queries, _, tiles, _ = of_request
-        return cutlass.max(tiles + lead * self.items_in(queries, paired), least_span)
+        return cutlass.max(tiles + lead * self.items_in(queries, folded), least_span)
 
     @cute.jit
-    def range_at(self, of_request, request, behind, place, lead, least_span, paired):
+    def range_at(self, of_request, request, behind, place, lead, least_span, folded):
         """The range of a request that a place belongs to.
 
         Args:
@@ -603,7 +603,7 @@ class KeyShares(QueryTiles):
             (its places, which of them this is, its key tiles, its unit of a cluster, its first token)
         """
         _, queries, keys, tiles, ranges = of_request
-        span = self.span(of_request, lead, least_span, paired)
+        span = self.span(of_request, lead, least_span, folded)
         within = place - (behind - ranges * span)
         item = quotient(within, span)
         offset = within - item * span
@@ -612,8 +612,8 @@ class KeyShares(QueryTiles):
         if of_unit > 1:
             unit = quotient(item, of_unit)
             row_tile = item - unit * of_unit
-        if cutlass.const_expr(self.pairs):
-            if self.items_in(queries, paired) > 1:
+        if cutlass.const_expr(self.folds):
+            if self.items_in(queries, folded) > 1:
                 right = window_right(self.key, self.requests, request)
                 later = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile - 1 - row_tile
                 _, tiles = self.range_of(queries, keys, later * self.tokens_per_tile, right)
@@ -628,7 +628,7 @@ class KeyShares(QueryTiles):
         return span, offset, tiles, unit, row_tile * self.tokens_per_tile
 
     @cute.jit
-    def even_shares(self, held, count, lane, blocks, paired):
+    def even_shares(self, held, count, lane, blocks, folded):
         """How all ranges, or pairs of them, are dealt out to so many blocks, or clusters.
 
         Args:
@@ -640,10 +640,10 @@ class KeyShares(QueryTiles):
         total, ranges, longest, shortest = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(FAR)
         items = cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            _, queries, _, tiles, own = self.read_chunk(held, chunk, lane, count, paired)
+            _, queries, _, tiles, own = self.read_chunk(held, chunk, lane, count, folded)
             total += own * tiles
             ranges += own
-            together = self.items_in(queries, paired)
+            together = self.items_in(queries, folded)
             items += own * together
             if own > 0:
                 longest, shortest = cutlass.max(longest, tiles), cutlass.min(shortest, quotient(tiles, together))

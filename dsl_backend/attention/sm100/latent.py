@@ -64,6 +64,7 @@ class LatentForward(LatentTiled):
     """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
 
     group = tcgen05.CtaGroup.ONE
+    products_release = True
 
     @cute.jit
     def __call__(
