@@ -11,7 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes
-from dsl_backend.attention.parts.load import Loader, box_rows, query_box
+from dsl_backend.attention.parts.load import Loader, box_rows, query_box, tokens_of_box
 from dsl_backend.attention.parts.schedule import SPARED_LATENT, KeyShares, OwnShares, QueryTiles, Requests
 from dsl_backend.attention.parts.sizes import chunk
 from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
@@ -42,13 +42,6 @@ class LatentKey(LayerKey):
 
 
 MOST_BOXES = 4  # of queries that an item asks for, each a copy of every chunk
-SWIZZLED_ROWS = 8  # that a swizzle repeats after
-
-
-def tokens_of_box(pack: int, tokens: int, most_boxes: int) -> int:
-    """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
-    parts = (n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
-    return next(parts, tokens)
 
 
 class LatentTiled:
@@ -247,10 +240,7 @@ class LatentLoader(Loader):
     def load_queries(self, work, count):
         cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ self.q_phase)
         full = self.barriers.q_full
-        boxes = cutlass.Int32(1)
-        if cutlass.const_expr(self.q_boxes > 1):
-            boxes = cute.ceil_div(work.rows, self.rows_loaded)
-        self.expect(full, boxes * self.q_bytes)
+        boxes = self.expect_queries(work, full)
         tile = (self.key.pack, self.box_tokens, self.chunk)
         first = 0
         for atom, source, chunks in (

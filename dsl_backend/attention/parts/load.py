@@ -11,11 +11,18 @@ from dsl_backend.attention.parts.work import packed_of, slice_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
+SWIZZLED_ROWS = 8  # that a swizzle repeats after
 
 
 def box_rows(page_size: int, tile_n: int) -> int:
     """Keys of one tensor copy: as many of a tile as lie in one page."""
     return math.gcd(page_size, tile_n) if page_size else tile_n
+
+
+def tokens_of_box(pack: int, tokens: int, most_boxes: int) -> int:
+    """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
+    parts = (n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
+    return next(parts, tokens)
 
 
 def query_box(kernel, tokens: int) -> cute.Layout:
@@ -47,20 +54,20 @@ class Loader:
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
-        self.q_tile = (kernel.tile_m, kernel.chunk)
-        self.tokens_per_tile = kernel.tokens_per_tile
-        rows = self.tokens_per_tile * self.key.pack
-        self.q_bytes = rows * kernel.dims * 2
+        self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
+        self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
+        self.q_phase = 0 if kernel.math_clears else 1
+        self.q_bytes = self.rows_loaded * kernel.dims * 2  # of a box's chunks
         size = 1 if self.key.fp8 else 2
         self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
         if self.key.pack == 1:
-            self.sQ = self.in_boxes(sQ, kernel.tile_m, kernel.chunk)
+            self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)
         else:
-            # Rows of a chunk lie one after another: [head and token, 1, chunk, stage].
+            # Rows of a chunk lie one after another: [head and token, box, chunk, stage].
             one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
-            box = query_box(kernel, self.tokens_per_tile)
-            shape = (box.shape, 1, self.q_chunks, self.config.query_stages)
-            layout = cute.make_layout(shape, stride=(box.stride, 0, *one_tile))
+            box = query_box(kernel, self.box_tokens)
+            shape = (box.shape, self.q_boxes, self.q_chunks, self.config.query_stages)
+            layout = cute.make_layout(shape, stride=(box.stride, self.rows_loaded * kernel.chunk, *one_tile))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
         self.sK = self.in_boxes(sK, self.box, kernel.copied)
         self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
@@ -116,34 +123,48 @@ class Loader:
     @cute.jit
     def load_queries(self, work, count):
         stage = stage_of(count, self.config.query_stages)
-        cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ 1)
+        cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ self.q_phase)
         full = self.barriers.q_full + stage
-        self.expect(full, self.q_bytes)
+        boxes = self.expect_queries(work, full)
         packed = packed_of(self.key, work.unit)
         if cutlass.const_expr(self.key.pack == 1):
             rows = cute.domain_offset((work.query, 0), self.mQ[None, None, packed])
-            gQ = cute.group_modes(cute.local_tile(rows, self.q_tile, (0, None)), 0, 2)
-            self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
+            gQ = cute.group_modes(cute.local_tile(rows, (self.box_tokens, self.chunk), (None, None)), 0, 2)
         else:
             rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, packed])
-            tile = (self.key.pack, self.tokens_per_tile, self.chunk)
-            gQ = cute.group_modes(cute.local_tile(rows, tile, (0, 0, None)), 0, 3)
-            self.copy(self.q_load, gQ, self.sQ, stage, full, range(self.q_chunks))
+            tile = (self.key.pack, self.box_tokens, self.chunk)
+            gQ = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
+        to, given = cpasync.tma_partition(self.q_load, 0, cute.make_layout(1), self.sQ, gQ)
+        if cutlass.const_expr(self.q_boxes == 1):
+            self.copy_chunks(
+                self.q_load, given[None, 0, None], to[None, 0, None, None], stage, full, range(self.q_chunks)
+            )
+        else:
+            for box in cutlass.range(boxes, unroll=1):
+                self.copy_chunks(
+                    self.q_load, given[None, box, None], to[None, box, None, None], stage, full, range(self.q_chunks)
+                )
+
+    def expect_queries(self, work, full):
+        """Of an item; how many boxes there are to copy. One box is a constant, as some loaders' copies want it."""
+        boxes = cute.ceil_div(work.rows, self.rows_loaded) if self.q_boxes > 1 else 1
+        self.expect(full, boxes * self.q_bytes)
+        return boxes
 
     def copy(self, atom, source, target, stage, full, chunks):
         """The chunks (a range) of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
         one = cute.make_layout(1)
         to, given = cpasync.tma_partition(atom, 0, one, target, source)
-        self.copy_chunks(atom, given, to, stage, full, chunks)
+        self.copy_chunks(atom, given, to[None, 0, None, None], stage, full, chunks)
 
     @cute.jit
     def copy_chunks(self, atom, given, to, stage, full, chunks: cutlass.Constexpr):
         if cutlass.const_expr(self.rolled and len(chunks) > UNROLLED):
             for c in cutlass.range(chunks.start, chunks.stop, unroll=1):
-                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+                cute.copy(atom, given[None, c], to[None, c, stage], tma_bar_ptr=full)
         else:
             for c in cutlass.range_constexpr(chunks.start, chunks.stop):
-                cute.copy(atom, given[None, c], to[None, 0, c, stage], tma_bar_ptr=full)
+                cute.copy(atom, given[None, c], to[None, c, stage], tma_bar_ptr=full)
 
     @cute.jit
     def load_keys(self, work, tile, pages, count):

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.parts.load import box_rows, query_box
+from dsl_backend.attention.parts.load import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, OwnShares, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded, value_slices
@@ -94,8 +94,14 @@ class TiledKernel:
             keys take the queries' dtype, whose range float16 has not.
         copied, copied_v: elements of a key or value row in one tensor copy.
         tokens_per_tile: whose packed heads are a tile's query rows.
+        most_boxes: of a tile's queries. Where there are several, an item's tokens alone are copied.
+        box_tokens, rows_loaded: tokens of a box of queries, and their rows.
+        math_clears: who multiplies clears the rows behind the first box, and gives queries' places to the loader before
+            the first item too.
         box: keys of one tensor copy.
     """
+
+    most_boxes = 1
 
     def __init__(self, key: Any, config: Any) -> None:
         self.key, self.config = key, config
@@ -104,6 +110,9 @@ class TiledKernel:
         self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.columns)
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.tokens_per_tile = self.tile_m // key.pack
+        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile, self.most_boxes)
+        self.rows_loaded = self.box_tokens * key.pack
+        self.math_clears = self.box_tokens < self.tokens_per_tile
         self.box = box_rows(key.page_size, self.tile_n)
         self.dtype_v = cutlass.Float16 if key.fp8 else self.dtype
         self.copied = fp8_chunk(key.head_dim) if key.fp8 else self.chunk
@@ -157,8 +166,8 @@ class TiledKernel:
         tokens, _, width = q.shape
         if key.pack == 1:
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-            q_tile: tuple[int, ...] = (self.tile_m, self.chunk)
-            q_box = self.boxed(self.tile_m, self.chunk)
+            q_tile: tuple[int, ...] = (self.box_tokens, self.chunk)
+            q_box = self.boxed(self.box_tokens, self.chunk)
         else:
             mQ = cute.make_tensor(
                 q.iterator,
@@ -167,8 +176,8 @@ class TiledKernel:
                     stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack),
                 ),
             )
-            q_tile = (key.pack, self.tokens_per_tile, self.chunk)
-            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self, self.tokens_per_tile))
+            q_tile = (key.pack, self.box_tokens, self.chunk)
+            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self, self.box_tokens))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))

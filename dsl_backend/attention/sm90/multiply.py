@@ -79,13 +79,19 @@ class Multiplier:
         if cutlass.const_expr(self.config.take_turns):
             if self.group == groups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
-        filled = cutlass.const_expr(self.kernel.tokens_per_tile * self.key.pack)
+        stages = cutlass.const_expr(self.config.query_stages)
+        filled = cutlass.const_expr(self.kernel.rows_loaded)
         if cutlass.const_expr(filled < self.config.tile_m):
-            # Rows that no tensor copy writes.
+            # Rows that no tensor copy writes, or may write.
             threads = cutlass.const_expr(groups * WARPGROUP)
-            for stage in cutlass.range_constexpr(self.config.query_stages):
+            for stage in cutlass.range_constexpr(stages):
                 clear_rows(self.sQ[None, None, stage], filled, self.config.tile_m, self.thread, threads)
-            self.publish()
+            if cutlass.const_expr(self.kernel.math_clears):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                for stage in cutlass.range_constexpr(stages):
+                    self.give_back(stage)
+            else:
+                self.publish()
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.mailbox.read(items)
         valid = work.valid
@@ -123,9 +129,7 @@ class Multiplier:
                 self.next(work, whole_begin - 1 - step, stage, tiles, True)
                 tiles += 1
         # The queries were multiplied with the last keys.
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
+        self.give_back(stage)
         self.last(tiles)
         self.store(work)
         return tiles
@@ -243,6 +247,13 @@ class Multiplier:
             values, threads = self.sV[None, None, buffer], self.config.groups * WARPGROUP
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, threads)
             self.publish()
+
+    @cute.jit
+    def give_back(self, stage):
+        """This warp has done with a place of queries."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
 
     @cute.jit
     def publish(self):
