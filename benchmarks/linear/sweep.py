@@ -32,7 +32,7 @@ def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, worksp
     from dsl_backend.linear.parts import launch
 
     function = launch.build(launch.key_of(problem.spec, config), target)
-    blocks = blocks_of(config, target)
+    blocks = blocks_of(config, problem.m, target)
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARPGROUP, ceil_div
+from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, PIECE, WARPGROUP, ceil_div
 from dsl_backend.linear.parts.stream_tiles import StreamTiles
 from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec
@@ -35,19 +35,22 @@ class Rates:
     flops: float
 
 
-# Fitted to 5,700 timings of 60 tiles in 144 problems on an H200: gated layers of eight sizes, parts of a model's on 2
-# to 8 GPUs among them, with 16 to 1024 rows. Tiles near the best are predicted to 8 to 10 % (standard deviation), and
-# what is picked takes 1.7 % longer on average than the best of STREAMS and GEMMS (docs/measurements.md).
-SM90_RATES = Rates(memory=33.0, l2=123.6, flops=5985.0)
+# Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
+# a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
+# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/measurements.md).
+SM90_RATES = Rates(memory=35.1, l2=108.9, flops=5780.0)
 # By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs), at the same shares of them: nothing was timed there.
 SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
 # Many rows: memory's share of its rate; what a step of products takes beyond them for a row of its tile; the least that
-# a step takes, alone and in a cluster; elements that a block stores in a nanosecond; the rest of a launch.
-GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.93, 0.33, 10.8, 1410.0
-STEP_NS, CLUSTER_STEP_NS = 175.5, 184.7
+# a step takes, alone and in a cluster, and what it takes more for each piece of x after the first; elements that a
+# block stores in a nanosecond; the rest of a launch.
+GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.934, 0.307, 10.7, 1414.0
+STEP_NS, CLUSTER_STEP_NS, PIECE_NS = 179.8, 182.6, 6.9
 # Few rows: the rate of products, which are small; how much faster than weights x comes; what 1024 bytes of partial sums
-# take that a block hands over; the rest.
-STREAM_FLOPS, X_FASTER, PARTIALS_NS, STREAM_NS = 0.856, 8.8, 110.0, 1970.0
+# take that a block hands over, and those of another that it waits for; the rest.
+STREAM_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, STREAM_NS = 0.866, 8.2, 69.0, 23.6, 1540.0
+# How causes of a step add up: about the slowest one, and more where another is about as slow.
+GEMM_POWER, STREAM_POWER = 4, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,7 @@ class StreamConfig(StreamTiles):
     A tile's weights are two boxes of rows: gate and up rows of the same columns, or neighbours.
 
     Attributes:
-        tokens: rows of x that a consumer multiplies with; 8, or a multiple of 16 up to 128.
+        tokens: rows of x that a consumer multiplies with; a multiple of 8 up to 128. A tile has 8 or a multiple of 16.
         groups: consumer warp groups, 1 or 2.
         split_tokens: two consumers have the same weights and tokens of their own, instead of the reverse.
     """
@@ -176,9 +179,11 @@ class StreamConfig(StreamTiles):
             smem_bytes: that a block may have.
         """
         reasons = []
-        # CuTe DSL 4.6.0 aborts the process while it compiles tiles of 24 or 40 rows.
-        if self.tokens != 8 and (not 16 <= self.tokens <= 128 or self.tokens % 16):
-            reasons.append(f"{self.tokens} tokens are neither 8 nor a multiple of 16 up to 128")
+        if not 8 <= self.tokens <= 128 or self.tokens % 8:
+            reasons.append(f"{self.tokens} tokens are not a multiple of 8 up to 128")
+        # CuTe DSL 4.6.0 aborts the process while it compiles copies of 24 or 40 rows.
+        if self.tile_tokens != 8 and self.tile_tokens % 16:
+            reasons.append(f"{self.tile_tokens} rows of a tile are neither 8 nor a multiple of 16")
         if self.groups not in (1, 2):
             reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
         if self.split_tokens and self.groups == 1:
@@ -196,7 +201,7 @@ MOST_STAGES = 12
 # on an H200 is 1 % faster on average than the best of these (docs/measurements.md).
 STREAMS = (
     *(StreamConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
-    *(StreamConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in (32, 48, 80, 96, 112)),
+    *(StreamConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in range(32, 113, 8)),
 )
 GEMMS = (
     GemmConfig(tile_m=128, box_n=128, cluster=2),
@@ -242,10 +247,11 @@ def candidates(spec: LinearSpec, target: Target) -> tuple[Config, ...]:
     return tuple(config for config in found if config in best)
 
 
-def blocks_of(config: Config, target: Target) -> int:
-    """Thread blocks that the target runs at once; a cluster's at least."""
+def blocks_of(config: Config, rows: int, target: Target) -> int:
+    """Thread blocks that the target runs at once: whole clusters, and of a stream as many for each row of tiles."""
     if isinstance(config, Streams):
-        return target.used_sms
+        above = ceil_div(rows, config.tile_tokens)
+        return target.used_sms // above * above or target.used_sms
     return max(target.used_sms // config.cluster, 1) * config.cluster
 
 
@@ -253,18 +259,25 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
     """Time by arithmetic: the longest share of work at a GPU's rates, and what does not overlap with it."""
     rates = SM100_RATES if target.tcgen05 else SM90_RATES
     if isinstance(config, Streams):
-        return stream_ns(config, spec, rows, rates, blocks_of(config, target)) / 1000
-    return gemm_ns(config, spec, rows, rates, target.sm_count, blocks_of(config, target)) / 1000
+        return stream_ns(config, spec, rows, rates, blocks_of(config, rows, target)) / 1000
+    return gemm_ns(config, spec, rows, rates, target.sm_count, blocks_of(config, rows, target)) / 1000
+
+
+def together(power: int, *causes_ns: float) -> float:
+    """What causes take of which the slowest decides, or several that are about as slow."""
+    return float(sum(cause**power for cause in causes_ns) ** (1 / power))
 
 
 def stream_ns(config: Streams, spec: LinearSpec, rows: int, rates: Rates, blocks: int) -> float:
     """Of a kernel for few rows."""
-    items = ceil_div(config.tiles(spec, rows) * ceil_div(spec.k, config.tile_k), blocks)
+    of_tile = ceil_div(spec.k, config.tile_k)
+    items = ceil_div(config.tiles(spec, rows) * of_tile, blocks)
     bytes_read = (2 * config.box + config.tile_tokens / X_FASTER) * config.tile_k * ELEMENT_BYTES
     flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
-    item_ns = max(bytes_read / rates.memory, flops / (STREAM_FLOPS * rates.flops))
-    # Weights that several rows of tiles need are read by each: they are items of their own.
-    return items * item_ns + STREAM_NS + PARTIALS_NS * config.partials * 4 / 1024
+    item_ns = together(STREAM_POWER, bytes_read / rates.memory, flops / (STREAM_FLOPS * rates.flops))
+    # A tile that is longer than a share has its sums from several blocks, at the end.
+    sums_ns = PARTIALS_NS + (AWAITED_NS * of_tile / items if of_tile > items else 0)
+    return items * item_ns + STREAM_NS + sums_ns * config.partials * 4 / 1024
 
 
 def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, blocks: int) -> float:
@@ -275,10 +288,13 @@ def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, 
     box_bytes = 2 * config.box_n * BLOCK_K * ELEMENT_BYTES
     x_bytes = config.tile_m * BLOCK_K * ELEMENT_BYTES
     flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
+    pieces = ceil_div(rows % config.tile_m, PIECE)
+    more_pieces = max(pieces - 1, 0) if pieces * PIECE < config.tile_m else 0
 
     def step_ns(active: int) -> float:
-        """Of a step of so many clusters; causes add up where they are about as slow."""
-        causes = (
+        """Of a step of so many clusters."""
+        products = together(
+            GEMM_POWER,
             flops / rates.flops + config.tile_m * STEP_NS_PER_ROW,
             # A cluster reads its weights once.
             (x_bytes + box_bytes / config.cluster) * active * config.cluster / (rates.l2 * sms),
@@ -286,7 +302,7 @@ def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, 
             box_bytes * max(active / height, 1) / (GEMM_MEMORY * rates.memory * sms),
             STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
         )
-        return float(sum(cause**4 for cause in causes) ** 0.25)
+        return products + PIECE_NS * more_pieces
 
     last = tiles - (waves - 1) * clusters
     products_ns = ceil_div(spec.k, BLOCK_K) * ((waves - 1) * step_ns(clusters) + step_ns(last))
@@ -314,7 +330,9 @@ TRIED_GEMMS = (
     *((64, box_n, True) for box_n in (32, 48, 56, 64, 80, 88, 112)),
     *((192, box_n, True) for box_n in (48, 56, 64)),
 )
-TRIED_TOKENS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+# Of streams: tiles above each other.
+MOST_ABOVE = 3
+TRIED_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 120, 128)
 
 
 def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
@@ -323,7 +341,8 @@ def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
     seen = set()
     for tile in (*streams, *gemms, *(tried_sm100() if target.tcgen05 else tried_sm90())):
         # Rows of other sizes have no use for it.
-        if isinstance(tile, Streams) and not rows <= tile.tile_tokens < max(16, 4 * rows):
+        above = ceil_div(rows, tile.tile_tokens) if isinstance(tile, Streams) else 1
+        if isinstance(tile, Streams) and not (above <= MOST_ABOVE and tile.tile_tokens < max(16, 4 * rows)):
             continue
         if isinstance(tile, Gemms) and 2 * rows <= tile.tile_m:
             continue

@@ -152,6 +152,20 @@ CASES = [
         config=replace(STREAM, tokens=8),
         sms=6,
     ),
+    Emulated(
+        id="stream-early",
+        why="sums of other blocks are there before a block's last tile begins; also in its last items",
+        case=replace(GATED, rows=27, n=440, k=320, bias=True, residual=True),
+        config=replace(STREAM, tokens=32),
+        sms=3,
+    ),
+    Emulated(
+        id="stream-early-tokens",
+        why="the same with two consumers, copies of 48 rows, two rows of tiles",
+        case=replace(GATED, rows=70, n=264, k=320),
+        config=StreamConfig(tokens=24, groups=2, split_tokens=True, stages=3),
+        sms=4,
+    ),
     Emulated(id="stream-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=STREAM),
     Emulated(
         id="stream-groups",
@@ -360,10 +374,11 @@ def random_emulated(seed: int) -> Emulated:
         most = 320
     else:
         groups = draw.choice((1, 2))
+        split = groups == 2 and draw.random() < 0.5
         config = StreamConfig(
-            tokens=draw.choice((8, 16, 32, 48)),
+            tokens=draw.choice((8, 16, 24, 32, 40, 48) if split else (8, 16, 32, 48)),
             groups=groups,
-            split_tokens=groups == 2 and draw.random() < 0.5,
+            split_tokens=split,
             tile_k=draw.choice((64, 128)),
             stages=draw.randint(2, 3),
         )

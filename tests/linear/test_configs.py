@@ -60,14 +60,14 @@ def test_shared_memory_is_filled(target: Target) -> None:
 
 def test_pairs_need_an_even_number_of_blocks() -> None:
     odd = replace(B200, sm_count=147)
-    assert [blocks_of(config, odd) for config in (sm100.GemmConfig(pair=True), sm100.GemmConfig())] == [146, 147]
+    assert [blocks_of(config, 64, odd) for config in (sm100.GemmConfig(pair=True), sm100.GemmConfig())] == [146, 147]
 
 
 def test_spared_sms_have_no_blocks() -> None:
     few = H200.sparing(17)
     tiles = (StreamConfig(tokens=8), GemmConfig(), GemmConfig(cluster=2))
-    assert [blocks_of(config, few) for config in tiles] == [115, 115, 114]
-    assert blocks_of(GemmConfig(cluster=2), H200.sparing(131)) == 2, "a cluster at least"
+    assert [blocks_of(config, 8, few) for config in tiles] == [115, 115, 114]
+    assert blocks_of(GemmConfig(cluster=2), 64, H200.sparing(131)) == 2, "a cluster at least"
 
 
 def test_sparing_sms_takes_no_other_kernels() -> None:
@@ -129,7 +129,9 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (GemmConfig(band=0), "band 0 is not positive"),
         (GemmConfig(tile_m=256), "256 accumulators a thread: 192 are the most"),
         (GemmConfig(stages=5), "bytes of shared memory: 232448 are the most"),
-        (StreamConfig(tokens=24), "24 tokens are neither 8 nor a multiple of 16 up to 128"),
+        (StreamConfig(tokens=24), "24 rows of a tile are neither 8 nor a multiple of 16"),
+        (StreamConfig(tokens=20), "20 tokens are not a multiple of 8 up to 128"),
+        (StreamConfig(tokens=136), "136 tokens are not a multiple of 8 up to 128"),
         (StreamConfig(groups=3), "3 consumers: 1 or 2 are possible"),
         (StreamConfig(split_tokens=True), "one consumer has no tokens to split"),
         (StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),

@@ -213,7 +213,7 @@ def test_candidates_fit_and_are_no_two_alike(count: int) -> None:
     assert any(isinstance(config, StreamConfig) for config in found) == (count <= 200)
 
 
-@pytest.mark.parametrize(("count", "kind"), [(16, sm100.StreamConfig), (200, sm100.GemmConfig)])
+@pytest.mark.parametrize(("count", "kind"), [(16, sm100.StreamConfig), (600, sm100.GemmConfig)])
 def test_sm100_has_candidates_and_winners_of_its_own(
     measured: Callable[..., None], count: int, kind: type[Config]
 ) -> None:

@@ -96,5 +96,5 @@ def run(function: Function, config: Config, operands: Operands, blocks: int, wor
 def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
     """The kernel for so many rows, at least one."""
     config, function = chosen(spec, rows, target, toolkit.libraries())
-    blocks = blocks_of(config, target)
+    blocks = blocks_of(config, rows, target)
     return lambda operands: run(function, config, operands, blocks, workspace)

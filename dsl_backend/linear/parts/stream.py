@@ -6,6 +6,9 @@ and within a tile block of k by block of k, and every thread block gets an equal
 lies in several shares is summed by the block that has its beginning, which is the last thing that this one does; the
 others have its rest at their start, so that their partial sums are there when they are asked for.
 
+With more tokens than a tile holds, every row of tiles has as many blocks, whose shares begin at the same weights: all
+rows read them at the same time, from memory once.
+
 A tile's weights are two boxes of rows: with a gated activation the gate and the up rows of the same output columns,
 whose sums the same thread has.
 """
@@ -61,14 +64,14 @@ class Work:
 
     Attributes:
         blocks: of k, in every tile.
-        rows_of_tiles: tiles above each other, of the same weights.
+        beside: tiles of the same tokens.
         total: items of the list.
         worker: this thread block's place; the first launched has the last share, since who sums waits for later ones.
         start, end: of the share.
     """
 
     blocks: cutlass.Int32
-    rows_of_tiles: cutlass.Int32
+    beside: cutlass.Int32
     total: cutlass.Int32
     worker: cutlass.Int32
     start: cutlass.Int32
@@ -128,12 +131,12 @@ class SharedStream:
     def work(self, args: StreamArgs) -> Work:
         """This thread block's share."""
         blocks = cute.ceil_div(args.x.shape[1], self.tile_k)
-        rows_of_tiles = cute.ceil_div(args.x.shape[0], self.tile_tokens)
+        beside = cute.ceil_div(args.out.shape[1], self.columns)
         total = self.items(args.x, args.out)
         workers = cute.arch.grid_dim()[0]
         worker = workers - 1 - cute.arch.block_idx()[0]
         start, end = share(total, workers, worker), share(total, workers, worker + 1)
-        return Work(blocks, rows_of_tiles, total, worker, start, end)
+        return Work(blocks, beside, total, worker, start, end)
 
     @cute.jit
     def load(self, args: StreamArgs, sW: cute.Tensor, sX: cute.Tensor, ring: Ring, work: Work):
@@ -163,7 +166,7 @@ class SharedStream:
     ):
         """Both boxes of an item, once its stage is empty."""
         item = work.start + position
-        block, column = item % work.blocks, item // work.blocks // work.rows_of_tiles
+        block, column = item % work.blocks, item // work.blocks % work.beside
         arrived = ring.acquire(position, self.stage_bytes)
         for i in cutlass.range_constexpr(2):
             source = gWIn[None, column, block, i] if self.gated else gWIn[None, 2 * column + i, block, 0]
@@ -180,7 +183,7 @@ class SharedStream:
         self, args: StreamArgs, sXIn: cute.Tensor, gXIn: cute.Tensor, ring: Ring, work: Work, position: cutlass.Int32
     ):
         item = work.start + position
-        block, row = item % work.blocks, item // work.blocks % work.rows_of_tiles
+        block, row = item % work.blocks, item // work.blocks // work.beside
         stage = ring.stage(position)
         cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=ring.full + stage)
 

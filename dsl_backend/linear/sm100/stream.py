@@ -192,8 +192,8 @@ class Stream(SharedStream):
             else:
                 if end < bottom:
                     self.gather(args, first_sums, second_sums, work, bottom, group, thread)
-                column = tile // work.rows_of_tiles * self.columns + thread
-                token = tile % work.rows_of_tiles * self.tokens + group * self.held
+                column = tile % work.beside * self.columns + thread
+                token = tile // work.beside * self.tokens + group * self.held
                 self.finish(args, first_sums, second_sums, column, token)
 
     @cute.jit

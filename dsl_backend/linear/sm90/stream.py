@@ -16,6 +16,9 @@ from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.ring import Ring
 
+# Items that a block begins before another asks for its sums.
+HEAD_START = 4
+
 
 class Stream(SharedStream):
     """See `parts/stream.py`."""
@@ -122,7 +125,17 @@ class Stream(SharedStream):
             top = tile * work.blocks
             begin = cutlass.max(work.start, top)
             end = cutlass.min(work.end, top + work.blocks)
-            self.products(product, first, second, fFirst, fSecond, fX, ring, begin - work.start, end - begin, thread)
+            rest = top + work.blocks - end
+            # Of the block behind this one, which began with them: then they are there, and nothing is left to wait for
+            # when the weights end.
+            early = begin == top and rest > 0 and rest + HEAD_START <= begin - work.start
+            if early:
+                first.fill(0.0)
+                second.fill(0.0)
+                self.gather(args, first, second, work, top + work.blocks, group, thread)
+            self.products(
+                product, first, second, fFirst, fSecond, fX, ring, begin - work.start, end - begin, early, thread
+            )
             wgmma.wait_group(0)
             settle(first)
             settle(second)
@@ -130,10 +143,10 @@ class Stream(SharedStream):
             if begin > top:
                 self.hand_over(args, first, second, work.worker, group, thread)
             else:
-                if end < top + work.blocks:
+                if rest > 0 and not early:
                     self.gather(args, first, second, work, top + work.blocks, group, thread)
-                column = tile // work.rows_of_tiles * self.columns + rows * MMA_M
-                token = tile % work.rows_of_tiles * self.tile_tokens + columns * self.tokens
+                column = tile % work.beside * self.columns + rows * MMA_M
+                token = tile // work.beside * self.tile_tokens + columns * self.tokens
                 self.finish(args, first, second, column, token, thread)
 
     @cute.jit
@@ -148,25 +161,45 @@ class Stream(SharedStream):
         ring: Ring,
         start: cutlass.Int32,
         count: cutlass.Int32,
+        continued: cutlass.Boolean,
         thread: cutlass.Int32,
     ):
-        """Issue the products of `count` positions; the last ones are still under way when this returns."""
-        product.set(wgmma.Field.ACCUMULATE, False)
-        for i in cutlass.range(count, unroll=1):
-            position = start + i
-            stage = ring.stage(position)
-            ring.wait(position)
-            wgmma.fence()
-            for part in cutlass.range_constexpr(cute.size(fX, mode=[2])):
-                step = (None, None, part, stage)
-                cute.gemm(product, first, fFirst[step], fX[step], first)
-                cute.gemm(product, second, fSecond[step], fX[step], second)
-                product.set(wgmma.Field.ACCUMULATE, True)
-            wgmma.commit_group()
+        """Issue the products of `count` positions, added to the sums there are if `continued`.
+
+        The last ones are still under way when this returns.
+        """
+        product.set(wgmma.Field.ACCUMULATE, continued)
+        # The first position by itself: sums that another block's are loaded into go round the loop as products alone.
+        # Otherwise ptxas waits for each product before the next one.
+        self.position(product, first, second, fFirst, fSecond, fX, ring, start)
+        for i in cutlass.range(1, count, unroll=1):
+            self.position(product, first, second, fFirst, fSecond, fX, ring, start + i)
             # The position before this one is done.
             wgmma.wait_group(1)
-            if i > 0:
-                ring.release(position - 1, thread, 1)
+            ring.release(start + i - 1, thread, 1)
+
+    @cute.jit
+    def position(
+        self,
+        product: cute.TiledMma,
+        first: cute.Tensor,
+        second: cute.Tensor,
+        fFirst: cute.Tensor,
+        fSecond: cute.Tensor,
+        fX: cute.Tensor,
+        ring: Ring,
+        position: cutlass.Int32,
+    ):
+        """Issue the products of one position."""
+        stage = ring.stage(position)
+        ring.wait(position)
+        wgmma.fence()
+        for part in cutlass.range_constexpr(cute.size(fX, mode=[2])):
+            step = (None, None, part, stage)
+            cute.gemm(product, first, fFirst[step], fX[step], first)
+            cute.gemm(product, second, fSecond[step], fX[step], second)
+            product.set(wgmma.Field.ACCUMULATE, True)
+        wgmma.commit_group()
 
     @cute.jit
     def finish(
