@@ -38,19 +38,19 @@ class Rates:
 # Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
 # a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
 # to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/measurements.md).
-SM90_RATES = Rates(memory=35.1, l2=108.9, flops=5780.0)
+SM90_RATES = Rates(memory=35.16, l2=104.4, flops=5770.0)
 # By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs), at the same shares of them: nothing was timed there.
 SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
 # Many rows: memory's share of its rate; what a step of products takes beyond them for a row of its tile; the least that
-# a step takes, alone and in a cluster, and what it takes more for each piece of x after the first; elements that a
-# block stores in a nanosecond; the rest of a launch.
-GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.934, 0.307, 10.7, 1414.0
-STEP_NS, CLUSTER_STEP_NS, PIECE_NS = 179.8, 182.6, 6.9
+# a step takes, alone and in a cluster; what one of its copies takes; elements that a block stores in a nanosecond; the
+# rest of a launch.
+GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.91, 0.3, 10.73, 1409.0
+STEP_NS, CLUSTER_STEP_NS, COPY_NS = 176.0, 181.0, 38.4
 # Few rows: the rate of products, which are small; how much faster than weights x comes; what 1024 bytes of partial sums
 # take that a block hands over, and those of another that it waits for; the rest.
-STREAM_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, STREAM_NS = 0.866, 8.2, 69.0, 23.6, 1540.0
+STREAM_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, STREAM_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
 # How causes of a step add up: about the slowest one, and more where another is about as slow.
-GEMM_POWER, STREAM_POWER = 4, 7
+GEMM_POWER, STREAM_POWER = 4.16, 7.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +263,7 @@ def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> 
     return gemm_ns(config, spec, rows, rates, target.sm_count, blocks_of(config, rows, target)) / 1000
 
 
-def together(power: int, *causes_ns: float) -> float:
+def together(power: float, *causes_ns: float) -> float:
     """What causes take of which the slowest decides, or several that are about as slow."""
     return float(sum(cause**power for cause in causes_ns) ** (1 / power))
 
@@ -288,12 +288,13 @@ def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, 
     box_bytes = 2 * config.box_n * BLOCK_K * ELEMENT_BYTES
     x_bytes = config.tile_m * BLOCK_K * ELEMENT_BYTES
     flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
+    # Both boxes of weights, and x: its last tile comes in pieces.
     pieces = ceil_div(rows % config.tile_m, PIECE)
-    more_pieces = max(pieces - 1, 0) if pieces * PIECE < config.tile_m else 0
+    copies = 2 + (pieces if 0 < pieces * PIECE < config.tile_m else 1)
 
     def step_ns(active: int) -> float:
         """Of a step of so many clusters."""
-        products = together(
+        return together(
             GEMM_POWER,
             flops / rates.flops + config.tile_m * STEP_NS_PER_ROW,
             # A cluster reads its weights once.
@@ -301,8 +302,8 @@ def gemm_ns(config: Gemms, spec: LinearSpec, rows: int, rates: Rates, sms: int, 
             # Tiles above each other have the same weights.
             box_bytes * max(active / height, 1) / (GEMM_MEMORY * rates.memory * sms),
             STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
+            copies * COPY_NS,
         )
-        return products + PIECE_NS * more_pieces
 
     last = tiles - (waves - 1) * clusters
     products_ns = ceil_div(spec.k, BLOCK_K) * ((waves - 1) * step_ns(clusters) + step_ns(last))
