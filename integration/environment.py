@@ -41,6 +41,7 @@ class Device:
     Attributes:
         cuda: whether there is a CUDA device.
         dense, alibi, mla: vLLM's own backends that `dsl` is compared with.
+        fp8: whether `dense` reads keys and values of 8 bits here.
         dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
         dtypes: what `dsl` is compared in; float32 is for CPUs.
         kernels: that serve attention with the cache's dtype that is the queries' own.
@@ -53,6 +54,7 @@ class Device:
     dense: str
     alibi: str
     mla: str
+    fp8: bool
     dense_truth: tuple[str, str]
     mla_truth: tuple[str, str]
     dtypes: tuple[str, ...]
@@ -82,6 +84,7 @@ def device() -> Device:
             dense="FLASH_ATTN" if hopper else "TRITON_ATTN",
             alibi="TRITON_ATTN",
             mla="FLASH_ATTN_MLA" if hopper else "TRITON_MLA",
+            fp8=True,
             dense_truth=("TRITON_ATTN", "float32"),
             # No MLA backend for GPUs computes in float32.
             mla_truth=("TRITON_MLA", "bfloat16"),
@@ -96,6 +99,8 @@ def device() -> Device:
         dense="CPU_ATTN",
         alibi="CPU_ATTN",
         mla="CPU_MLA",
+        # By AVX-512 or AMX, and processors with AMX have AVX-512.
+        fp8=torch.backends.cpu.get_cpu_capability() == "AVX512",
         dense_truth=("CPU_ATTN", "float32"),
         mla_truth=("CPU_MLA", "float32"),
         dtypes=("float32", "bfloat16"),

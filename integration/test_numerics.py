@@ -139,7 +139,7 @@ def results(checkpoint: Checkpoint) -> Results:
     for case, setting, dtype in comparisons():
         folder = str(checkpoint(case.id, case.model))
         add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting.engine)
-        if setting.also_theirs and dtype != "float32":
+        if setting.also_theirs and dtype != "float32" and (here.fp8 or setting.id != "fp8"):
             theirs = {"deepseek_v2": here.mla, "bloom": here.alibi}.get(case.id, here.dense)
             add((case.id, setting.id, dtype, "theirs"), folder, theirs, dtype, setting.engine)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
@@ -167,6 +167,8 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
         assert max(generated_errors(ours, truth, ROUNDING)) <= ROUNDING
         assert [answer.tokens for answer in ours] == [answer.tokens for answer in truth]
         return
+    if setting.id == "fp8" and not device().fp8:
+        pytest.skip(f"vLLM's {device().dense} cannot read keys and values of 8 bits on this machine")
     theirs = results[case.id, setting.id if setting.also_theirs else "plain", dtype, "theirs"].answers
     their_errors, our_errors = prompt_errors(theirs, truth), prompt_errors(ours, truth)
     assert rms(our_errors) <= 2 * rms(their_errors)

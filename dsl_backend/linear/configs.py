@@ -39,7 +39,7 @@ class Rates:
 # a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
 # to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/measurements.md).
 SM90_RATES = Rates(memory=35.16, l2=104.4, flops=5770.0)
-# By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs), at the same shares of them: nothing was timed there.
+# By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
 # Many rows: memory's share of its rate; what a step of products takes beyond them for a row of its tile; the least that
 # a step takes, alone and in a cluster; what one of its copies takes; elements that a block stores in a nanosecond; the
@@ -342,10 +342,10 @@ def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
     seen = set()
     for tile in (*streams, *gemms, *(tried_sm100() if target.tcgen05 else tried_sm90())):
         # Rows of other sizes have no use for it.
-        above = ceil_div(rows, tile.tile_tokens) if isinstance(tile, Streams) else 1
-        if isinstance(tile, Streams) and not (above <= MOST_ABOVE and tile.tile_tokens < max(16, 4 * rows)):
-            continue
-        if isinstance(tile, Gemms) and 2 * rows <= tile.tile_m:
+        if isinstance(tile, Streams):
+            if rows > MOST_ABOVE * tile.tile_tokens or tile.tile_tokens >= max(16, 4 * rows):
+                continue
+        elif 2 * rows <= tile.tile_m:
             continue
         most = deepest(tile, spec, target.smem_bytes)
         for stages in () if most is None else (most.stages, max(2, most.stages // 2)):

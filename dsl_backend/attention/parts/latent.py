@@ -191,10 +191,7 @@ class LatentLoader(Loader):
         self.k_load, self.mK = k_load, mK
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
-        self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
-        self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
-        self.q_phase = 0 if kernel.math_clears else 1
-        self.q_bytes = kernel.rows_loaded * kernel.dims * 2  # of a box's chunks
+        self.take_boxes(kernel)
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
         self.drains = kernel.products_release and cluster > 1 and not self.key.fp8
         self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)

@@ -54,10 +54,7 @@ class Loader:
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
         self.stages = self.config.staging if self.key.fp8 else self.config.stages
-        self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
-        self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
-        self.q_phase = 0 if kernel.math_clears else 1
-        self.q_bytes = self.rows_loaded * kernel.dims * 2  # of a box's chunks
+        self.take_boxes(kernel)
         size = 1 if self.key.fp8 else 2
         self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
         if self.key.pack == 1:
@@ -144,6 +141,13 @@ class Loader:
                 self.copy_chunks(
                     self.q_load, given[None, box, None], to[None, box, None, None], stage, full, range(self.q_chunks)
                 )
+
+    def take_boxes(self, kernel):
+        """What the boxes of queries are, by the kernel; q_bytes: of a box's chunks."""
+        self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
+        self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
+        self.q_phase = 0 if kernel.math_clears else 1
+        self.q_bytes = self.rows_loaded * kernel.dims * 2
 
     def expect_queries(self, work, full):
         """Of an item; how many boxes there are to copy. One box is a constant, as some loaders' copies want it."""
