@@ -66,6 +66,15 @@ class Setting:
     cuda_only: bool = False
     why: str
 
+    @property
+    def fp8(self) -> bool:
+        return self.engine.get("kv_cache_dtype") == "fp8"
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether vLLM's own backends can be run in it on this machine."""
+        return device().fp8 or not self.fp8
+
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = (
@@ -139,7 +148,7 @@ def results(checkpoint: Checkpoint) -> Results:
     for case, setting, dtype in comparisons():
         folder = str(checkpoint(case.id, case.model))
         add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting.engine)
-        if setting.also_theirs and dtype != "float32" and (here.fp8 or setting.id != "fp8"):
+        if setting.also_theirs and dtype != "float32" and setting.has_peer:
             theirs = {"deepseek_v2": here.mla, "bloom": here.alibi}.get(case.id, here.dense)
             add((case.id, setting.id, dtype, "theirs"), folder, theirs, dtype, setting.engine)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
@@ -161,14 +170,14 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     truth, ours = results[case.id, "truth"].answers, outcome.answers
     served = [line for line in outcome.log.splitlines() if "dsl serves attention" in line]
     assert served, "the log does not say that dsl serves"
-    assert all(device().serves(line, fp8=setting.id == "fp8") for line in served)
+    assert all(device().serves(line, fp8=setting.fp8) for line in served)
     if dtype == "float32":
         assert max(prompt_errors(ours, truth)) <= ROUNDING
         assert max(generated_errors(ours, truth, ROUNDING)) <= ROUNDING
         assert [answer.tokens for answer in ours] == [answer.tokens for answer in truth]
         return
-    if setting.id == "fp8" and not device().fp8:
-        pytest.skip(f"vLLM's {device().dense} cannot read keys and values of 8 bits on this machine")
+    if not setting.has_peer:
+        pytest.skip(f"vLLM's {device().dense} cannot run with {setting.engine} on this machine")
     theirs = results[case.id, setting.id if setting.also_theirs else "plain", dtype, "theirs"].answers
     their_errors, our_errors = prompt_errors(theirs, truth), prompt_errors(ours, truth)
     assert rms(our_errors) <= 2 * rms(their_errors)
