@@ -24,6 +24,7 @@ from dsl_backend.runtime import target as targets
 
 __all__ = ["AttentionPlan", "AttentionSpec", "Batch", "Causality", "Planner", "Workspace", "plan", "run", "write_kv"]
 
+CAUSAL_DTYPES = (torch.bool, torch.int32)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,8 +62,8 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
     if spec.causality is Causality.PER_REQUEST:
         causal = batch.causal
         require(
-            causal is not None and causal.shape == (requests,) and causal.dtype == torch.bool,
-            "Causality.PER_REQUEST needs Batch.causal, [requests] bool",
+            causal is not None and causal.shape == (requests,) and causal.dtype in CAUSAL_DTYPES,
+            "Causality.PER_REQUEST needs Batch.causal, [requests] bool or int32",
         )
         assert causal is not None
         require(causal.is_contiguous(), "causal is not contiguous")

@@ -126,7 +126,7 @@ class Batch:
         max_query_len, max_seq_len: upper bounds over the requests, in tokens.
         block_table: [requests, pages] int32, where keys are paged. Entries past a request's length are not read.
         kv_start_loc: [requests + 1] int32, where keys are packed.
-        causal: [requests] bool, with Causality.PER_REQUEST.
+        causal: [requests] bool or int32 (0 or 1), with Causality.PER_REQUEST.
     """
 
     query_start_loc: torch.Tensor

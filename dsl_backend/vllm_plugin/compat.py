@@ -5,6 +5,7 @@ Features are detected, never version numbers. vllm is imported inside the functi
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import inspect
@@ -148,6 +149,17 @@ def _eager_is_not_monitored() -> bool:
     from vllm.config.kernel import KernelConfig
 
     return hasattr(KernelConfig, "enable_jit_warmup")
+
+
+def _captures_understate_queries() -> bool:
+    spec = importlib.util.find_spec("vllm.v1.worker.gpu.cudagraph_utils")
+    if spec is None or spec.origin is None:
+        return False
+    return "max_query_len = num_tokens" not in Path(spec.origin).read_text()
+
+
+def _sleep_frees_what_it_does_not_keep() -> bool:
+    return importlib.util.find_spec("vllm.device_allocator.cumem") is not None
 
 
 def _providers_are_asked() -> bool:
@@ -295,6 +307,22 @@ LEDGER: tuple[Entry, ...] = (
         needed=_discarded_draws_are_taken_back,
     ),
     Entry(
+        name="capture_bounds",
+        what="dense.DSLMetadataBuilder.build_for_cudagraph_capture takes a graph's tokens for its longest query",
+        why="the second model runner of 0.26 to 0.30 captures mixed batches as requests of one token, and says so; a "
+        "replay may have one request with all tokens. The first runner and later versions say the graph's tokens",
+        remove_when="the oldest supported vLLM is 0.31",
+        needed=_captures_understate_queries,
+    ),
+    Entry(
+        name="sleep",
+        what="compat.wakes counts calls of CuMemAllocator.wake_up, which it wraps",
+        why="metadata builders are made while the allocator's pool of KV caches is open, so that their scratch lies in "
+        "it; sleeping frees the pool, and counters that kernels leave at 0 come back as anything",
+        remove_when="vLLM tells plugins of sleep, or makes builders outside the pool",
+        needed=_sleep_frees_what_it_does_not_keep,
+    ),
+    Entry(
         name="eager_monitor",
         what="compat.warm_up_is_over looks at the garbage collector where vLLM's monitor of compilations stays off",
         why="the monitor starts when warm-up is over; 0.32 leaves it off with --enforce-eager, but freezes the heap at "
@@ -321,6 +349,42 @@ def warm_up_is_over(vllm_config: Any) -> bool:
 
         return jit_monitor.is_active()
     return gc.get_freeze_count() > 0
+
+
+def captures_mixed_batches(vllm_config: Any) -> bool:
+    """Whether graphs of whole steps replay prompts beside decodes; asked at capture, when vLLM has settled the mode."""
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+
+
+_wakes = 0
+
+
+def watch_sleep() -> None:
+    """Count from now on how often this process's memory pools wake; again is no different."""
+    if not _sleep_frees_what_it_does_not_keep():
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    theirs = CuMemAllocator.wake_up
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def wake_up(*arguments: Any, **keywords: Any) -> Any:
+        global _wakes
+        result = theirs(*arguments, **keywords)
+        _wakes += 1
+        return result
+
+    CuMemAllocator.wake_up = wake_up
+
+
+def wakes() -> int:
+    """How often memory pools have woken: what was allocated in one before holds anything since."""
+    return _wakes
 
 
 def cpu_has_mla() -> bool:

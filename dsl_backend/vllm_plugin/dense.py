@@ -2,6 +2,7 @@
 """vLLM's backend, metadata builder and implementation for attention with keys and values of their own."""
 
 import copy
+import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.vllm_plugin import linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import compat, linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME
 
@@ -136,7 +137,7 @@ class DSLMetadata(AttentionMetadata):
         seq_lens: [requests] int32.
         block_table: [requests, pages] int32.
         slot_mapping: [tokens] int64.
-        causal: for all requests, or [requests] bool.
+        causal: for all requests, or [requests] int32 or bool.
     """
 
     num_actual_tokens: int
@@ -181,7 +182,7 @@ class DSLMetadata(AttentionMetadata):
 class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
     """Keeps the planners of a group's layers; a step costs a few slices until a layer asks for its plan."""
 
-    # A plan depends on upper bounds only, so one captured for a mixed batch serves every batch that fits its bounds.
+    # A plan depends on upper bounds only. build_for_cudagraph_capture takes those of every batch that a graph may replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
     # Nothing in the metadata has to be recomputed: all that changes between draft steps is in vLLM's own buffers.
@@ -223,7 +224,8 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         requests = common.num_reqs
         causal = common.causal
         if isinstance(causal, torch.Tensor):
-            causal = causal[:requests].to(torch.bool)
+            # A view: a captured graph reads vLLM's buffer again, and would not see a copy made here.
+            causal = causal[:requests]
         return DSLMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -235,6 +237,17 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             causal=causal,
             planners=self.planners,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DSLMetadata:
+        """Metadata whose plans are right for every batch that the graph may replay.
+
+        A graph of mixed batches replays any lengths that add up to its tokens, up to one request with all of them.
+        vLLM 0.26 to 0.30 say at capture that the longest query has one token (`compat` has more).
+        """
+        common = common_attn_metadata
+        if compat.captures_mixed_batches(self.vllm_config):
+            common = dataclasses.replace(common, max_query_len=common.num_actual_tokens)
+        return self.build(0, common)
 
     def update_block_table(
         self,

@@ -100,7 +100,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         vector_of(cutlass.Int32, many()),
         table if key.page_size else None,
         None if key.page_size else vector_of(cutlass.Int32, many()),
-        vector_of(cutlass.Uint8, many(), 1) if key.causality == Causality.PER_REQUEST.value else None,
+        fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
@@ -176,6 +176,16 @@ def stored(spec: AttentionSpec, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if spec.is_fp8_kv else rows
 
 
+def fake_flags() -> Any:
+    """A byte for each request, at any stride."""
+    return make_fake_tensor(cutlass.Uint8, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=1)
+
+
+def flags_of(causal: torch.Tensor) -> torch.Tensor:
+    """0 or 1 for each request, as bytes: of an int32 the lowest one. A view, so that a captured graph reads it again."""
+    return causal.view(torch.uint8)[:: causal.itemsize]
+
+
 def requests_of(spec: AttentionSpec, batch: Batch) -> tuple[torch.Tensor | None, ...]:
     """A kernel's arguments between those of a layer: what there is of each request."""
     causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
@@ -184,7 +194,7 @@ def requests_of(spec: AttentionSpec, batch: Batch) -> tuple[torch.Tensor | None,
         batch.seq_lens,
         batch.block_table,
         batch.kv_start_loc,
-        None if causal is None else causal.view(torch.uint8),
+        None if causal is None else flags_of(causal),
     )
 
 
