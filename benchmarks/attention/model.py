@@ -70,9 +70,9 @@ def ours(shape: Shape, keys: int) -> None:
     """Without LSE, as a server asks for it."""
     import torch
     from dsl_backend.attention import api
-    from dsl_backend.attention.kernel import Workspace
     from dsl_backend.attention.plan import Planner
     from dsl_backend.runtime.target import from_arch
+    from dsl_backend.runtime.workspace import Workspace
     from dsl_backend.testing.cases import FULL, Case, mla
 
     short = shape.queries == 1

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Operands
 from dsl_backend.attention.winners import CHOICES, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 from .. import sweep, timing
 from ..case import Case, select

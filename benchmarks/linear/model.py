@@ -28,11 +28,12 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours() -> None:
-    from dsl_backend.linear.kernel import Operands, Workspace
+    from dsl_backend.linear.kernel import Operands
     from dsl_backend.linear.parts import launch
     from dsl_backend.linear.sm100.configs import GemmConfig
     from dsl_backend.linear.spec import LinearSpec, Swiglu
     from dsl_backend.runtime.target import from_arch
+    from dsl_backend.runtime.workspace import Workspace
 
     spec = LinearSpec(n=COLUMNS, k=K, dtype=torch.bfloat16, activation=Swiglu())
     config = GemmConfig(box_n=128, stages=6, pair=True)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from dsl_backend.linear.configs import blocks_of, choose, estimate_us, variants
-from dsl_backend.linear.kernel import Operands, Workspace
+from dsl_backend.linear.kernel import Operands
 from dsl_backend.linear.winners import Unfused, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 from .. import sweep, timing
 from ..sweep import Contest, Ready

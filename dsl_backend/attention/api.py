@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.kernel import Operands, Workspace, Writes
+from dsl_backend.attention.kernel import Operands, Writes
 from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.log import warning_once
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.workspace import Workspace
 
 __all__ = ["AttentionPlan", "AttentionSpec", "Batch", "Causality", "Planner", "Workspace", "plan", "run", "write_kv"]
 

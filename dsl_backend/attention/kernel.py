@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan and its kernels agree on: a launch's operands, the scratch they share, the kernel's two calls."""
+"""What a plan and its kernels agree on: a launch's operands, the kernel's two calls."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -7,10 +7,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
-# int32s by which blocks of a launch share work out.
+# Flags by which blocks of a launch share work out.
 COUNTERS = 2
+
+
+class Misaligned(InvalidInput):
+    """A tensor lies in memory as this kernel cannot take it, and another one may. Nothing was launched."""
 
 
 class Operands(NamedTuple):
@@ -29,38 +35,6 @@ class Operands(NamedTuple):
 
 
 Launch = Callable[[Operands], None]
-
-
-class Workspace:
-    """Scratch that outlives steps: partial results of split key ranges, what to merge of them, and what is shared out.
-
-    Buffers only ever grow, and a buffer that was outgrown stays allocated: a captured graph may point to it. Launches
-    that share a workspace must be ordered on one stream.
-
-    Attributes:
-        counters: [COUNTERS] int32, which hold 0 before a launch; it leaves them so.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers: list[torch.Tensor] = []
-        self._partials = torch.empty(0, dtype=torch.float32, device=device)
-        self._integers = torch.empty(0, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-    def partials(self, count: int) -> torch.Tensor:
-        """[at least count] float32, contents undefined."""
-        if self._partials.numel() < count:
-            self._buffers.append(self._partials)
-            self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
-        return self._partials
-
-    def integers(self, count: int) -> torch.Tensor:
-        """[at least count] int32, contents undefined."""
-        if self._integers.numel() < count:
-            self._buffers.append(self._integers)
-            self._integers = torch.empty(count, dtype=torch.int32, device=self.device)
-        return self._integers
 
 
 class Writes:

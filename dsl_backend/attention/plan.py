@@ -11,9 +11,14 @@ import torch
 
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Kernel, Launch, Operands, Workspace
+from dsl_backend.attention.kernel import Kernel, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.log import warning_once
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
+
+# The kernels that take tensors at any address and stride.
+ANY_ALIGNMENT = "triton"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Planner:
         workspace: Workspace,
         kernel: str | None = None,
     ) -> None:
-        self.spec, self.target = spec, target
+        self.spec, self.target, self.workspace, self.kernel = spec, target, workspace, kernel
+        self._unaligned: Planner | None = None
 
         def bind(operation: Operation) -> tuple[Operation, str, Kernel]:
             entry = dispatch.choose(operation, spec, target, kernel)
@@ -75,12 +81,26 @@ class Planner:
     def plan(self, batch: Batch) -> "AttentionPlan":
         limit = self.short[2].longest_query()
         if limit is None or batch.max_query_len <= limit:
-            return AttentionPlan(self.spec, batch, (self.share(self.short, batch, 0, batch.max_query_len),))
+            return AttentionPlan(self.spec, batch, (self.share(self.short, batch, 0, batch.max_query_len),), self)
         shares = (
             self.share(self.long, batch, limit + 1, batch.max_query_len),
             self.share(self.short, batch, 0, limit),
         )
-        return AttentionPlan(self.spec, batch, shares)
+        return AttentionPlan(self.spec, batch, shares, self)
+
+    def for_unaligned(self, error: Misaligned) -> "Planner":
+        """Plans for tensors that the best kernel cannot take as they lie in memory; the error says which, and why.
+
+        Raises:
+            Misaligned: the kernel was asked for by name, or is the one that takes tensors anywhere.
+            Unsupported: that one does not serve the spec.
+        """
+        if self.kernel is not None:
+            raise error
+        if self._unaligned is None:
+            warning_once(f"{ANY_ALIGNMENT} serves attention of {self.spec} where tensors are not aligned: {error}")
+            self._unaligned = Planner(self.spec, self.target, self.workspace, ANY_ALIGNMENT)
+        return self._unaligned
 
     def share(self, by: tuple[Operation, str, Kernel], batch: Batch, shortest: int, longest: int) -> Share:
         return Share(*by, shortest, longest, by[2].bind(batch, shortest, longest))
@@ -93,7 +113,11 @@ class AttentionPlan:
     spec: AttentionSpec
     batch: Batch
     shares: tuple[Share, ...]
+    planner: Planner
 
     def launch(self, operands: Operands) -> None:
-        for share in self.shares:
-            share.launch(operands)
+        try:
+            for share in self.shares:
+                share.launch(operands)
+        except Misaligned as error:
+            self.planner.for_unaligned(error).plan(self.batch).launch(operands)

@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
-from dsl_backend.attention.kernel import Launch, Operands, Workspace, Writes
+from dsl_backend.attention.kernel import Launch, Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 
 def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: int, kv_len: int) -> torch.Tensor:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 PAGE_SIZE = 16
 # A tensor copy brings rows of one page. Where pages are as long as a key tile, MLA's decode takes 1 to 3 % less time on

@@ -6,13 +6,10 @@ from functools import cache
 import torch
 
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.kernel import Launch, Operands, Workspace, capturing
+from dsl_backend.linear.kernel import Launch, Operands
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
-
-# In the place of a stream: all graphs of a device, which are replayed in some order and never side by side. They may be
-# captured on a stream that nothing else runs on, as by vLLM 0.26's second model runner.
-GRAPHS = -1
+from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, capturing
 
 
 class LinearPlan:
@@ -47,9 +44,19 @@ class LinearPlan:
 
 
 @cache
+def captured_flags(device: torch.device) -> CapturedFlags:
+    """Those of all launches on a device that are captured."""
+    return CapturedFlags(device)
+
+
+@cache
 def workspace_of(device: torch.device, stream: int) -> Workspace:
-    """The scratch of all calls on a stream."""
-    return Workspace(device, None if stream == GRAPHS else workspace_of(device, GRAPHS))
+    """The scratch of all calls on a stream, as `current_stream` names it.
+
+    Graphs that were captured on one stream share it: they must not be replayed side by side.
+    """
+    flags = captured_flags(device)
+    return Workspace(device, flags) if stream >= 0 else CapturedWorkspace(device, flags, -1 - stream)
 
 
 @cache
@@ -58,8 +65,13 @@ def plan_of(spec: LinearSpec, target: Target, device: torch.device, stream: int,
     return LinearPlan(spec, target, workspace_of(device, stream), kernel)
 
 
+# Streams that were captured, by device and handle: a negative number for each.
+_captured: dict[tuple[torch.device, int], int] = {}
+
+
 def current_stream(device: torch.device) -> int:
-    """The stream's handle; GRAPHS while it is captured, 0 on a CPU."""
-    if capturing(device):
-        return GRAPHS
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    """The stream's handle; a negative number of its own while it is captured; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return _captured.setdefault((device, handle), -1 - len(_captured)) if capturing(device) else handle

@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from dsl_backend.linear.kernel import Launch, Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands
 from dsl_backend.linear.spec import Activation, Geglu, LinearSpec
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsl_backend.attention import api
-from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import SENTINEL, Expected, Problem
 from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner, Share
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase

@@ -154,9 +154,9 @@ def attention_subjects() -> Iterator[Subject]:
 
 
 def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
-    from dsl_backend.attention.kernel import Workspace
     from dsl_backend.attention.plan import Planner
     from dsl_backend.runtime.target import from_arch
+    from dsl_backend.runtime.workspace import Workspace
 
     spec: AttentionSpec = case.spec
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")

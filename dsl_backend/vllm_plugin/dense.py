@@ -182,7 +182,7 @@ class DSLMetadata(AttentionMetadata):
 class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
     """Keeps the planners of a group's layers; a step costs a few slices until a layer asks for its plan."""
 
-    # A plan depends on upper bounds only. build_for_cudagraph_capture takes those of every batch that a graph may replay.
+    # A plan depends on upper bounds only; those of a capture hold for every batch that its graph may replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
     # Nothing in the metadata has to be recomputed: all that changes between draft steps is in vLLM's own buffers.
@@ -220,6 +220,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> DSLMetadata:
+        self.planners.begin_step()
         common = common_attn_metadata
         requests = common.num_reqs
         causal = common.causal

@@ -195,6 +195,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
 
     def build(self, *args: Any, **kwargs: Any) -> DSLMLAMetadata:
         """A step's metadata."""
+        self.planners.begin_step()
         metadata = super().build(*args, **kwargs)
         compat.merge_all_prefills(metadata)
         return metadata

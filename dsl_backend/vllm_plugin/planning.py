@@ -7,12 +7,13 @@ import torch
 
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation, choose, judge
-from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import AttentionPlan, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
+from dsl_backend.runtime.workspace import Workspace, reset_all
+from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.validation import kernel_for
 
 
@@ -29,6 +30,15 @@ class Planners:
         self.workspace = Workspace(device)
         self.kernel = kernel
         self._of: dict[AttentionSpec, Planner] = {}
+        compat.watch_sleep()
+        self._wakes = compat.wakes()
+
+    def begin_step(self) -> None:
+        """Before a step's first launch: after a sleep, counters are what the memory now holds, and are zeroed."""
+        wakes = compat.wakes()
+        if wakes != self._wakes:
+            self._wakes = wakes
+            reset_all()
 
     def of(self, spec: AttentionSpec) -> Planner:
         """The spec's planner.

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import emulator
-from dsl_backend.attention.kernel import Kernel, Workspace
+from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import CASES, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 import emulator
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Operands
 from dsl_backend.attention.parts.launch import LatentKernel
 from dsl_backend.attention.spec import Causality
 from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, LATENT, Case, by_id, mla
 from emulator.machine.profile import Profile

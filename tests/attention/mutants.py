@@ -9,7 +9,7 @@ import torch
 from judge import Kernel
 from suite import Rows, Suite
 
-from dsl_backend.attention.kernel import Operands, Workspace
+from dsl_backend.attention.kernel import Operands
 from dsl_backend.attention.sm90.configs import ForwardConfig as HopperConfig
 from dsl_backend.attention.sm90.launch import Prefill as HopperPrefill
 from dsl_backend.attention.sm100.configs import ForwardConfig
@@ -17,6 +17,7 @@ from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
 from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
 from dsl_backend.attention.sm100.launch import Prefill, SplitKV
 from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FULL, Case, mla
 
@@ -43,7 +44,7 @@ def call(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> 
 
     def run() -> bool:
         # A mutant that was stopped in the middle of a launch leaves them as they were there.
-        workspace.counters.zero_()
+        workspace.reset()
         result = check.empty_result(problem)
         operands = Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, *[None] * 4)
         kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
@@ -51,7 +52,7 @@ def call(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> 
             check.judge(result, expected, magnitude)
         except AssertionError:
             return False
-        return not workspace.counters.any()
+        return not workspace.flags(0).any()
 
     return run
 

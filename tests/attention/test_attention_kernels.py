@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from dsl_backend.attention import api, dispatch
-from dsl_backend.attention.kernel import Workspace
+from dsl_backend.attention.kernel import Misaligned, Operands
 from dsl_backend.attention.plan import Planner
-from dsl_backend.errors import Unsupported
+from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check, kv_writes
 from dsl_backend.testing.cases import CASES, FULL, Case, by_id, mla
 from dsl_backend.testing.inputs import SENTINEL, Problem, Surroundings
@@ -318,3 +319,46 @@ def test_offsets_past_31_bits(case: Case, kernel: str, device: torch.device) -> 
 @pytest.mark.parametrize("case", [WriteCase(id="far", tokens=200, pages=70_000, heads=8, dim=128, dim_v=128)])
 def test_write_past_31_bits(case: WriteCase, kernel: str, device: torch.device) -> None:
     kv_writes.check_write(case, kernel, device)
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element behind a multiple of 16 bytes."""
+    room = tensor.new_empty(tensor.numel() + 1)
+    moved = room[1:].view(tensor.shape)
+    moved.copy_(tensor)
+    return moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixed", "mla-8-ragged"])
+def test_unaligned_tensors_are_served(name: str, device: torch.device) -> None:
+    """By default whatever a kernel cannot take as it lies in memory goes to one that can."""
+    case = by_id(name)
+    problem = case.problem(device)
+    problem.q = unaligned(problem.q)
+    result = check.empty_result(problem)
+    check.launch(api.plan(problem.spec, problem.batch), problem, result)
+    check.judge(result, problem.expected(), problem.score_magnitude())
+
+
+def test_a_misaligned_launch_is_taken_over() -> None:
+    """The kernel that takes any alignment serves the whole batch, and one asked for by name never does so."""
+    pytest.importorskip("triton")
+    cpu, interpreted = torch.device("cpu"), dataclasses.replace(targets.detect(torch.device("cpu")), interpreted=True)
+
+    def refuse(operands: Operands) -> None:
+        raise Misaligned("q begins at 0x2 and has strides of [2] bytes: multiples of 16 are needed")
+
+    problem = by_id("mixed").problem(cpu)
+    for kernel in (None, "triton"):
+        planner = Planner(problem.spec, interpreted, Workspace(cpu), kernel)
+        plan = planner.plan(problem.batch)
+        shares = tuple(dataclasses.replace(share, launch=refuse) for share in plan.shares)
+        plan = dataclasses.replace(plan, shares=shares)
+        result = check.empty_result(problem)
+        if kernel is not None:
+            with pytest.raises(InvalidInput, match="q begins at 0x2"):
+                check.launch(plan, problem, result)
+            continue
+        check.launch(plan, problem, result)
+        check.judge(result, problem.expected(), problem.score_magnitude())

@@ -12,7 +12,6 @@ import torch
 
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Workspace
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
 from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
@@ -22,6 +21,7 @@ from dsl_backend.attention.winners import CHOICES, WINNERS, Problem, config_of, 
 from dsl_backend.doctor import typical_layers
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 
 GPU = "NVIDIA Test"
 TARGET = replace(from_arch("sm_90a"), gpu=GPU)

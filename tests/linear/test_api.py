@@ -3,6 +3,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from torch.nn import functional
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear import api, dispatch, ops, plan, reference, units
 from dsl_backend.linear.configs import choose
-from dsl_backend.linear.kernel import Workspace
 from dsl_backend.linear.spec import SWIGLU_OAI, LinearSpec, Swiglu
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, reset_all
 from dsl_backend.testing.linear import ACTIVATIONS, BF16, CASES, F16, check_linear, random_case
 
 needs_triton = pytest.mark.skipif(
@@ -236,29 +237,60 @@ class TestGraphs:
     """What is captured has scratch of its own, which runs before have made and zeroed."""
 
     def test_grows_with_what_runs(self) -> None:
-        graphs = Workspace(torch.device("cpu"))
-        for _ in range(2):
-            workspace = Workspace(torch.device("cpu"), graphs)
-            workspace.partials(40)
-            workspace.flags(7)
-        assert graphs.partials(0).numel() == 40
-        assert graphs.flags(0).tolist() == [0] * 7
-        assert graphs.flags(7) is not workspace.flags(7)
-
-    def test_all_streams_share_it(self) -> None:
         cpu = torch.device("cpu")
-        streams = [plan.workspace_of(cpu, stream) for stream in (1, 2)]
-        assert streams[0] is not streams[1]
-        for one in streams:
-            assert one.graphs is plan.workspace_of(cpu, plan.GRAPHS)
+        flags = CapturedFlags(cpu)
+        for _ in range(2):
+            workspace = Workspace(cpu, flags)
+            workspace.flags(7)
+        one, two = (CapturedWorkspace(cpu, flags, row) for row in range(2))
+        assert one.flags(7).tolist() == [0] * 7
+        one.flags(7).fill_(1)
+        assert two.flags(7).tolist() == [0] * 7, "streams of one graph run side by side"
+        assert workspace.flags(7).tolist() == [0] * 7
+        with pytest.raises(InvalidInput, match="before its first run: run it once with as many rows"):
+            one.flags(8)
+
+    def test_streams_that_are_captured_have_scratch_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda, handles = torch.device("cuda"), iter((70, 80, 70))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(handles)))
+        monkeypatch.setattr(plan, "_captured", {})
+        assert [plan.current_stream(cuda) for _ in range(3)] == [-1, -2, -1]
+        cpu = torch.device("cpu")
+        workspaces = [plan.workspace_of(cpu, stream) for stream in (1, 2, -1, -2)]
+        workspaces[0].flags(5)
+        assert len({workspace.flags(5).data_ptr() for workspace in workspaces}) == 4
+        workspaces[2].flags(5).fill_(3)
+        reset_all()
+        assert not workspaces[2].flags(5).any(), "what memory held before a sleep is not what it holds after"
+        with pytest.raises(InvalidInput, match="captured on 65 streams: 64 are the most"):
+            plan.workspace_of(cpu, -65).flags(5)
 
     def test_capture_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert plan.current_stream(torch.device("cuda")) == plan.GRAPHS
         workspace = Workspace(torch.device("cpu"))
         workspace.device = torch.device("cuda")
         with pytest.raises(InvalidInput, match="before its first run: run it once with as many rows"):
             workspace.flags(1)
+
+    @pytest.mark.gpu
+    def test_streams_of_one_graph(self, device: torch.device) -> None:
+        """Layers that a graph runs side by side, as vLLM does with shared experts."""
+        weight = torch.randn(2 * 4096, 1024, device=device).mul(1024**-0.5).to(BF16)
+        inputs = [torch.randn(8, 1024, device=device).to(BF16) for _ in range(2)]
+        right = [api.linear(x, weight, activation=Swiglu()).clone() for x in inputs]
+        graph, other, found = torch.cuda.CUDAGraph(), torch.cuda.Stream(), [None, None]
+        with torch.cuda.graph(graph):
+            other.wait_stream(torch.cuda.current_stream())
+            for _ in range(20):
+                with torch.cuda.stream(other):
+                    found[1] = api.linear(inputs[1], weight, activation=Swiglu())
+                found[0] = api.linear(inputs[0], weight, activation=Swiglu())
+            torch.cuda.current_stream().wait_stream(other)
+        for _ in range(20):
+            graph.replay()
+            for out, expected in zip(found, right, strict=True):
+                assert torch.equal(out, expected)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("kernel", ["cute", "triton"])

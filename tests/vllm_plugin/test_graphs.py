@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of mixed batches: what is captured at a size must be right for every batch that vLLM may replay in it.
 
-On a GPU a CUDA graph is captured and replayed. On a CPU the plan that was bound at capture is launched again on the same
-tensors, which is what a graph does with it.
+On a GPU a CUDA graph is captured and replayed. On a CPU the plan that was bound at capture is launched again on the
+same tensors, which is what a graph does with it.
 """
 
 import math
@@ -187,7 +187,9 @@ def graphs_config() -> VllmConfig:
 
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("tokens", SIZES)
-@pytest.mark.parametrize("facts", [{}, {"sliding_window": 19}, {"causal": True}], ids=["plain", "window", "per-request"])
+@pytest.mark.parametrize(
+    "facts", [{}, {"sliding_window": 19}, {"causal": True}], ids=["plain", "window", "per-request"]
+)
 def test_replays_are_right_for_every_batch(tokens: int, facts: dict[str, Any], device: torch.device) -> None:
     config = graphs_config()
     per_request = facts.get("causal", False)

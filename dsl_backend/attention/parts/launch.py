@@ -10,7 +10,7 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.kernel import COUNTERS, Launch, Operands, Workspace
+from dsl_backend.attention.kernel import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
 from dsl_backend.attention.parts.merge import partial_size
@@ -20,10 +20,10 @@ from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
 from dsl_backend.attention.winners import config_of
-from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 # Of a request's key range where its shares are its own: more would take more room for every request, and more merging.
 MOST_SHARES = 32
@@ -149,14 +149,14 @@ def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> 
 
 
 def check_alignment(**tensors: torch.Tensor) -> None:
-    """Raises InvalidInput where a tensor copy could not take a tensor."""
+    """Raises Misaligned where a tensor copy could not take a tensor."""
     for name, tensor in tensors.items():
         elements = 0
         for stride in tensor.stride()[:-1]:
             elements |= stride
         if (tensor.data_ptr() | elements * tensor.itemsize) % ALIGNMENT:
             strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-            raise InvalidInput(
+            raise Misaligned(
                 f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
                 f"are needed"
             )
@@ -182,7 +182,7 @@ def fake_flags() -> Any:
 
 
 def flags_of(causal: torch.Tensor) -> torch.Tensor:
-    """0 or 1 for each request, as bytes: of an int32 the lowest one. A view, so that a captured graph reads it again."""
+    """0 or 1 for each request, of an int32 its lowest byte. A view, so that a captured graph reads it again."""
     return causal.view(torch.uint8)[:: causal.itemsize]
 
 
@@ -223,6 +223,9 @@ class LayerKernel:
         self.config = config or config_of(spec, target, self.default)
         self.blocks, self.pack, self.tile_m = self.sizes()
         self.claims = self.key(lse=False, sinks=None).claims
+        if self.claims:
+            # Now, and not while a graph is captured.
+            workspace.flags(COUNTERS)
         self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 
     def sizes(self) -> tuple[int, int, int]:
@@ -262,7 +265,7 @@ class LayerKernel:
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
         if not self.split:
-            return None, self.workspace.counters if self.claims else None
+            return None, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
         columns = self.columns
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.configs import PrefillConfig
-from dsl_backend.attention.kernel import Launch, Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
 from dsl_backend.attention.triton.parts import (
@@ -29,6 +29,7 @@ from dsl_backend.attention.triton.parts import (
     window_right,
 )
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.attention.configs import SplitKVConfig
-from dsl_backend.attention.kernel import Launch, Operands, Workspace
+from dsl_backend.attention.kernel import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import (
     STEP_ARGUMENTS,
@@ -39,6 +39,7 @@ from dsl_backend.attention.triton.parts import (
     window_right,
 )
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 # int32s a program leaves for the merge kernel: parts (0: nothing to merge), first query row, key head, first row, rows.
 MERGE_FIELDS = tl.constexpr(5)

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, Streams, blocks_of
-from dsl_backend.linear.kernel import Launch, Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands
 from dsl_backend.linear.parts.key import LinearKey
 from dsl_backend.linear.parts.views import NUMERIC
 from dsl_backend.linear.sm90 import gemm as sm90_gemm
@@ -22,6 +22,7 @@ from dsl_backend.linear.winners import config_of
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 # Elements that rows and base addresses are aligned to, as TMA wants them.
 VECTOR = 8

@@ -6,9 +6,10 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from dsl_backend.linear.kernel import Launch, Operands, Workspace
+from dsl_backend.linear.kernel import Launch, Operands
 from dsl_backend.linear.spec import Geglu, LinearSpec
 from dsl_backend.runtime.target import Target, triton_interpreted
+from dsl_backend.runtime.workspace import Workspace
 
 INTERPRETED = tl.constexpr(triton_interpreted())
 NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch that outlives launches: partial results, and counters that kernels find at 0 and leave at 0."""
+
+import weakref
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+
+# Streams of a device whose launches may be captured: torch hands out 32 of each of two priorities in turn.
+CAPTURED_STREAMS = 64
+
+_all: "weakref.WeakSet[Workspace | CapturedFlags]" = weakref.WeakSet()
+
+
+class Workspace:
+    """Buffers that launches share. They only ever grow, and one that was outgrown stays: a graph may point to it.
+
+    Launches that share a workspace must be ordered on one stream.
+
+    Args:
+        captured: flags of launches that are captured, which grow with this workspace's.
+    """
+
+    def __init__(self, device: torch.device, captured: "CapturedFlags | None" = None) -> None:
+        self.device, self.captured = device, captured
+        self._outgrown: list[torch.Tensor] = []
+        self._partials = torch.empty(0, dtype=torch.float32, device=device)
+        self._integers = torch.empty(0, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(0, dtype=torch.int32, device=device)
+        _all.add(self)
+
+    def partials(self, count: int) -> torch.Tensor:
+        """[at least count] float32, contents undefined."""
+        if self._partials.numel() < count:
+            self._outgrown.append(self._partials)
+            self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
+        return self._partials
+
+    def integers(self, count: int) -> torch.Tensor:
+        """[at least count] int32, contents undefined."""
+        if self._integers.numel() < count:
+            self._outgrown.append(self._integers)
+            self._integers = torch.empty(count, dtype=torch.int32, device=self.device)
+        return self._integers
+
+    def flags(self, count: int) -> torch.Tensor:
+        """[at least count] int32, all 0 when a launch begins and when it ends.
+
+        Raises:
+            InvalidInput: a graph is being captured, and there are not so many yet.
+        """
+        if self._flags.numel() < count:
+            if capturing(self.device):
+                raise InvalidInput("a layer is captured in a graph before its first run: run it once with as many rows")
+            self._outgrown.append(self._flags)
+            self._flags = torch.zeros(count, dtype=torch.int32, device=self.device)
+            if self.captured is not None:
+                self.captured.grow(count)
+        return self._flags
+
+    def reset(self) -> None:
+        """Zero all flags, those that were outgrown too: a graph may use them."""
+        for tensor in (self._flags, *self._outgrown):
+            if tensor.dtype == torch.int32:
+                tensor.zero_()
+
+
+class CapturedFlags:
+    """Flags of launches that are captured, a row for each stream: streams of one graph run side by side.
+
+    They are made and zeroed by runs before: what is zeroed while a graph is captured is zeroed when that graph is
+    replayed, and not for the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._outgrown: list[torch.Tensor] = []
+        self._rows = torch.zeros(CAPTURED_STREAMS, 0, dtype=torch.int32, device=device)
+        _all.add(self)
+
+    def grow(self, count: int) -> None:
+        if self._rows.shape[1] < count:
+            self._outgrown.append(self._rows)
+            self._rows = torch.zeros(CAPTURED_STREAMS, count, dtype=torch.int32, device=self.device)
+
+    def of(self, row: int, count: int) -> torch.Tensor:
+        """[at least count] int32 of a stream.
+
+        Raises:
+            InvalidInput: there are not so many yet, or not so many streams.
+        """
+        if row >= CAPTURED_STREAMS:
+            raise InvalidInput(f"launches were captured on {row + 1} streams: {CAPTURED_STREAMS} are the most")
+        if self._rows.shape[1] < count:
+            raise InvalidInput("a layer is captured in a graph before its first run: run it once with as many rows")
+        return self._rows[row]
+
+    def reset(self) -> None:
+        """As `Workspace.reset`."""
+        for tensor in (self._rows, *self._outgrown):
+            tensor.zero_()
+
+
+class CapturedWorkspace(Workspace):
+    """Scratch of the launches that are captured on a stream.
+
+    Args:
+        flags: of all such streams. row: this one's.
+    """
+
+    def __init__(self, device: torch.device, flags: CapturedFlags, row: int) -> None:
+        super().__init__(device)
+        self._captured_flags, self._row = flags, row
+
+    def flags(self, count: int) -> torch.Tensor:
+        return self._captured_flags.of(self._row, count)
+
+
+def reset_all() -> None:
+    """Zero the flags of every workspace of the process, on each device's current stream.
+
+    For when memory comes back with other contents, as it does when vLLM wakes from sleep.
+    """
+    for workspace in list(_all):
+        workspace.reset()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on the device's current stream go into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
