@@ -44,7 +44,7 @@ class Device:
         fp8: whether `dense` reads keys and values of 8 bits here.
         dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
         dtypes: what `dsl` is compared in; float32 is for CPUs.
-        kernels: that serve attention with the cache's dtype that is the queries' own.
+        kernels: that serve attention.
         flags: for every server on this device.
         environment: of servers whose start is not what is checked.
         load: how much the checks under load ask for.
@@ -63,15 +63,10 @@ class Device:
     environment: dict[str, str]
     load: Load
 
-    def serves(self, line: str, fp8: bool = False) -> bool:
-        """Whether a line of a log says that the kernels of this device serve a layer's prefill and decode.
-
-        Args:
-            fp8: keys and values are of 8 bits, for which kernels in CuTe DSL are not the first choice.
-        """
-        name = "triton" if fp8 and self.kernels == "cute" else self.kernels
+    def serves(self, line: str) -> bool:
+        """Whether a line of a log says that the kernels of this device serve a layer's prefill and decode."""
         found = re.findall(r"attention\.(?:prefill|decode|mla_decode) by (\w+)", line)
-        return bool(found) and set(found) == {name}
+        return bool(found) and set(found) == {self.kernels}
 
 
 @cache
