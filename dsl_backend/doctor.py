@@ -31,7 +31,7 @@ from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax
 from dsl_backend.softmax.spec import SoftmaxSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 VOCAB = 128256
@@ -88,9 +88,15 @@ class PluginReport(Record):
 
 
 class KernelReport(Record):
-    """A kernel of an operation; it serves where it has no objections."""
+    """A kernel of an operation; it serves where it has no objections.
+
+    Attributes:
+        kernel: what it is, such as `dense-decode sm90`.
+        name: what a user asks for it by; kernels of several SMs share one.
+    """
 
     kernel: str
+    name: str
     objections: list[str]
 
 
@@ -248,7 +254,7 @@ def winners_report(winners: Winners[Any], target: Target) -> WinnersReport:
 
 def operation_report(operation: str, judged: Iterable[tuple[Any, list[str]]]) -> OperationReport:
     """Of a dispatch table's entries with their objections, best entry first."""
-    kernels = [KernelReport(kernel=entry.name, objections=reasons) for entry, reasons in judged]
+    kernels = [KernelReport(kernel=entry.title, name=entry.name, objections=reasons) for entry, reasons in judged]
     served_by = next((one.kernel for one in kernels if not one.objections), None)
     return OperationReport(operation=operation, served_by=served_by, kernels=kernels)
 

@@ -260,15 +260,16 @@ def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> 
             if operation.operation == FAMILIES[name].operation
         ]
         judged = [one for operation in operations for one in operation.kernels]
-        for kernel in dict.fromkeys(one.kernel for one in judged):
+        served_by = {operation.served_by for operation in operations}
+        for kernel in dict.fromkeys(one.name for one in judged):
             if kernels and kernel not in kernels:
                 continue
-            objections = [one.objections for one in judged if one.kernel == kernel]
+            objections = [one.objections for one in judged if one.name == kernel]
             made.append(
                 Tally(
                     name,
                     kernel,
-                    chosen=any(operation.served_by == kernel for operation in operations),
+                    chosen=any(one.kernel in served_by for one in judged if one.name == kernel),
                     reason=objections[0][0] if all(objections) else "",
                 )
             )

@@ -65,7 +65,7 @@ class Device:
 
     def serves(self, line: str) -> bool:
         """Whether a line of a log says that the kernels of this device serve a layer's prefill and decode."""
-        found = re.findall(r"attention\.(?:prefill|decode|mla_decode) by (\w+)", line)
+        found = re.findall(r"(?:dense-prefill|dense-decode|mla-decode) (\w+)", line.partition(" (not by ")[0])
         return bool(found) and set(found) == {self.kernels}
 
 
@@ -84,7 +84,7 @@ def device() -> Device:
             # No MLA backend for GPUs computes in float32.
             mla_truth=("TRITON_MLA", "bfloat16"),
             dtypes=("bfloat16",),
-            kernels="cute" if hopper else "triton",
+            kernels="sm90" if hopper else "triton",
             flags=("--gpu-memory-utilization", "0.3"),
             environment={},
             load=Load(streams=256, sequences=128, longest=128, pages=768, alone=16, soak=2000),

@@ -81,7 +81,7 @@ SCHEMA = {
                 {
                     "operation": str,
                     "served_by": (str, type(None)),
-                    "kernels": [{"kernel": str, "objections": [str]}],
+                    "kernels": [{"kernel": str, "name": str, "objections": [str]}],
                 }
             ],
         }
@@ -105,7 +105,7 @@ def assert_shape(value: Any, shape: Any) -> None:
 def test_schema(arch: str | None) -> None:
     found = report(*([] if arch is None else ["--arch", arch]))
     assert_shape(found, SCHEMA)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert found["layers"]
     assert found["target"]["detected"] == (arch is None)
 
@@ -121,10 +121,10 @@ def test_kernels_are_those_of_dispatch() -> None:
         for operation in dispatch.operations_of(spec):
             judged = dispatch.judge(operation, spec, target)
             found = operations[operation.value]
-            assert [(one["kernel"], one["objections"]) for one in found["kernels"]] == [
-                (entry.name, reasons) for entry, reasons in judged
+            assert [(one["kernel"], one["name"], one["objections"]) for one in found["kernels"]] == [
+                (entry.title, entry.name, reasons) for entry, reasons in judged
             ]
-            assert found["served_by"] == next((entry.name for entry, reasons in judged if not reasons), None)
+            assert found["served_by"] == next((entry.title for entry, reasons in judged if not reasons), None)
             seen.add(operation)
     assert seen == set(dispatch.Operation)
 
@@ -136,11 +136,11 @@ def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
     for name in ("product", "SwiGLU", "GeGLU", "gpt-oss' SwiGLU", "SwiGLU, batch invariant"):
         (operation,) = layers[name]["operations"]
         assert operation["operation"] == linear.OPERATION
-        assert [one["kernel"] for one in operation["kernels"]] == [entry.name for entry in linear.TABLE]
+        assert [one["kernel"] for one in operation["kernels"]] == [entry.title for entry in linear.TABLE]
         if arch != "cpu":
-            assert operation["served_by"] == ("cute" if arch in ("sm_90a", "sm_100a") else "triton")
+            assert operation["served_by"] == f"linear {'sm90/sm100' if arch in ('sm_90a', 'sm_100a') else 'triton'}"
         elif "invariant" not in name:
-            assert operation["served_by"] in ("reference", "triton")
+            assert operation["served_by"] in ("linear reference", "linear triton")
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
@@ -154,10 +154,10 @@ def test_logits_are_those_of_dispatch(arch: str) -> None:
     }
     for name, table in tables.items():
         (operation,) = layers[name]["operations"]
-        assert [one["kernel"] for one in operation["kernels"]] == [entry.name for entry in table]
+        assert [one["kernel"] for one in operation["kernels"]] == [entry.title for entry in table]
         assert operation["served_by"] is not None
     if arch == "cpu":
-        assert layers["sampling"]["operations"][0]["served_by"] in ("reference", "triton")
+        assert layers["sampling"]["operations"][0]["served_by"] in ("sampling reference", "sampling triton")
 
 
 def test_reasons_are_shown() -> None:

@@ -12,6 +12,7 @@ from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.sm100 import latent_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec, short
 from dsl_backend.attention.winners import Heuristic, config_of
+from dsl_backend.errors import by_reason
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
@@ -165,40 +166,64 @@ def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) ->
     return objections
 
 
-REFERENCE = Entry("reference", "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
+def reference(title: str) -> Entry[AttentionSpec]:
+    return Entry("reference", title, "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
+
 
 TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # Kernels in CuTe DSL, one for each SM, come first; with fp8 keys too (H200: 1.4 to 3.75 times as fast as Triton).
     Operation.PREFILL: (
-        Entry("cute", "dsl_backend.attention.sm90.launch:Prefill", on_sm90(cute_dense, sm90.default_config)),
-        Entry("cute", "dsl_backend.attention.sm100.launch:Prefill", on_sm100(cute_dense, sm100.default_config)),
-        Entry("triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
-        REFERENCE,
+        Entry(
+            "cute",
+            "dense-prefill sm90",
+            "dsl_backend.attention.sm90.launch:Prefill",
+            on_sm90(cute_dense, sm90.default_config),
+        ),
+        Entry(
+            "cute",
+            "dense-prefill sm100",
+            "dsl_backend.attention.sm100.launch:Prefill",
+            on_sm100(cute_dense, sm100.default_config),
+        ),
+        Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
+        reference("dense-prefill reference"),
     ),
     Operation.DECODE: (
-        Entry("cute", "dsl_backend.attention.sm90.launch:SplitKV", on_sm90(cute_dense, sm90.default_split_config)),
-        Entry("cute", "dsl_backend.attention.sm100.launch:SplitKV", on_sm100(cute_dense, sm100.default_split_config)),
-        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
-        REFERENCE,
+        Entry(
+            "cute",
+            "dense-decode sm90",
+            "dsl_backend.attention.sm90.launch:SplitKV",
+            on_sm90(cute_dense, sm90.default_split_config),
+        ),
+        Entry(
+            "cute",
+            "dense-decode sm100",
+            "dsl_backend.attention.sm100.launch:SplitKV",
+            on_sm100(cute_dense, sm100.default_split_config),
+        ),
+        Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
+        reference("dense-decode reference"),
     ),
     Operation.MLA_DECODE: (
         Entry(
             "cute",
+            "mla-decode sm90",
             "dsl_backend.attention.sm90.latent_launch:LatentSplitKV",
             on_sm90(cute_mla, latent_sm90.default_latent_config),
         ),
         Entry(
             "cute",
+            "mla-decode sm100",
             "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
             on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
-        Entry("triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
-        REFERENCE,
+        Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
+        reference("mla-decode reference"),
     ),
     Operation.WRITE_KV: (
-        Entry("cute", "dsl_backend.attention.parts.write_launch:WriteKV", cute_writes),
-        Entry("triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_common),
-        Entry("reference", "dsl_backend.attention.reference:WriteKV", cpu_only),
+        Entry("cute", "write-kv sm90/sm100", "dsl_backend.attention.parts.write_launch:WriteKV", cute_writes),
+        Entry("triton", "write-kv triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_common),
+        Entry("reference", "write-kv reference", "dsl_backend.attention.reference:WriteKV", cpu_only),
     ),
 }
 
@@ -236,14 +261,16 @@ def reasons_against(
 ) -> list[str]:
     """Why a layer of this spec cannot be served on the target: empty where every operation has a kernel.
 
+    A reason is said once, with the kernels that give it.
+
     Args:
         named: the kernel that must serve an operation, by its name; None where any may.
     """
-    problems = []
+    objections: dict[str, list[str]] = {}
     for operation in operations_of(spec):
         name = named(operation)
         judged = [(entry, why) for entry, why in judge(operation, spec, target) if name in (None, entry.name)]
         if all(reasons for _, reasons in judged):
-            problems += [f"{operation.value} ({entry.name}): {reason}" for entry, why in judged for reason in why]
-    # Kernels of one name may have the same reasons.
-    return list(dict.fromkeys(problems))
+            for entry, why in judged:
+                objections.setdefault(entry.title, []).extend(why)
+    return [f"{', '.join(kernels)}: {reason}" for reason, kernels in by_reason(objections).items()]

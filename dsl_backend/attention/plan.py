@@ -53,9 +53,13 @@ class Planner:
         self.spec, self.target, self.workspace, self.kernel = spec, target, workspace, kernel
         self._unaligned: Planner | None = None
 
+        # What they are, such as `dense-decode sm90`.
+        self.kernel_titles: dict[Operation, str] = {}
+
         def bind(operation: Operation) -> tuple[Operation, str, Kernel]:
             entry = dispatch.choose(operation, spec, target, kernel)
             build: Callable[..., Kernel] = entry.load()
+            self.kernel_titles[operation] = entry.title
             return operation, entry.name, build(spec, target, workspace)
 
         self.short = bind(Operation.MLA_DECODE if spec.latent else Operation.DECODE)
@@ -67,11 +71,6 @@ class Planner:
         return list(
             {id(kernel): (operation, name, kernel) for operation, name, kernel in (self.short, self.long)}.values()
         )
-
-    @property
-    def kernel_names(self) -> dict[str, str]:
-        """Operation -> name of the kernel that serves it."""
-        return {operation.value: name for operation, name, _ in (self.long, self.short)}
 
     def prepare(self, lse: bool = False, sinks: torch.dtype | None = None) -> None:
         """Compile now what launches need that ask for lse or not, and have sinks of a dtype or none."""

@@ -48,9 +48,9 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 
 
 TABLE = (
-    Entry("cute", "dsl_backend.linear.parts.launch:bind", cute),
-    Entry("triton", "dsl_backend.linear.triton.gemm:bind", triton),
-    Entry("reference", "dsl_backend.linear.reference:bind", cpu_only),
+    Entry("cute", "linear sm90/sm100", "dsl_backend.linear.parts.launch:bind", cute),
+    Entry("triton", "linear triton", "dsl_backend.linear.triton.gemm:bind", triton),
+    Entry("reference", "linear reference", "dsl_backend.linear.reference:bind", cpu_only),
 )
 
 

@@ -28,7 +28,6 @@ class LinearPlan:
     def __init__(self, spec: LinearSpec, target: Target, workspace: Workspace, kernel: str | None = None) -> None:
         entry = dispatch.choose(spec, target, kernel)
         self.spec, self.target, self.workspace = spec, target, workspace
-        self.kernel_name = entry.name
         self._bind = entry.load()
         self._launches: dict[int, Launch] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.errors import InvalidInput, Unsupported, by_reason
 from dsl_backend.runtime.target import Target
 
 Spec = TypeVar("Spec")
@@ -18,11 +18,13 @@ class Entry(Generic[Spec]):
 
     Attributes:
         name: what a user calls it by; kernels of several SMs may share one.
+        title: what it is, such as `dense-decode sm90`: doctor, log and errors say this.
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
     """
 
     name: str
+    title: str
     kernel: str
     objections: Callable[[Spec, Target], list[str]]
 
@@ -59,16 +61,25 @@ def choose(
     for entry, reasons in judge([entry for entry in table if kernel in (None, entry.name)], spec, target):
         if not reasons:
             return entry
-        known = objections.setdefault(entry.name, [])
+        known = objections.setdefault(entry.title, [])
         known += [reason for reason in reasons if reason not in known]
     raise Unsupported(f"{operation} ({spec}) on {target.arch}", objections)
 
 
-def explained(judged: Judged[Spec], name: str) -> str:
-    """A kernel's name, with what better ones object in parentheses."""
-    better = []
-    for entry, reasons in judged:
-        if entry.name == name:
-            break
-        better.append(f"{entry.name}: {'; '.join(reasons) or 'not the one asked for'}")
-    return name + (f" (not by {', nor '.join(better)})" if better else "")
+def explained(judgements: Sequence[Judged[Spec]], titles: Sequence[str]) -> str:
+    """Which kernels serve a layer, and what better ones object: each reason once.
+
+    Args:
+        judgements: of each operation of the layer.
+        titles: of the kernel that serves each of them.
+    """
+    objections: dict[str, list[str]] = {}
+    for judged, title in zip(judgements, titles, strict=True):
+        for entry, reasons in judged:
+            if entry.title == title and not reasons:
+                break
+            known = objections.setdefault(entry.title, [])
+            known += [reason for reason in reasons or ["not the one asked for"] if reason not in known]
+    served = ", ".join(dict.fromkeys(titles))
+    against = "; ".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in by_reason(objections).items())
+    return f"{served} (not by {against})" if against else served

@@ -35,6 +35,6 @@ class SamplingPlan:
     ) -> None:
         entry = dispatch.choose(dispatch.Operation.SAMPLE, spec, target, kernel)
         self.spec, self.max_rows, self.device = spec, max_rows, device
-        self.kernel_name = entry.name
+        self.kernel_title = entry.title
         self.kernel: Kernel = entry.load()(spec, target, max_rows, device)
         self.results = buffers(spec, max_rows, device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dsl_backend.errors import Unsupported
+from dsl_backend.errors import Unsupported, by_reason
 from dsl_backend.testing import fuzz, tables
 
 # After which a problem is given up; compiling its kernel is most of it.
@@ -68,7 +68,7 @@ def check(family: str, kernel: str, name: str, device: str) -> Outcome:
         if device == "cuda":
             torch.cuda.synchronize()
     except Unsupported as error:
-        status, message = Status.REFUSED, "; ".join(error.objections.get(kernel, (str(error),)))
+        status, message = Status.REFUSED, "; ".join(by_reason(error.objections))
     except AssertionError as error:
         status, message = Status.WRONG, str(error)
     except Exception as error:  # a kernel may raise anything

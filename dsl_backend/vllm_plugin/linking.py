@@ -201,8 +201,7 @@ def replace(parent: nn.Module, projection: str, activation: str, spec: LinearSpe
 def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> None:
     """Log what was linked and what was not: a line for each kind of layer, and one for each reason."""
     for spec, count in served.items():
-        name = dispatch.choose(spec, target).name
-        by = explained(dispatch.judge(spec, target), name)
+        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
         logger.info("dsl serves %d gated linear layers, %s, on %s: by %s", count, spec, target.arch, by)
         slower = [] if spec.batch_invariant else winners.unfused(spec.n, spec.k, spec.dtype, target)
         for rows in slower:

@@ -49,7 +49,7 @@ class Planners:
         planner = self._of.get(spec)
         if planner is None:
             planner = self._of[spec] = Planner(spec, self.target, self.workspace, self.kernel)
-            info_once(f"dsl serves attention of {spec} on {self.target.arch}: {self.served_by(planner)}")
+            info_once(f"dsl serves attention of {spec} on {self.target.arch}: by {self.served_by(planner)}")
         return planner
 
     def prepare_writes(self, spec: AttentionSpec) -> None:
@@ -62,16 +62,13 @@ class Planners:
             api.writer(spec, self.device, kernel_for(Operation.WRITE_KV, self.kernel)).prepare()
 
     def served_by(self, planner: Planner) -> str:
-        """Which kernel serves each operation, and what better ones object."""
-        names = dict(planner.kernel_names)
+        """The kernels of each operation, and what better ones object."""
+        titles = dict(planner.kernel_titles)
         if planner.spec.page_size is not None:
             write = Operation.WRITE_KV
-            names[write.value] = choose(write, planner.spec, self.target, kernel_for(write, self.kernel)).name
-        parts = [
-            f"{operation} by {explained(judge(Operation(operation), planner.spec, self.target), name)}"
-            for operation, name in names.items()
-        ]
-        return ", ".join(parts)
+            titles[write] = choose(write, planner.spec, self.target, kernel_for(write, self.kernel)).title
+        judgements = [judge(operation, planner.spec, self.target) for operation in titles]
+        return explained(judgements, list(titles.values()))
 
 
 @dataclass

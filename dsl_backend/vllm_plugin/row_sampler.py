@@ -76,4 +76,4 @@ class RowSampler:
         for bounds in ((), BOUNDS):
             off = {name: tensor[:1] for name, tensor in self.off.items() if name not in BOUNDS or name in bounds}
             api.run(plan, row, Parameters(seeds=zero, positions=zero, **off))
-        info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_name}")
+        info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_title}")

@@ -15,7 +15,7 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.reference import ReferenceKernel
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.errors import InvalidInput, Unsupported, by_reason
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, cpu_target, from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -300,7 +300,7 @@ def test_default_prefers_cute_then_triton_then_the_reference() -> None:
 def test_a_name_never_falls_back() -> None:
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.DECODE, spec(head_dim=65, head_dim_v=65), INTERPRETED, "triton")
-    assert set(raised.value.objections) == {"triton"}, "the other kernels were not asked for"
+    assert set(raised.value.objections) == {"dense-decode triton"}, "the other kernels were not asked for"
     with pytest.raises(Unsupported, match="is for CPUs, this is sm_90a"):
         dispatch.choose(Operation.DECODE, CASE.spec, from_arch("sm_90a"), "reference")
     with pytest.raises(Unsupported, match="TRITON_INTERPRET=1 interprets it"):
@@ -317,8 +317,13 @@ def test_every_objection_is_kept() -> None:
     layer = spec(head_dim=66, head_dim_v=320, page_size=24, dtype=torch.float32, kv_dtype=FP16)
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.PREFILL, layer, from_arch("sm_70"))
-    assert set(raised.value.objections) == {"triton", "cute", "reference"}
-    assert raised.value.objections["triton"] == (
+    assert set(raised.value.objections) == {
+        "dense-prefill sm90",
+        "dense-prefill sm100",
+        "dense-prefill triton",
+        "dense-prefill reference",
+    }
+    assert raised.value.objections["dense-prefill triton"] == (
         "needs compute capability 7.5 or newer, this is sm_70",
         "dtype float32 is not one of float16, bfloat16",
         "keys of float16 are neither float32 nor float8_e4m3fn",
@@ -328,7 +333,9 @@ def test_every_objection_is_kept() -> None:
     )
     text = str(raised.value)
     assert f"no kernel for attention.prefill ({layer}) on sm_70" in text
-    assert all(reason in text for reasons in raised.value.objections.values() for reason in reasons)
+    assert "\n  dense-prefill reference: is for CPUs, this is sm_70" in text
+    for reason in by_reason(raised.value.objections):
+        assert text.count(f": {reason}\n") + text.endswith(f": {reason}") == 1, "said once"
 
 
 @pytest.mark.parametrize(
@@ -402,10 +409,10 @@ def test_cute_takes_wide_heads(arch: str, operation: Operation) -> None:
 def test_cute_is_for_its_own_chips() -> None:
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.PREFILL, spec(), from_arch("sm_120a"), "cute")
-    assert raised.value.objections["cute"] == (
-        "serves GPUs with wgmma (sm_90a), this is sm_120a",
-        "serves GPUs with tcgen05 (sm_100a, sm_103a), this is sm_120a",
-    )
+    assert raised.value.objections == {
+        "dense-prefill sm90": ("serves GPUs with wgmma (sm_90a), this is sm_120a",),
+        "dense-prefill sm100": ("serves GPUs with tcgen05 (sm_100a, sm_103a), this is sm_120a",),
+    }
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])
@@ -434,10 +441,14 @@ def test_operations_of_a_layer() -> None:
     assert dispatch.operations_of(LATENT.spec) == (Operation.MLA_DECODE, Operation.WRITE_KV)
 
 
-def test_reasons_against_name_the_operation_and_the_kernel() -> None:
+def test_reasons_against_name_the_kernels_and_are_said_once() -> None:
     reasons = dispatch.reasons_against(CASE.spec, from_arch("sm_75"))
-    assert "attention.decode (reference): is for CPUs, this is sm_75" in reasons
-    assert any(reason.startswith("attention.write_kv (triton): bfloat16 needs") for reason in reasons)
+    kinds = ("dense-prefill", "dense-decode", "write-kv")
+    assert f"{', '.join(f'{kind} reference' for kind in kinds)}: is for CPUs, this is sm_75" in reasons
+    assert [reason for reason in reasons if "bfloat16 needs" in reason] == [
+        f"{', '.join(f'{kind} triton' for kind in kinds)}: bfloat16 needs compute capability 8.0 or newer, this is "
+        "sm_75: use float16"
+    ]
     assert dispatch.reasons_against(CASE.spec, CPU) == []
 
 
@@ -463,7 +474,10 @@ def test_shares_cover_every_query_length_once() -> None:
     """Where two kernels share a batch, each request belongs to exactly one of them."""
     pytest.importorskip("triton")
     planner = Planner(CASE.spec, INTERPRETED, Workspace(torch.device("cpu")), "triton")
-    assert planner.kernel_names == {"attention.prefill": "triton", "attention.decode": "triton"}
+    assert planner.kernel_titles == {
+        Operation.PREFILL: "dense-prefill triton",
+        Operation.DECODE: "dense-decode triton",
+    }
     limit = planner.short[2].longest_query()
     assert limit is not None
     for longest in (0, 1, limit, limit + 1, 10 * limit):

@@ -395,8 +395,9 @@ def test_every_pair_of_a_model(link: Any) -> None:
     lines = link(model)
     assert all(is_linked(mlp) for mlp in list(model["layers"])[:3])
     assert len(lines) == 2
-    assert lines[0].startswith(f"dsl serves 2 gated linear layers, {Swiglu()} of {K} to {N} bfloat16, on cpu: by refe")
-    assert "not by cute: serves GPUs with wgmma (sm_90a) or tcgen05" in lines[0]
+    what = f"dsl serves 2 gated linear layers, {Swiglu()} of {K} to {N} bfloat16, on cpu: by linear reference (not by "
+    assert lines[0].startswith(what)
+    assert "not by linear sm90/sm100: serves GPUs with wgmma (sm_90a) or tcgen05" in lines[0]
     assert lines[1].startswith("dsl serves 1 gated linear layers, Geglu(tanh=False)")
 
 
