@@ -339,11 +339,12 @@ TRIED_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 120, 128)
 def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
     """Configurations worth a try, with as many stages each as shared memory has room for, and with half of them."""
     streams, gemms = tiles_of(target)
+    fewest = min(tile.tile_tokens for tile in streams)
     seen = set()
     for tile in (*streams, *gemms, *(tried_sm100() if target.tcgen05 else tried_sm90())):
         # Rows of other sizes have no use for it.
         if isinstance(tile, Streams):
-            if rows > MOST_ABOVE * tile.tile_tokens or tile.tile_tokens >= max(16, 4 * rows):
+            if rows > MOST_ABOVE * tile.tile_tokens or tile.tile_tokens > max(fewest, 4 * rows - 1):
                 continue
         elif 2 * rows <= tile.tile_m:
             continue

@@ -21,6 +21,7 @@ from dsl_backend.linear.configs import (
     estimate_us,
     fitting,
     tiles_of,
+    variants,
 )
 from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec, Swiglu
@@ -100,6 +101,19 @@ def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them(target: Ta
             assert isinstance(config, Streams), rows
             assert config.tile_tokens == max(least, 1 << (rows - 1).bit_length()), rows
     assert isinstance(choose(LLAMA, 8192, target), Gemms)
+
+
+@TARGETS
+@pytest.mark.parametrize("activation", [None, Swiglu()], ids=["plain", "gated"])
+def test_there_is_a_variant_for_any_number_of_rows(activation: Swiglu | None, target: Target) -> None:
+    spec = replace(LLAMA, activation=activation)
+    for rows in sorted({*range(1, 17), *ROWS}):
+        tried = list(variants(spec, rows, target))
+        assert tried, f"nothing to try for {rows} rows"
+        assert all(config.objections(spec, target.smem_bytes) == [] for config in tried)
+        default = choose(spec, rows, target)
+        if isinstance(default, Streams):
+            assert default in tried, rows
 
 
 @TARGETS
