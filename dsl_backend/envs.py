@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one door to the environment: every variable that the package reads, with what it accepts and what it does.
 
-A variable that is unset or empty has its default. Nothing here is read when a module is imported, nor by a launch.
+A variable that is unset or empty has its default. `problems` checks all of them: the plugin asks before vLLM starts a
+process, and `dsl-backend doctor` too. Nothing here is read when a module is imported, nor by a launch.
 """
 
+import difflib
 import os
 import pathlib
 from collections.abc import Callable
@@ -48,6 +50,14 @@ class Variable(Generic[T]):
         except ValueError:
             raise InvalidInput(f"{self.name}={text!r} is not accepted: use {self.accepts}") from None
 
+    def problem(self) -> str | None:
+        """Why its text is not accepted; None where it is."""
+        try:
+            self.read()
+        except InvalidInput as error:
+            return str(error)
+        return None
+
 
 def switch(text: str) -> bool:
     if text.lower() not in TRUE + FALSE:
@@ -63,6 +73,14 @@ def absolute(text: str) -> pathlib.Path:
     return path
 
 
+def architecture(text: str) -> str:
+    # Here, since it imports torch, which most who ask for a variable do not need.
+    from dsl_backend.runtime.target import from_arch
+
+    from_arch(text)
+    return text
+
+
 CACHE = Variable("DSL_BACKEND_CACHE", True, switch, "0 or 1", "Keep compiled kernels on disk.")
 CACHE_DIR = Variable[pathlib.Path | None](
     "DSL_BACKEND_CACHE_DIR",
@@ -74,7 +92,7 @@ CACHE_DIR = Variable[pathlib.Path | None](
 ARCH = Variable[str | None](
     "DSL_BACKEND_ARCH",
     None,
-    str,
+    architecture,
     "the GPU's own architecture or one below sm_90, such as sm_80",
     "Choose kernels as if the GPU were of this architecture.",
 )
@@ -113,6 +131,26 @@ VLLM_PLUGINS = Variable[str | None](
 )
 
 OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, WINNERS, SAMPLER, LINEAR)
+PREFIX = "DSL_BACKEND_"
+
+
+def problems() -> list[str]:
+    """What is wrong with the variables of this package, with what would be accepted; empty where nothing is."""
+    found = []
+    known = [variable.name for variable in OURS]
+    for name in starting_with(PREFIX):
+        if name not in known:
+            near = difflib.get_close_matches(
+                name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1
+            )
+            meant = f"do you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(known)}"
+            found.append(f"{name} is not a variable of dsl-backend: {meant}")
+    return found + [problem for variable in OURS if (problem := variable.problem()) is not None]
+
+
+def options_set() -> dict[str, str]:
+    """The variables of this package that are set, by name, as they are written; unknown ones too."""
+    return {name: value for name, value in starting_with(PREFIX).items() if value}
 
 
 def starting_with(prefix: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be served is refused at start-up, with every reason, and not in the middle of a request."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,97 @@ def test_refused(outcomes: dict[str, Outcome], refusal: Refusal) -> None:
         assert words in error
 
 
-def test_server_does_not_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The command ends with an error that names the reason."""
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command that asks for what is not there, and the end of what it prints.
+
+    Attributes:
+        last: of its output, from the line before which there is nothing of ours.
+    """
+
+    id: str
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    last: tuple[str, ...]
+
+
+def options(**dsl: object) -> tuple[str, str]:
+    return "--additional-config", json.dumps({"dsl": dsl})
+
+
+REFUSED = "ValueError: attention backend dsl does not serve"
+KEYS = "(accepted keys: attention_kernel, mla_latent_queries)"
+COMMANDS = (
+    Command(
+        id="variables",
+        environment={
+            "DSL_BACKEND_SAMPLER": "2",
+            "DSL_BACKEND_LINEAR": "2",
+            "DSL_BACKEND_ARCH": "foo",
+            "DSL_BACKEND_CACHE": "7",
+            "DSL_BACKEND_CACHE_DIR": "cache",
+            "DSL_BACKEND_WINNERS": "winners.json",
+            "DSL_BACKEND_SAMLPER": "1",
+        },
+        last=(
+            f"{REFUSED} these options:",
+            "  - DSL_BACKEND_SAMLPER is not a variable of dsl-backend: do you mean DSL_BACKEND_SAMPLER?",
+            "  - DSL_BACKEND_CACHE='7' is not accepted: use 0 or 1",
+            "  - DSL_BACKEND_CACHE_DIR='cache' is not accepted: use an absolute path",
+            "  - DSL_BACKEND_ARCH='foo' is not accepted: use the GPU's own architecture or one below sm_90, such as "
+            "sm_80",
+            "  - DSL_BACKEND_WINNERS='winners.json' is not accepted: use an absolute path",
+            "  - DSL_BACKEND_SAMPLER='2' is not accepted: use 0 or 1",
+            "  - DSL_BACKEND_LINEAR='2' is not accepted: use 0 or 1",
+        ),
+    ),
+    Command(
+        id="options",
+        flags=options(attention_kernel="fastest", mla_latent_queries=0, kernel="triton"),
+        last=(
+            f"{REFUSED} these options:",
+            "  - additional_config['dsl'] is not valid: attention_kernel: 'fastest' is not one of cute, triton, "
+            "reference; mla_latent_queries: Input should be greater than 0; kernel: unknown key " + KEYS,
+        ),
+    ),
+    Command(
+        id="cache dtype",
+        flags=("--kv-cache-dtype", "nvfp4"),
+        last=(f"{REFUSED} this configuration:", "  - --kv-cache-dtype nvfp4 is not served: use one of auto, float16"),
+    ),
+    Command(
+        id="kernel by name",
+        flags=(*options(attention_kernel="triton"), "--dtype", "float32"),
+        last=(f"{REFUSED} this configuration:", "float32 is not one of float16, bfloat16"),
+    ),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.id)
+def test_server_does_not_start(checkpoint: Checkpoint, tmp_path: Path, command: Command) -> None:
+    """Before any worker: one message, which is the last thing that is printed, and exit status 1."""
+    flags = ("--attention-backend", "dsl", "--enforce-eager", "--max-model-len", "512", *command.flags)
     model = checkpoint("llama", MODELS["llama"])
-    flags = ("--attention-backend", "dsl", "--kv-cache-dtype", "fp8_e5m2", "--enforce-eager", "--max-model-len", "512")
-    with pytest.raises(ServerError, match="ended with status 1"), serve(model, tmp_path / "log", *flags):
+    with (
+        pytest.raises(ServerError, match="ended with status 1"),
+        serve(model, tmp_path / "log", *flags, **command.environment),
+    ):
         pass
     log = (tmp_path / "log").read_text()
-    assert "fp8_e5m2 is not served: use one of" in log
+    assert "EngineCore" not in log, "an engine was started"
+    assert log.count("Traceback") == 1
+    lines = log[log.rindex(command.last[0]) :].splitlines()
+    assert len(lines) == len(command.last) or command.id == "kernel by name"
+    for said in command.last:
+        assert [line for line in lines if said in line], (said, lines)
+
+
+def test_another_backend_starts_all_the_same(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What is wrong with our variables is one line in its log."""
+    flags = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2")
+    model, log = checkpoint("llama", MODELS["llama"]), tmp_path / "log"
+    with serve(model, log, *flags, **device().environment, DSL_BACKEND_SAMPLER="2") as server:
+        assert server.complete([7, 8])
+    lines = [line for line in log.read_text().splitlines() if "DSL_BACKEND" in line]
+    assert len(lines) == 1, lines
+    assert "WARNING" in lines[0]

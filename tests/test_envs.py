@@ -68,6 +68,38 @@ def test_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         envs.CACHE_DIR.read()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("DSL_BACKEND_SAMPLER", "2", "use 0 or 1"),
+        ("DSL_BACKEND_LINEAR", "maybe", "use 0 or 1"),
+        ("DSL_BACKEND_CACHE", "7", "use 0 or 1"),
+        ("DSL_BACKEND_CACHE_DIR", "cache", "use an absolute path"),
+        ("DSL_BACKEND_WINNERS", "./winners.json", "use an absolute path"),
+        ("DSL_BACKEND_ARCH", "foo", "use the GPU's own architecture or one below sm_90, such as sm_80"),
+        ("DSL_BACKEND_ARCH", "sm_999", "use the GPU's own architecture or one below sm_90, such as sm_80"),
+    ],
+)
+def test_wrong_values(monkeypatch: pytest.MonkeyPatch, name: str, value: str, accepted: str) -> None:
+    assert envs.problems() == []
+    monkeypatch.setenv(name, value)
+    assert envs.problems() == [f"{name}={value!r} is not accepted: {accepted}"]
+
+
+def test_every_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in envs.OURS:
+        monkeypatch.setenv(variable.name, "a wrong value")
+    assert len(envs.problems()) == len(envs.OURS)
+
+
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSL_BACKEND_SAMLPER", "1")
+    monkeypatch.setenv("DSL_BACKEND_XYZZY", "1")
+    near, far = envs.problems()
+    assert near == "DSL_BACKEND_SAMLPER is not a variable of dsl-backend: do you mean DSL_BACKEND_SAMPLER?"
+    assert far.startswith("DSL_BACKEND_XYZZY is not a variable of dsl-backend: there are DSL_BACKEND_CACHE, ")
+
+
 def test_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSL_OF_A_TEST_B", "2")
     monkeypatch.setenv("DSL_OF_A_TEST_A", "1")

@@ -27,6 +27,8 @@ class ChipFacts:
 # CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (shared memory per block);
 # SM counts from the vendor's architecture whitepapers.
 CHIPS: dict[tuple[int, int], ChipFacts] = {
+    (7, 0): ChipFacts(96 * 1024, 80),
+    (7, 2): ChipFacts(96 * 1024, 8),
     (7, 5): ChipFacts(64 * 1024, 72),
     (8, 0): ChipFacts(163 * 1024, 108),
     (8, 6): ChipFacts(99 * 1024, 84),
@@ -39,7 +41,7 @@ CHIPS: dict[tuple[int, int], ChipFacts] = {
     (12, 0): ChipFacts(99 * 1024, 170),
     (12, 1): ChipFacts(99 * 1024, 48),
 }
-# A capability that the table does not know gets what every chip since SM86 has at least.
+# A GPU at hand that the table does not know gets what every chip since SM86 has at least.
 UNKNOWN_CHIP = ChipFacts(99 * 1024, 64)
 
 
@@ -138,7 +140,7 @@ def from_arch(arch: str) -> Target:
         arch: `cpu`, or `sm_90`, `sm_90a`, `sm90`, `sm_100a` ...
 
     Raises:
-        InvalidInput: the name is not one of these forms.
+        InvalidInput: the name is not one of these forms, or there is no such chip.
     """
     if arch == "cpu":
         return cpu_target()
@@ -146,6 +148,14 @@ def from_arch(arch: str) -> Target:
     if match is None:
         raise InvalidInput(f"arch {arch!r} is not a CUDA architecture: use a name such as sm_80, sm_90a, or cpu")
     capability = (int(match[1]), int(match[2]))
+    if capability not in CHIPS:
+        known = ", ".join(of_capability(one).arch for one in CHIPS)
+        raise InvalidInput(f"arch {arch!r} is not known: use cpu or one of {known}")
+    return of_capability(capability)
+
+
+def of_capability(capability: tuple[int, int]) -> Target:
+    """The usual chip of a compute capability, also of one that is not known."""
     facts = CHIPS.get(capability, UNKNOWN_CHIP)
     return Target(capability=capability, sm_count=facts.sm_count, smem_bytes=facts.smem_bytes)
 

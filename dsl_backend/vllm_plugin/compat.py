@@ -66,6 +66,13 @@ def _cpu_has_no_mla() -> bool:
     return "CPU_MLA" not in AttentionBackendEnum.__members__
 
 
+def _nobody_asks_before_workers_start() -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    source = inspect.getsource(inspect.unwrap(EngineArgs.create_engine_config))
+    return "validate_configuration" not in source
+
+
 def _cache_shape_belongs_to_the_backend() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -202,6 +209,14 @@ LEDGER: tuple[Entry, ...] = (
         why="0.26's MLA layer has no prefill for a CPU: it chooses FlashAttention and fails to import it",
         remove_when="the oldest supported vLLM has CPU_MLA",
         needed=_cpu_has_no_mla,
+    ),
+    Entry(
+        name="engine_config",
+        what="startup.install wraps EngineArgs.create_engine_config",
+        why="nobody asks a plugin about a configuration before workers load the model; what they refuse ends in "
+        "several tracebacks, of which the first has the reason",
+        remove_when="vLLM asks the chosen backend when it makes the engine's configuration",
+        needed=_nobody_asks_before_workers_start,
     ),
     Entry(
         name="kv_cache_shape",

@@ -67,19 +67,34 @@ def hook_cpu_platform() -> None:
         cpu_platform.install(type(current_platform))
 
 
+def hook_engine_config() -> None:
+    """Have what is asked of DSL checked before vLLM starts a process for it."""
+    from dsl_backend.vllm_plugin import startup
+
+    startup.install()
+
+
 def register() -> None:
     """Entry point of `vllm.general_plugins`. May run any number of times, and never raises.
 
-    An exception here would end every vLLM process of the environment, those without DSL included.
+    An exception here would end every vLLM process of the environment, those without DSL included. What is wrong is said
+    when an engine's configuration is made (`startup`): refused where DSL is asked for, else a line in the log.
     """
     attempt(ensure_member)
     attempt(ensure_prefill_member)
     attempt(hook_cpu_platform)
+    attempt(hook_engine_config)
+
+
+# Steps of the registration that this vLLM does not take, with what it said.
+failures: dict[str, str] = {}
 
 
 def attempt(step: Callable[[], object]) -> None:
-    """Run a step of the registration; a failure is logged and goes no further."""
+    """Run a step of the registration; a failure is one line in the log, is kept, and goes no further."""
     try:
         step()
-    except Exception:
-        logger.exception("%s failed: --attention-backend dsl may not work with this vLLM", step.__name__)
+        failures.pop(step.__name__, None)
+    except Exception as error:
+        failures[step.__name__] = f"{type(error).__name__}: {error}"
+        logger.warning("%s failed, --attention-backend dsl will not be served: %s", step.__name__, error)

@@ -45,9 +45,14 @@ class DSLRouter(DSLAttentionBackend):
         Raises:
             ValueError: with every reason against the configuration.
         """
-        selection = selector_config._asdict()
-        reasons = cls.validate_configuration(device_capability=None, **selection)
-        if selection["use_mla"] and not compat.cpu_has_mla():
-            reasons.append("this vLLM has no MLA for a CPU: use one that has the backend CPU_MLA")
+        reasons = cls.reasons_against(device_capability=None, **selector_config._asdict())
         validation.refuse("this configuration on a CPU", reasons)
         return ".".join(cls.full_cls_name())
+
+    @classmethod
+    def reasons_against(cls, *, device_capability: Any, **selection: Any) -> list[str]:
+        """Those of validate_configuration, and what a CPU's vLLM lacks."""
+        reasons = cls.validate_configuration(device_capability=device_capability, **selection)
+        if device_capability is None and selection["use_mla"] and not compat.cpu_has_mla():
+            reasons.append("this vLLM has no MLA for a CPU: use one that has the backend CPU_MLA")
+        return reasons

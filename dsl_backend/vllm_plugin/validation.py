@@ -44,7 +44,7 @@ def target_of(device_capability: Any) -> Target:
     """The usual chip of vLLM's DeviceCapability; None is the CPU. Touches no device."""
     if device_capability is None:
         return targets.cpu_target()
-    return targets.from_arch(f"sm_{device_capability.major}{device_capability.minor}")
+    return targets.of_capability((device_capability.major, device_capability.minor))
 
 
 def current_target() -> Target:

@@ -8,7 +8,7 @@ import torch
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import target
-from dsl_backend.runtime.target import CHIPS, UNKNOWN_CHIP, Target, cpu_target, detect, from_arch
+from dsl_backend.runtime.target import CHIPS, UNKNOWN_CHIP, Target, cpu_target, detect, from_arch, of_capability
 
 CAPABILITIES = ("wgmma", "tcgen05", "tma", "native_fp8", "native_bf16")
 
@@ -48,6 +48,12 @@ def test_other_names_are_refused(name: str) -> None:
         from_arch(name)
 
 
+@pytest.mark.parametrize("name", ["sm_999", "sm_130a", "sm_91"])
+def test_unknown_chips_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"arch '{name}' is not known: use cpu or one of sm_70, .*sm_90a, .*sm_121a"):
+        from_arch(name)
+
+
 def test_facts_of_chips() -> None:
     assert from_arch("sm_90a").smem_bytes == 227 * 1024
     assert from_arch("sm_120a").smem_bytes == 99 * 1024, "the small Blackwell has the small shared memory"
@@ -55,7 +61,7 @@ def test_facts_of_chips() -> None:
 
 
 def test_unknown_chips_get_the_least() -> None:
-    chip = from_arch("sm_130a")
+    chip = of_capability((13, 0))
     assert chip.capability == (13, 0)
     assert (chip.smem_bytes, chip.sm_count) == (UNKNOWN_CHIP.smem_bytes, UNKNOWN_CHIP.sm_count)
     newer = [facts.smem_bytes for capability, facts in CHIPS.items() if capability >= (8, 0)]

@@ -117,10 +117,15 @@ def test_register_is_idempotent() -> None:
     assert registration.ensure_prefill_member() is MEMBERS[1]
 
 
-def test_a_step_that_fails_is_logged_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_is_logged_and_stops_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "failures", {})
+
     def broken() -> None:
         raise RuntimeError("no such vLLM")
 
     registration.attempt(broken)
     assert "broken failed" in caplog.text
     assert "no such vLLM" in caplog.text
+    assert registration.failures == {"broken": "RuntimeError: no such vLLM"}
