@@ -19,10 +19,16 @@ from dsl_backend.runtime.target import Target
 
 Function = Callable[..., Any]
 
+# Why a kernel is not kept, where nothing is wrong with the folder.
+EDITED = "sources of kernels were changed while this process runs"
+HERE_ALONE = "their host code is for this very processor"
+
 # (digest, the libraries that it was linked with) -> function. Never emptied: a captured graph may hold what is in it.
 _functions: dict[tuple[str, str], Function] = {}
 # CuTe DSL compiles one thing at a time.
 _lock = threading.RLock()
+# Of a thread that wants to know what would be compiled: `identities`, a list.
+_asked = threading.local()
 
 
 def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: Target, options: str = "") -> Function:
@@ -46,6 +52,10 @@ def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: T
     """
     toolkit.require()
     identity = identify(kernel, fake_args, key=key, target=target, options=options)
+    asked: list[Identity] | None = getattr(_asked, "identities", None)
+    if asked is not None:
+        asked.append(identity)
+        return not_compiled
     place = (identity.digest, toolkit.libraries())
     found = _functions.get(place)
     if found is not None:
@@ -54,6 +64,22 @@ def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: T
         if place not in _functions:
             _functions[place] = made(identity, lambda: toolkit.compiled(kernel, fake_args, target.arch, options))
         return _functions[place]
+
+
+def not_compiled(*_: Any) -> Any:
+    """The function of a kernel whose identity alone was asked for."""
+    raise AssertionError("this kernel was looked for and not compiled")
+
+
+def identities(build: Callable[[], Any]) -> list[Identity]:
+    """What a function that calls `compile_kernel` would have compiled; nothing is compiled, and nothing loaded."""
+    found: list[Identity] = []
+    _asked.identities = found
+    try:
+        build()
+    finally:
+        del _asked.identities
+    return found
 
 
 def forget() -> None:
@@ -67,14 +93,14 @@ def made(identity: Identity, compile_it: Callable[[], Any]) -> Function:
     started = time.perf_counter()
     if not toolkit.keeps_files():
         function: Function = compile_it()
-        compiles.record(str(identity), identity.digest, Source.COMPILER, time.perf_counter() - started, 0)
+        record(identity, started, 0, "CuTe DSL's own setting switches files off")
         return function
     disk = cache.usable()
     if not identity.reusable:
-        warning_once("sources of kernels were changed while this process runs: what it compiles is not kept on disk")
-        disk = None
+        warning_once(f"compiled kernels are not kept on disk: {EDITED}")
+        return compiled(identity, compile_it, None, started, EDITED)
     if disk is None:
-        return compiled(identity, compile_it, None, started)
+        return compiled(identity, compile_it, None, started, f"{cache.folder()} is not used")
     function_on_disk = from_disk(disk, identity, started)
     if function_on_disk is not None:
         return function_on_disk
@@ -104,17 +130,37 @@ def from_disk(disk: DiskCache, identity: Identity, started: float) -> Function |
     return function
 
 
-def compiled(identity: Identity, compile_it: Callable[[], Any], disk: DiskCache | None, started: float) -> Function:
-    """Compile, keep it where there is a place, and load what was exported."""
+def compiled(
+    identity: Identity, compile_it: Callable[[], Any], disk: DiskCache | None, started: float, unkept: str | None = None
+) -> Function:
+    """Compile, keep it where there is a place, and load what was exported.
+
+    Args:
+        started: when the function was asked for, of `time.perf_counter`.
+        unkept: why there is no place.
+    """
     began = time.perf_counter()
     function = compile_it()
     portable = toolkit.made_portable(function)
-    data = toolkit.exported(function)
-    compile_s = time.perf_counter() - began
-    if disk is not None and portable:
-        disk.store(identity, data, compile_s)
+    try:
+        data = toolkit.exported(function)
+    except OSError as error:
+        # Of the folder for temporary files. What was compiled serves this process as well.
+        unkept = cache.reason_of(error)
+        cache.unkept(f"temporary files: {unkept}")
+        record(identity, started, 0, unkept)
+        return function
+    if not portable:
+        unkept = HERE_ALONE
+        warning_once(f"compiled kernels are not kept on disk: {HERE_ALONE}")
     elif disk is not None:
-        warning_once("compiled kernels are not kept on disk: their host code is for this very processor")
+        unkept = disk.store(identity, data, time.perf_counter() - began)
     loaded = toolkit.loaded_from(data)
-    compiles.record(str(identity), identity.digest, Source.COMPILER, time.perf_counter() - started, len(data))
+    record(identity, started, len(data), unkept)
     return loaded
+
+
+def record(identity: Identity, started: float, size_bytes: int, unkept: str | None) -> None:
+    """A function that was compiled here."""
+    seconds = time.perf_counter() - started
+    compiles.record(str(identity), identity.digest, Source.COMPILER, seconds, size_bytes, unkept)

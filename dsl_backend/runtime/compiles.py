@@ -29,6 +29,7 @@ class Event:
         kernel: name, key and architecture.
         seconds: that it took, waiting for other processes included.
         size_bytes: of its object file.
+        unkept: why what was compiled is not on disk; None where it is.
     """
 
     kernel: str
@@ -37,6 +38,7 @@ class Event:
     phase: Phase
     seconds: float
     size_bytes: int
+    unkept: str | None = None
 
 
 class Compiles:
@@ -85,9 +87,17 @@ class Compiles:
         """Kernels that were read from disk while requests were served."""
         return self.count(Source.DISK, Phase.SERVING)
 
-    def record(self, kernel: str, digest: str, source: Source, seconds: float, size_bytes: int) -> Event:
+    def record(
+        self,
+        kernel: str,
+        digest: str,
+        source: Source,
+        seconds: float,
+        size_bytes: int,
+        unkept: str | None = None,
+    ) -> Event:
         """Add an event; one that makes requests wait is logged as a warning."""
-        event = Event(kernel, digest, source, self.phase, seconds, size_bytes)
+        event = Event(kernel, digest, source, self.phase, seconds, size_bytes, unkept)
         with self._lock:
             self._events.append(event)
         if event.phase is Phase.SERVING:

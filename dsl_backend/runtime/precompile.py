@@ -2,27 +2,35 @@
 """Which kernels a model needs, and compiling them all before it is served: on the cores of any machine.
 
 An operator family registers a function that lists its kernels for a model and a target, as units. A unit can be
-pickled: `run` gives units to spawned processes that see no GPU, and what they compile is found on disk.
+pickled: `run` gives units to processes that see no GPU, and what they compile is found on disk. The command line waits
+for that; `Ahead` has it done beside what a process does meanwhile, such as loading weights.
 """
 
 import enum
-import multiprocessing
-import os
 import pickle
+import selectors
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import cache, toolkit
+from dsl_backend.log import logger
+from dsl_backend.runtime import cache, machine, toolkit
+from dsl_backend.runtime import compile as compilation
+from dsl_backend.runtime.cache import DiskCache
+from dsl_backend.runtime.compile_process import CompileProcess
 from dsl_backend.runtime.compiles import Source, compiles
 from dsl_backend.runtime.key import stable
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
+
+# Of a process that compiles: torch, CuTe DSL and a large kernel.
+PROCESS_BYTES = 1 << 30
+# Progress is told no more often.
+PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ def units(model: ModelShape, target: Target, only: Sequence[str] = ()) -> list[U
 class Result(enum.Enum):
     COMPILED = "compiled"
     PRESENT = "present"
+    # Compiled and not on disk, so that it will be compiled again.
+    UNKEPT = "not kept"
     FAILED = "failed"
 
 
@@ -97,8 +107,8 @@ class Outcome:
 
     Attributes:
         seconds: in the process that had it.
-        size_bytes: of its object files.
-        error: one line, where it failed.
+        size_bytes: of its object files on disk.
+        error: one line, where it failed or was not kept.
     """
 
     unit: Unit
@@ -108,9 +118,14 @@ class Outcome:
     error: str | None = None
 
 
-def processes(count: int) -> int:
-    """How many processes to use for so many units: one for each core that this one may use."""
-    return max(1, min(count, len(os.sched_getaffinity(0))))
+def processes(count: int, spare: int = 0) -> int:
+    """How many processes to use for so many units: one for each core that this one may use, as far as memory goes.
+
+    Args:
+        spare: cores to leave to others.
+    """
+    room = machine.available_bytes() // PROCESS_BYTES
+    return max(1, min(count, machine.cores() - spare, room))
 
 
 def run(todo: Sequence[Unit], jobs: int | None = None) -> Iterator[Outcome]:
@@ -122,81 +137,227 @@ def run(todo: Sequence[Unit], jobs: int | None = None) -> Iterator[Outcome]:
         jobs: processes; by default one for each core.
 
     Raises:
-        InvalidInput: CuTe DSL is not installed, or the disk cache, where the results go, cannot be used.
+        InvalidInput: CuTe DSL is not installed, the disk cache, where the results go, cannot be used, or no process can
+            be started.
     """
     toolkit.require()
     try:
         cache.open_cache()
     except cache.Rejected as reason:
         raise InvalidInput(f"nothing compiled could be kept in {cache.folder()}: {reason}") from None
-    fit: list[Unit] = []
-    for unit in todo:
-        objection = unpicklable(unit)
-        if objection is None:
-            fit.append(unit)
-        else:
-            yield Outcome(unit, Result.FAILED, error=f"cannot be given to another process: {objection}")
-    lost: list[Unit] = []
-    for outcome in in_pool(fit, jobs or processes(len(fit))):
-        if outcome.result is Result.FAILED and outcome.error is None:
-            lost.append(outcome.unit)
-        else:
-            yield outcome
-    # A process that dies takes all units with it that others had; each gets one of its own to show which it was.
-    for unit in lost:
-        for outcome in in_pool([unit], 1):
-            died = outcome.result is Result.FAILED and outcome.error is None
-            yield Outcome(unit, Result.FAILED, error="its process died while it compiled") if died else outcome
-
-
-def unpicklable(unit: Unit) -> str | None:
-    """Why a unit cannot be pickled; None where it can."""
     try:
-        pickle.dumps(unit)
-    except Exception as error:  # pickling raises what it likes
-        return one_line(error)
-    return None
+        yield from Pool(jobs or processes(len(todo))).outcomes(deque(todo))
+    except OSError as error:
+        raise InvalidInput(f"no process to compile in: {cache.reason_of(error)}") from None
 
 
-def in_pool(todo: Sequence[Unit], jobs: int) -> Iterator[Outcome]:
-    """Outcomes as they come; units that were lost with a process have failed without an error."""
-    if not todo:
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=spawn, initializer=envs.hide_gpus) as pool:
-        running: dict[Future[Outcome], Unit] = {}
-        waiting = list(todo)
-        while waiting or running:
-            # No more than can run: a queue that holds the rest would be lost with a process that dies.
-            try:
-                while waiting and len(running) < jobs:
-                    running[pool.submit(compile_unit, waiting[0])] = waiting[0]
-                    waiting.pop(0)
-            except BrokenProcessPool:
-                yield from (Outcome(unit, Result.FAILED) for unit in waiting)
-                waiting.clear()
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                unit = running.pop(future)
-                error = future.exception()
-                if error is None:
-                    yield future.result()
-                elif isinstance(error, BrokenProcessPool):
-                    yield Outcome(unit, Result.FAILED)
-                else:
-                    yield Outcome(unit, Result.FAILED, error=one_line(error))
+class Pool:
+    """Processes that compile units.
+
+    Args:
+        jobs: how many at most; each is started when there is a unit for it.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.idle: list[CompileProcess] = []
+        self.busy: dict[CompileProcess, Unit] = {}
+        self.answers = selectors.DefaultSelector()
+
+    def outcomes(self, waiting: "deque[Unit]") -> Generator[Outcome, None, None]:
+        """The outcome of each unit when it is there, until none is left; then, or when it is closed, processes end.
+
+        Args:
+            waiting: emptied from the left; another thread may add to it.
+
+        Raises:
+            OSError: not one process can be started.
+        """
+        try:
+            while waiting or self.busy:
+                while waiting and (process := self.free()) is not None:
+                    unit = waiting.popleft()
+                    try:
+                        pickled = pickle.dumps(unit)
+                    except Exception as error:  # pickling raises what it likes
+                        self.idle.append(process)
+                        why = f"cannot be given to another process: {one_line(error)}"
+                        yield Outcome(unit, Result.FAILED, error=why)
+                        continue
+                    process.give(pickled)
+                    self.busy[process] = unit
+                if self.busy:
+                    for key, _ in self.answers.select():
+                        yield self.answered(key.fileobj)  # type: ignore[arg-type]
+        finally:
+            for process in (*self.idle, *self.busy):
+                process.close()
+            self.answers.close()
+
+    def free(self) -> CompileProcess | None:
+        """A process that has nothing to do; None where all that there may be are busy."""
+        if self.idle:
+            return self.idle.pop()
+        if len(self.busy) >= self.jobs:
+            return None
+        try:
+            process = CompileProcess()
+        except OSError:
+            if not self.busy:
+                raise
+            # As many as there are.
+            self.jobs = len(self.busy)
+            return None
+        self.answers.register(process, selectors.EVENT_READ)
+        return process
+
+    def answered(self, process: CompileProcess) -> Outcome:
+        """The outcome of the unit that a process had; the process is free again, or gone."""
+        unit = self.busy.pop(process)
+        answer = process.answer()
+        if answer is not None:
+            self.idle.append(process)
+            return Outcome(unit, Result(answer.pop("result")), **answer)
+        error = f"its process ended {process.epitaph()}"
+        self.answers.unregister(process)
+        process.close()
+        return Outcome(unit, Result.FAILED, error=error)
 
 
-def compile_unit(unit: Unit) -> Outcome:
-    """In a process of its own, whose only work this is."""
+def answer_to(pickled: bytes) -> dict[str, Any]:
+    """What a process answers to a unit: `Outcome` without the unit, in JSON's types."""
     started, before = time.perf_counter(), len(compiles.events)
     try:
-        unit.compile()
+        pickle.loads(pickled).compile()
     except Exception as error:  # CuTe DSL's errors cannot all be pickled
-        return Outcome(unit, Result.FAILED, time.perf_counter() - started, error=one_line(error))
+        seconds = time.perf_counter() - started
+        return {"result": Result.FAILED.value, "seconds": seconds, "size_bytes": 0, "error": one_line(error)}
     events = compiles.events[before:]
-    result = Result.COMPILED if any(event.source is Source.COMPILER for event in events) else Result.PRESENT
-    size = sum(event.size_bytes for event in events)
-    return Outcome(unit, result, time.perf_counter() - started, size)
+    unkept = next((event.unkept for event in events if event.unkept is not None), None)
+    new = any(event.source is Source.COMPILER for event in events)
+    result = Result.UNKEPT if unkept is not None else Result.COMPILED if new else Result.PRESENT
+    return {
+        "result": result.value,
+        "seconds": time.perf_counter() - started,
+        "size_bytes": sum(event.size_bytes for event in events if event.unkept is None),
+        "error": unkept,
+    }
+
+
+def absent(todo: Iterable[Unit], disk: DiskCache) -> list[Unit]:
+    """Units whose kernels are not on disk, each kernel once; nothing is compiled or loaded."""
+    seen: set[str] = set()
+    found = []
+    for unit in todo:
+        try:
+            missing = {one.digest for one in compilation.identities(unit.compile) if not disk.has(one)} - seen
+        except Exception as error:  # whoever needs it compiles it again, and says what is wrong
+            logger.debug("%s cannot be looked for: %s", unit, one_line(error))
+            continue
+        if missing:
+            seen |= missing
+            found.append(unit)
+    return found
+
+
+class Ahead:
+    """Compiles units in processes of their own while this process goes on; what is on disk already costs a look.
+
+    Whoever needs a kernel meanwhile finds it on disk, waits for the process that has it, or compiles it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self._waiting: deque[Unit] = deque()
+        self._thread: threading.Thread | None = None
+
+    def add(self, todo: Iterable[Unit], spare: int = 1) -> int:
+        """Begin to compile what is not on disk; how many units that is.
+
+        Nothing is begun where what is compiled could not be kept, nor where another process compiles ahead for this
+        cache already: its kernels are mostly the same.
+
+        Args:
+            spare: cores to leave to this process, and to others like it.
+        """
+        new = [unit for unit in todo if str(unit) not in self._seen]
+        self._seen |= {str(unit) for unit in new}
+        if not new or toolkit.missing() or not toolkit.keeps_files():
+            return 0
+        disk = cache.usable()
+        if disk is None or not disk.is_writable():
+            return 0
+        missing = absent(new, disk)
+        if not missing:
+            return 0
+        with self._lock:
+            self._waiting.extend(missing)
+            # One that a fork has left behind is not alive.
+            if self._thread is None or not self._thread.is_alive():
+                # It outlives the processes that it starts, and does not keep this one from ending.
+                self._thread = threading.Thread(
+                    target=self._work, args=(disk, spare), name="dsl-compile-ahead", daemon=True
+                )
+                self._thread.start()
+        return len(missing)
+
+    def wait(self) -> None:
+        """Return when nothing is being compiled ahead."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _work(self, disk: DiskCache, spare: int) -> None:
+        try:
+            with disk.claim(cache.AHEAD) as ours:
+                while ours and self._left():
+                    self._compile(spare)
+        except Exception as error:  # this process compiles what it needs without us
+            logger.warning("kernels are not compiled ahead of their use: %s", one_line(error))
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._waiting.clear()
+                    self._thread = None
+
+    def _left(self) -> bool:
+        """Whether there is something to compile; where there is nothing, what is added from now on has a new thread."""
+        with self._lock:
+            if not self._waiting:
+                self._thread = None
+            return bool(self._waiting)
+
+    def _compile(self, spare: int) -> None:
+        """Compile what waits, and what is added meanwhile."""
+        started = said = time.monotonic()
+        jobs = processes(len(self._waiting), spare)
+        logger.info("compiling %d kernels in %d processes while weights load", len(self._waiting), jobs)
+        done, failed = 0, []
+        pool = Pool(jobs)
+        outcomes = pool.outcomes(self._waiting)
+        for outcome in outcomes:
+            if outcome.result is Result.UNKEPT:
+                # Nor would others be: this process compiles in memory.
+                outcomes.close()
+                self._waiting.clear()
+                cache.unkept(f"{cache.folder()}: {outcome.error}")
+                return
+            done += 1
+            if outcome.result is Result.FAILED:
+                failed.append(f"{outcome.unit}: {outcome.error}")
+            left = len(self._waiting) + len(pool.busy)
+            if left and time.monotonic() - said >= PROGRESS_S:
+                said = time.monotonic()
+                logger.info("compiled %d of %d kernels, %d left", done, done + left, left)
+        seconds = time.monotonic() - started
+        logger.info("compiled %d kernels in %d processes in %.1f s", done - len(failed), jobs, seconds)
+        if failed:
+            logger.warning("%d of %d kernels were not compiled ahead of their use: %s", len(failed), done, failed[0])
+
+
+# This process's.
+ahead = Ahead()
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that compiles units for another one: both sides of it.
+
+It is a fresh interpreter and not a child of `multiprocessing`: that one runs the parent's main module again, and a
+daemon, as vLLM's workers are, may not have any. It sees no GPU, says nothing on standard output, ignores Ctrl-C, which
+is its parent's to handle, and ends with its parent, however that ends.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any, BinaryIO
+
+from dsl_backend import envs
+
+# Of prctl: the signal that a process gets when its parent's thread ends.
+PR_SET_PDEATHSIG = 1
+# Of what a process that died has said, so much is told.
+TAIL_BYTES = 2000
+CODE = "import sys; sys.path[:] = {path!r}; from dsl_backend.runtime.compile_process import serve; serve({parent})"
+
+
+class CompileProcess:
+    """The parent's side. A thread that starts one must outlive it.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self) -> None:
+        code = CODE.format(path=sys.path, parent=os.getpid())
+        # A file without a folder: the one for temporary files may be full.
+        self._said = os.memfd_create("compile-process")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
+            )
+        except OSError:
+            os.close(self._said)
+            raise
+
+    def fileno(self) -> int:
+        """Of the pipe with answers, for `selectors`."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def give(self, pickled: bytes) -> None:
+        """Have it compile a unit; a process that has died is seen when the answer is asked for."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(pickled, self._process.stdin)
+            self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
+        """The outcome of a unit, once it is there; None where the process died."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            return None
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def epitaph(self) -> str:
+        """How a process that died has ended, and the last line that it said."""
+        status = self._process.wait()
+        ended = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        size = os.fstat(self._said).st_size
+        text = os.pread(self._said, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
+        return f"{ended}: {text.splitlines()[-1]}" if text else ended
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        self._process.wait()
+        os.close(self._said)
+
+
+def serve(parent: int) -> None:
+    """The child's side: compile what comes, until nothing more can."""
+    envs.hide_gpus()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    answers = os.fdopen(os.dup(1), "w")
+    # Libraries that print must not print into the answers.
+    os.dup2(2, 1)
+    given: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read, args=(sys.stdin.buffer, given), daemon=True).start()
+
+    # Here, so that what it imports sees no GPU.
+    from dsl_backend.runtime import precompile
+
+    while True:
+        answers.write(json.dumps(precompile.answer_to(given.get())) + "\n")
+        answers.flush()
+
+
+def read(pipe: BinaryIO, given: "queue.SimpleQueue[bytes]") -> None:
+    """Pass on what the parent gives. The pipe's end is the parent's: then there is nobody to compile for."""
+    try:
+        while True:
+            given.put(pickle.load(pipe))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Have this process killed when its parent ends. The pipe's end tells too, but not in a compilation's midst."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
