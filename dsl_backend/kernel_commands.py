@@ -36,7 +36,7 @@ def compile_model(
     as_json: bool,
     say: Say,
 ) -> int:
-    """Compile all that a model needs; the exit status, 1 where a kernel failed.
+    """Compile all that a model needs; the exit status, 1 where a kernel failed or was not kept.
 
     Raises:
         InvalidInput: the model, an architecture or a family is not accepted, or nothing can be compiled or kept here.
@@ -45,7 +45,7 @@ def compile_model(
     shape = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
     todo = [unit for arch in arches for unit in precompile.units(shape, compilable(arch), only)]
     outcomes = followed(todo, jobs, quiet=as_json)
-    failed = [outcome for outcome in outcomes if outcome.result is Result.FAILED]
+    bad = [outcome for outcome in outcomes if outcome.result in (Result.FAILED, Result.UNKEPT)]
     if as_json:
         say(
             json.dumps(
@@ -59,9 +59,9 @@ def compile_model(
         size = sum(outcome.size_bytes for outcome in outcomes)
         done = ", ".join(f"{count} {result.value}" for result, count in counts.items() if count)
         say(f"{len(outcomes)} kernels: {done}; {size / 1024:.0f} KiB in {cache.folder()}")
-        for outcome in failed:
-            say(f"failed: {outcome.unit}: {outcome.error}")
-    return 1 if failed else 0
+        for outcome in bad:
+            say(f"{outcome.result.value}: {outcome.unit}: {outcome.error}")
+    return 1 if bad else 0
 
 
 def compilable(arch: str) -> targets.Target:
@@ -141,7 +141,7 @@ def list_cache(*, as_json: bool, say: Say) -> int:
     disk = opened()
     found = [] if disk is None else list(disk.entries())
     rows = [(path, entry, *judged(entry)) for path, entry in found]
-    total = sum(path.stat().st_size for path, *_ in rows)
+    total = sum(cache.size_of(path) for path, *_ in rows)
     if as_json:
         kernels = [described(path, entry, state, why) for path, entry, state, why in rows]
         say(json.dumps({"folder": str(cache.folder()), "size_bytes": total, "kernels": kernels}, indent=2))
@@ -152,7 +152,7 @@ def list_cache(*, as_json: bool, say: Say) -> int:
     for path, entry, state, why in rows:
         shown = f"{state}: {why}" if why else state
         if isinstance(entry, str):
-            table.add_row(escape(path.name), "", "", f"{path.stat().st_size / 1024:.0f}", "", "", escape(shown))
+            table.add_row(escape(path.name), "", "", f"{cache.size_of(path) / 1024:.0f}", "", "", escape(shown))
             continue
         made = datetime.datetime.fromtimestamp(entry.made).strftime("%Y-%m-%d %H:%M")
         size, seconds = f"{entry.size_bytes / 1024:.0f}", f"{entry.compile_s:.2f}"
@@ -173,14 +173,20 @@ def described(path: pathlib.Path, entry: Entry | str, state: str, why: str) -> d
 
 
 def clear_cache(*, only_stale: bool, as_json: bool, say: Say) -> int:
-    """Remove entries; the exit status."""
+    """Remove entries; the exit status, 1 where one could not be removed."""
     disk = opened()
-    count = 0
+    cleared = cache.Cleared(0, {})
     if disk is not None:
         stale = frozenset(path for path, entry in disk.entries() if judged(entry)[0] != CURRENT) if only_stale else None
-        count = disk.clear(stale)
-    say(json.dumps({"folder": str(cache.folder()), "removed": count}) if as_json else f"{count} kernels removed")
-    return 0
+        cleared = disk.clear(stale)
+    left = {path.name: why for path, why in cleared.left.items()}
+    if as_json:
+        say(json.dumps({"folder": str(cache.folder()), "removed": cleared.removed, "left": left}))
+    else:
+        for name, why in left.items():
+            say(f"not removed: {name}: {why}")
+        say(f"{cleared.removed} kernels removed")
+    return 1 if left else 0
 
 
 def verify_cache(*, as_json: bool, say: Say) -> int:

@@ -91,21 +91,35 @@ def windows(text: Mapping[str, Any]) -> list[int | None]:
 def units(model: ModelShape, target: Target) -> Iterator[Unit]:
     """The kernels for short and for long queries and for writes; none where others than CuTe DSL's serve them."""
     for spec in specs(model):
-        try:
-            planner = Planner(spec, target, Workspace(torch.device("cpu")))
-        except Unsupported:
-            continue
         # MLA's parts are merged by their LSE; vLLM asks for no other's.
         lse = spec.latent or spec.page_size is None
-        for _, name, kernel in planner.kernels:
-            if name == "cute":
-                for key in kernel.keys(lse, spec.dtype if spec.sinks else None):  # type: ignore[attr-defined]
-                    yield Unit("attention", type(kernel).build, key, target)  # type: ignore[attr-defined]
-        if spec.page_size is not None and not dispatch.cute_writes(spec, target):
-            # Imports CuTe DSL.
-            from dsl_backend.attention.parts import write_launch
+        yield from units_of(spec, target, lse=lse, sinks=spec.dtype if spec.sinks else None)
 
-            yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
+
+def units_of(
+    spec: AttentionSpec, target: Target, *, lse: bool, sinks: torch.dtype | None = None, kernel: str | None = None
+) -> Iterator[Unit]:
+    """The kernels of a layer, for any batch; none where others than CuTe DSL's serve it.
+
+    Args:
+        lse: whether its LSE is asked for.
+        sinks: their dtype, where it has any.
+        kernel: the only one to attend with, by its name in the dispatch table.
+    """
+    try:
+        planner = Planner(spec, target, Workspace(torch.device("cpu")), kernel)
+    except Unsupported:
+        return
+    for _, _, chosen in planner.kernels:
+        # Triton's have none.
+        if hasattr(chosen, "keys"):
+            for key in chosen.keys(lse, sinks):
+                yield Unit("attention", type(chosen).build, key, target)  # type: ignore[attr-defined]
+    if spec.page_size is not None and not dispatch.cute_writes(spec, target):
+        # Imports CuTe DSL.
+        from dsl_backend.attention.parts import write_launch
+
+        yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
 
 
 register_family("attention", units)

@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CuTe DSL kernels the MLP of a model needs, for compiling them before it is served."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.spec import DTYPES, LinearSpec, Swiglu
+from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.winners import configs_of
-from dsl_backend.runtime.model import ModelShape
+from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
 
+# Of gates, in transformers' words. SiLU is what a model that says nothing has.
+ACTIVATIONS: Mapping[Any, Activation] = {
+    "gelu": Geglu(),
+    "gelu_new": Geglu(tanh=True),
+    "gelu_pytorch_tanh": Geglu(tanh=True),
+}
 
-def units(model: ModelShape, target: Target) -> Iterator[Unit]:
-    """The kernels of gate and up projections with SwiGLU, for any number of rows."""
-    dtype = getattr(torch, model.dtype)
+
+def specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator[LinearSpec]:
+    """Gate and up projections with their activation, of all of a decoder's layers, each once."""
+    dtype, text = getattr(torch, model.dtype), text_of(model.config)
     if dtype not in DTYPES or model.hidden_size % 8:
         return
+    activation = ACTIVATIONS.get(text.get("hidden_activation") or text.get("hidden_act"), Swiglu())
     for size in model.gated_sizes:
         if size % 8 == 0:
-            yield from units_of(LinearSpec(n=size, k=model.hidden_size, dtype=dtype, activation=Swiglu()), target)
+            yield LinearSpec(
+                n=size, k=model.hidden_size, dtype=dtype, activation=activation, batch_invariant=batch_invariant
+            )
+
+
+def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+    """The kernels of gate and up projections with their activation, for any number of rows."""
+    for spec in specs(model):
+        yield from units_of(spec, target)
 
 
 def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:

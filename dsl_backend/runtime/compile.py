@@ -142,14 +142,7 @@ def compiled(
     began = time.perf_counter()
     function = compile_it()
     portable = toolkit.made_portable(function)
-    try:
-        data = toolkit.exported(function)
-    except OSError as error:
-        # Of the folder for temporary files. What was compiled serves this process as well.
-        unkept = cache.reason_of(error)
-        cache.unkept(f"temporary files: {unkept}")
-        record(identity, started, 0, unkept)
-        return function
+    data = toolkit.exported(function)
     if not portable:
         unkept = HERE_ALONE
         warning_once(f"compiled kernels are not kept on disk: {HERE_ALONE}")

@@ -250,10 +250,11 @@ def absent(todo: Iterable[Unit], disk: DiskCache) -> list[Unit]:
     found = []
     for unit in todo:
         try:
-            missing = {one.digest for one in compilation.identities(unit.compile) if not disk.has(one)} - seen
+            wanted = compilation.identities(unit.compile)
         except Exception as error:  # whoever needs it compiles it again, and says what is wrong
             logger.debug("%s cannot be looked for: %s", unit, one_line(error))
             continue
+        missing = {one.digest for one in wanted if one.reusable and not disk.has(one)} - seen
         if missing:
             seen |= missing
             found.append(unit)
@@ -272,7 +273,7 @@ class Ahead:
         self._waiting: deque[Unit] = deque()
         self._thread: threading.Thread | None = None
 
-    def add(self, todo: Iterable[Unit], spare: int = 1) -> int:
+    def add(self, todo: Iterable[Unit], spare: int = 1, beside: str = "in the background") -> int:
         """Begin to compile what is not on disk; how many units that is.
 
         Nothing is begun where what is compiled could not be kept, nor where another process compiles ahead for this
@@ -280,6 +281,7 @@ class Ahead:
 
         Args:
             spare: cores to leave to this process, and to others like it.
+            beside: what it does meanwhile, for the log.
         """
         new = [unit for unit in todo if str(unit) not in self._seen]
         self._seen |= {str(unit) for unit in new}
@@ -297,7 +299,7 @@ class Ahead:
             if self._thread is None or not self._thread.is_alive():
                 # It outlives the processes that it starts, and does not keep this one from ending.
                 self._thread = threading.Thread(
-                    target=self._work, args=(disk, spare), name="dsl-compile-ahead", daemon=True
+                    target=self._work, args=(disk, spare, beside), name="dsl-compile-ahead", daemon=True
                 )
                 self._thread.start()
         return len(missing)
@@ -308,11 +310,11 @@ class Ahead:
         if thread is not None:
             thread.join()
 
-    def _work(self, disk: DiskCache, spare: int) -> None:
+    def _work(self, disk: DiskCache, spare: int, beside: str) -> None:
         try:
             with disk.claim(cache.AHEAD) as ours:
                 while ours and self._left():
-                    self._compile(spare)
+                    self._compile(spare, beside)
         except Exception as error:  # this process compiles what it needs without us
             logger.warning("kernels are not compiled ahead of their use: %s", one_line(error))
         finally:
@@ -328,11 +330,11 @@ class Ahead:
                 self._thread = None
             return bool(self._waiting)
 
-    def _compile(self, spare: int) -> None:
+    def _compile(self, spare: int, beside: str) -> None:
         """Compile what waits, and what is added meanwhile."""
         started = said = time.monotonic()
         jobs = processes(len(self._waiting), spare)
-        logger.info("compiling %d kernels in %d processes while weights load", len(self._waiting), jobs)
+        logger.info("compiling %d kernels in %d processes %s", len(self._waiting), jobs, beside)
         done, failed = 0, []
         pool = Pool(jobs)
         outcomes = pool.outcomes(self._waiting)

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
@@ -130,10 +129,14 @@ def made_portable(function: Any) -> bool:
 
 def exported(function: Any) -> bytes:
     """The object file of a compiled function."""
-    with tempfile.TemporaryDirectory(prefix="dsl-backend-") as scratch:
-        path = Path(scratch) / f"{SYMBOL}.o"
-        function.export_to_c(str(path), function_name=SYMBOL)
-        return path.read_bytes()
+    # In memory: a folder for temporary files may be full, or not be there.
+    descriptor = os.memfd_create("exported")
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        function.export_to_c(path, function_name=SYMBOL)
+        return Path(path).read_bytes()
+    finally:
+        os.close(descriptor)
 
 
 def loaded(descriptor: int) -> Callable[..., Any]:

@@ -357,6 +357,28 @@ def warm_up_registry() -> Callable[[object], None] | None:
     return getattr(cutedsl_warmup, "register_cutedsl_warmup_provider", None)
 
 
+def local_rank() -> int:
+    """This worker's number among those of its node and engine; 0 where there are no others."""
+    from vllm.distributed import parallel_state
+
+    world = getattr(parallel_state, "_WORLD", None)
+    return 0 if world is None else int(world.local_rank)
+
+
+def is_batch_invariant() -> bool:
+    """Whether a row's result must not depend on its batch: VLLM_BATCH_INVARIANT."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def page_size(vllm_config: Any, backend: Any) -> int:
+    """Tokens a page of the cache, as far as that is known when a model is made: vLLM settles it when it is loaded."""
+    settings = vllm_config.cache_config
+    size: int = settings.block_size or 16
+    return size if getattr(settings, "user_specified_block_size", False) else backend.get_preferred_block_size(size)
+
+
 def warm_up_is_over(vllm_config: Any) -> bool:
     """Whether this process's worker has warmed up, and what it runs now are requests."""
     if getattr(getattr(vllm_config, "kernel_config", None), "enable_jit_warmup", True):

@@ -24,7 +24,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.vllm_plugin import compat, linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME
 
@@ -324,12 +324,17 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
         self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
-        kernel = options.of(get_current_vllm_config_or_none()).attention_kernel
+        config = get_current_vllm_config_or_none()
+        kernel = options.of(config).attention_kernel
         self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
 
         reasons = [f"{name}={value!r} is not known" for name, value in unknown.items() if value not in (None, False)]
         reasons += validation.reasons_against(self.base_spec, validation.current_target(), kernel)
         validation.refuse(f"a layer of {self.base_spec}", reasons)
+        if config is not None:
+            page_size = None if self.packed else compat.page_size(config, DSLAttentionBackend)
+            spec = self.spec(page_size, self.base_spec.causality, head_size)
+            ahead.compile_attention(config, [spec], sinks=None if sinks is None else sinks.dtype)
 
     def spec(self, page_size: int | None, causality: Causality, head_dim_v: int) -> AttentionSpec:
         """The layer's spec in a step.

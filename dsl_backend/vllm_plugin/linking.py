@@ -23,7 +23,7 @@ from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import forwards, options
+from dsl_backend.vllm_plugin import ahead, forwards, options
 
 # vLLM's modules that load models, and the function that each of them calls when a model's weights are there.
 LOADERS = (
@@ -88,6 +88,7 @@ def link(model: nn.Module, vllm_config: Any) -> None:
         replace(parent, projection, activation, spec)
         served[name] = spec
     _linked.append(served)
+    ahead.compile_linear(vllm_config, served.values())
     salt_compilations()
     report(Counter(served.values()), left, target)
 

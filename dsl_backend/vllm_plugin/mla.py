@@ -23,7 +23,7 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.units import LATENT_PAGE_SIZE
 from dsl_backend.log import warning_once
-from dsl_backend.vllm_plugin import compat, linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
 from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME, ensure_prefill_member
@@ -296,24 +296,26 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         reasons += validation.reasons_against(self.base_spec, target, kernel)
         validation.refuse(f"a layer of {self.base_spec}", reasons)
         self.choose_prefill(config.attention_config, target, kernel)
+        specs = [self.spec(compat.page_size(config, DSLMLABackend), Causality.CAUSAL)]
+        if config.attention_config.mla_prefill_backend is ensure_prefill_member():
+            specs += [self.prefill_spec(causality) for causality in (Causality.CAUSAL, Causality.FULL)]
+        ahead.compile_attention(config, specs, lse=True)
 
     def choose_prefill(self, attention_config: Any, target: Any, kernel: str | None) -> None:
         """Have vLLM take our prefill too, where the user has not chosen one: it asks the config right after this."""
         if attention_config.mla_prefill_backend is not None:
             return
-        spec = prefill_spec(
-            self.num_heads,
-            self.qk_head_dim,
-            self.v_head_dim,
-            self.scale,
-            self.base_spec.dtype,
-            Causality.CAUSAL,
-        )
-        reasons = validation.reasons_against(spec, target, kernel)
+        reasons = validation.reasons_against(self.prefill_spec(Causality.CAUSAL), target, kernel)
         if reasons:
             warning_once(f"dsl leaves MLA prefill to vLLM: {'; '.join(reasons)}")
         else:
             attention_config.mla_prefill_backend = ensure_prefill_member()
+
+    def prefill_spec(self, causality: Causality) -> AttentionSpec:
+        """Of the layer's prefills on projected keys."""
+        return prefill_spec(
+            self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale, self.base_spec.dtype, causality
+        )
 
     def spec(self, page_size: int, causality: Causality) -> AttentionSpec:
         """The layer's spec in a step.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test has a cache of its own, and nothing in memory."""
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     fresh()
     yield tmp_path / "cache" / cache.FOLDER
     fresh()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system in memory with these options, for `cache` to be in; root alone may."""
+    places: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / "cache" if not places else places[0]
+        place.mkdir(exist_ok=True)
+        again = ["remount"] if places else []
+        words = ["mount", "-t", "tmpfs", "-o", ",".join([*again, options]), "tmpfs", str(place)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount")
+    yield mount
+    for place in places[:1]:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 """The disk cache: what is stored is found, what is wrong is a miss and said once, and nothing else happens."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache
-from dsl_backend.runtime.cache import DiskCache, Entry, Rejected
+from dsl_backend.runtime.cache import Cleared, DiskCache, Entry, Rejected
 from dsl_backend.runtime.key import FORMAT, Identity
 
 DATA = b"\x7fELF an object file" * 100
@@ -30,7 +32,7 @@ def identity(name: str = "Scale", **parts: Any) -> Identity:
 @pytest.fixture
 def disk() -> DiskCache:
     made = cache.open_cache()
-    assert made.store(identity(), DATA, 1.5)
+    assert made.store(identity(), DATA, 1.5) is None
     return made
 
 
@@ -77,6 +79,18 @@ def link(path: Path) -> None:
     path.symlink_to(elsewhere)
 
 
+def listen(path: Path) -> None:
+    path.unlink()
+    # From its folder: addresses are short.
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
 def other(path: Path) -> None:
     """Another version's entry under this name."""
     disk = DiskCache(path.parent)
@@ -95,7 +109,11 @@ WRONG = {
     "length": (lambda path: flip(path, path.stat().st_size - 10), "it is cut off"),
     "version": (other, "another kernel's, or another version's"),
     "link": (link, "symbolic link"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "not a file"),
+    "link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "symbolic link"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "it is a folder and not a file"),
+    # Opening one waits for somebody who writes.
+    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a FIFO and not a file"),
+    "socket": (lambda path: listen(path), "it is a socket and not a file"),
     "writable": (lambda path: path.chmod(0o622), "others may write it: its mode is 0622"),
 }
 
@@ -111,8 +129,14 @@ def test_what_is_wrong_is_a_miss(kind: str, disk: DiskCache, caplog: pytest.LogC
     (record,) = caplog.records
     assert str(path) in record.message
     assert reason in record.message
-    if kind != "folder":
-        assert disk.store(identity(), DATA, 1.0), "it is written anew"
+    ((_, listed),) = [(one, entry) for one, entry in disk.entries() if one == path]
+    assert isinstance(listed, str) == (kind != "version")
+    assert kind == "version" or reason in listed
+    if kind == "folder":
+        assert "Is a directory" in (disk.store(identity(), DATA, 1.0) or "")
+        assert list(disk.clear().left) == [path], "what is in a folder is not ours"
+    else:
+        assert disk.store(identity(), DATA, 1.0) is None, "it is written anew"
         assert found(disk) is not None
 
 
@@ -173,10 +197,11 @@ def test_no_space(disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert not disk.store(identity(), b"new", 1.0)
-    assert not disk.store(identity("Other"), b"new", 1.0)
+    for name in ("Scale", "Other"):
+        assert disk.store(identity(name), b"new", 1.0) == "No space left on device (ENOSPC)"
     assert [record.message for record in caplog.records] == [
-        f"compiled kernels are not kept in {disk.path}: No space left on device"
+        f"compiled kernels are not kept on disk, each process compiles them: {disk.path}: No space left on device "
+        f"(ENOSPC)"
     ]
     assert len(list(disk.path.iterdir())) == 1
     entry = found(disk)
@@ -194,17 +219,17 @@ def test_a_folder_that_cannot_be_written(
             raise OSError(errno.EROFS, "Read-only file system")
 
         monkeypatch.setattr(tempfile, "mkstemp", refuse)
-        monkeypatch.setattr(cache.filelock.FileLock, "acquire", refuse)
+        monkeypatch.setattr(DiskCache, "locked", refuse)
     disk.path.chmod(0o500)
     try:
         made = cache.open_cache()
         assert found(made) is not None
         with made.lock(identity("Other")):
-            assert not made.store(identity("Other"), DATA, 1.0)
+            assert made.store(identity("Other"), DATA, 1.0)
     finally:
         disk.path.chmod(0o700)
     assert len(caplog.records) == 1
-    assert "compiled kernels are not kept in" in caplog.text
+    assert "compiled kernels are not kept on disk" in caplog.text
 
 
 def test_a_lock_that_nobody_gives_back(
@@ -251,13 +276,115 @@ def test_clear(disk: DiskCache) -> None:
     os.utime(old, (0, 0))
     with disk.lock(identity()):
         pass
-    assert disk.clear(frozenset({disk.place(identity("Other").digest)})) == 1
+    assert disk.clear(frozenset({disk.place(identity("Other").digest)})) == Cleared(1, {})
     assert not old.exists()
     assert young.exists(), "it may be about to be renamed"
     assert found(disk) is not None
-    assert disk.clear() == 1
-    assert list(disk.entries()) == []
-    assert list(disk.path.glob("*.lock")), "a lock that is removed while it is held is none"
+    with disk.lock(identity("Other")):
+        assert disk.clear() == Cleared(1, {})
+        assert list(disk.entries()) == []
+        (lock,) = disk.path.glob("*.lock")
+        assert lock.stem == identity("Other").digest, "a lock that is removed while it is held is none"
+    assert disk.clear() == Cleared(0, {})
+    assert [path.name for path in disk.path.iterdir()] == [young.name]
+
+
+def test_a_lock_that_was_removed_guards_nothing(disk: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening a lock's file and locking it, another process has cleared the cache."""
+    flock = fcntl.flock
+
+    def cleared(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (disk.path / f"name{cache.LOCK_SUFFIX}").unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", cleared)
+    assert disk.locked("name") is None
+    descriptor = disk.locked("name")
+    assert descriptor is not None
+    assert disk.locked("name") is None, "it is held"
+    cache.unlock(descriptor)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """As NFS may be: said once, and nobody waits."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for name in ("One", "Two"):
+        with disk.lock(identity(name)):
+            assert disk.store(identity(name), DATA, 1.0) is None
+    with disk.claim(cache.AHEAD) as ours:
+        assert ours
+    (record,) = caplog.records
+    assert f"no locks in {disk.path}" in record.message
+    assert f"({errno.errorcode[number]})" in record.message
+
+
+def test_a_claim_is_one_processs(disk: DiskCache) -> None:
+    with disk.claim(cache.AHEAD) as first, disk.claim(cache.AHEAD) as second:
+        assert (first, second) == (True, False)
+    with disk.claim(cache.AHEAD) as again:
+        assert again
+
+
+def test_entries_that_go_meanwhile(disk: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process clears the cache between list and open, or its folder goes."""
+    listing = disk.entries()
+    disk.store(identity("Other"), DATA, 1.0)
+    names = sorted(disk.path.glob("*.o"))
+    next(listing)
+    names[1].unlink()
+    assert list(listing) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskCache, "files", lambda self: names)
+        assert disk.clear() == Cleared(1, {}), "what another process has removed is not counted, and no error"
+    assert cache.size_of(names[0]) == 0
+    disk.path.rmdir()
+    assert disk.clear() == Cleared(0, {})
+    assert found(disk) is None
+    assert disk.store(identity(), DATA, 1.0)
+
+
+def test_what_cannot_be_read_is_said_once(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk.store(identity("Other"), DATA, 1.0)
+    monkeypatch.setattr(os, "open", stale)
+    assert found(disk) is None
+    assert found(disk, identity("Other")) is None
+    (record,) = caplog.records
+    assert record.message == f"compiled kernels cannot be read from {disk.path}: Input/output error (EIO)"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A container's, whom /etc/passwd does not know."""
+    monkeypatch.delenv("DSL_BACKEND_CACHE_DIR")
+    monkeypatch.setattr(cache.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")
+    assert cache.usable() is None
+    assert cache.usable() is None
+    (record,) = caplog.records
+    assert "this user has no home folder: DSL_BACKEND_CACHE_DIR names another place" in record.message
+    assert not Path("~").exists()
+
+
+def test_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/other/.cache")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert cache.usable() is None
+    assert cache.usable() is None
+    (record,) = caplog.records
+    assert "/home/other/.cache: Permission denied (EACCES)" in record.message
 
 
 def test_what_an_entry_says_is_json(disk: DiskCache) -> None:

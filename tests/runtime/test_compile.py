@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels come into being: compiled once, found again, run on the emulator, with and without the disk."""
 
+import errno
 import json
 import logging
 import os
@@ -8,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +197,8 @@ def test_a_corrupt_entry_is_compiled_anew(folder: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         build(KEY, SM90)
     assert sources() == [Source.COMPILER] * 2
-    # Looked at before and after the lock was had.
-    assert [str(path) in record.message for record in warned(caplog)] == [True, True]
+    # Looked at before and after the lock was had, and said once.
+    assert [str(path) in record.message for record in warned(caplog)] == [True]
     compilation.forget()
     build(KEY, SM90)
     assert sources()[-1] is Source.DISK
@@ -227,6 +230,85 @@ def test_without_a_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     with pytest.raises(TypeError, match="factor: float32"):
         scale(1)
     assert not folder.exists()
+
+
+def test_a_disk_that_is_full(folder: Path, mounted: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    """A real one: kernels are compiled in memory, and that is said once."""
+    mounted("size=16k")
+    for threads in (32, 64):
+        with pytest.raises(TypeError, match="factor: float32"):
+            build(ScaleKey(threads=threads), SM90)(1)
+    assert [event.unkept for event in compiles.events] == ["No space left on device (ENOSPC)"] * 2
+    (record,) = warned(caplog)
+    assert f"not kept on disk, each process compiles them: {folder}: No space left on device" in record.message
+    assert not list(folder.glob("*.o"))
+    assert not list(folder.glob(f"{cache.SCRATCH_PREFIX}*"))
+
+
+def test_a_disk_that_is_read_only(
+    folder: Path, mounted: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real one, as an image that was filled before: what is there is read, and all else compiled in memory."""
+    mounted("size=1m")
+    build(KEY, SM90)
+    compilation.forget()
+    mounted("ro")
+    for threads in (128, 32, 64):
+        build(ScaleKey(threads=threads), SM90)
+    assert sources()[1:] == [Source.DISK, Source.COMPILER, Source.COMPILER]
+    (record,) = warned(caplog)
+    assert "Read-only file system (EROFS)" in record.message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_what_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """The same where nothing can be mounted; not even a lock's file can be made."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    cache.open_cache()
+    monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(cache.DiskCache, "locked", refuse)
+    for threads in (32, 64):
+        build(ScaleKey(threads=threads), SM90)
+    assert sources() == [Source.COMPILER] * 2
+    assert all(errno.errorcode[number] in (event.unkept or "") for event in compiles.events)
+    assert len(warned(caplog)) == 1
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A full one, or none that may be written: nothing but the cache is needed."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    build(KEY, SM90)
+    assert len(list(folder.glob("*.o"))) == 1
+
+
+def test_the_cache_is_cleared_beside_a_server(folder: Path) -> None:
+    """What is in memory stays, and what is needed next is compiled and kept again."""
+    held = build(KEY, SM90)
+    disk = cache.existing()
+    assert disk is not None
+    assert disk.clear().removed == 1
+    assert build(KEY, SM90) is held
+    shutil.rmtree(folder)
+    build(ScaleKey(threads=64), SM90)
+    assert len(list(folder.glob("*.o"))) == 1
+
+
+def test_what_would_be_compiled(folder: Path) -> None:
+    """Kernels' identities, without compiling or loading them."""
+    (found,) = compilation.identities(lambda: build(KEY, SM90))
+    assert not compiles.events
+    build(KEY, SM90)
+    assert compiles.events[0].digest == found.digest
+    assert cache.DiskCache(folder).has(found)
+    with pytest.raises(InvalidInput):
+        compilation.identities(lambda: compile_kernel(Scale(KEY), fake_args(KEY), key=3, target=SM90))
+    compilation.forget()
+    assert build(KEY, SM90) is not compilation.not_compiled, "an error leaves nothing behind"
 
 
 def test_sources_that_were_edited(

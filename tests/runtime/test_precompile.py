@@ -2,9 +2,16 @@
 """Which kernels a model needs, and compiling them in other processes: all of them, whatever becomes of one."""
 
 import dataclasses
+import errno
 import json
+import logging
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from dsl_backend import cli, families
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import cache, precompile, toolkit
+from dsl_backend.runtime import cache, key, machine, precompile, toolkit
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime.compiles import Source, compiles
 from dsl_backend.runtime.model import ModelShape, shape_of
@@ -35,7 +42,32 @@ def unit(target: Target = SM90, build: Any = build, **config: Any) -> Unit:
 
 
 def die(key: Any, target: Target) -> None:
+    sys.stdout.write("for whoever reads standard output")
+    sys.stdout.flush()
+    sys.stderr.write("first words\nthe last words\n")
+    sys.stderr.flush()
     os._exit(11)
+
+
+def on_a_full_disk(key: Any, target: Target) -> Any:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not is_looked_for():
+        os.fsync = full
+    return build(key, target)
+
+
+def is_looked_for() -> bool:
+    """Whether this process asks if a kernel has to be compiled, and compiles nothing."""
+    return hasattr(compilation._asked, "identities")
+
+
+def sleep(key: Any, target: Target) -> None:
+    """Says which process sleeps, in the file that the cache's folder is beside."""
+    with (cache.folder().parent / "sleepers").open("a") as file:
+        file.write(f"{os.getpid()} {signal.getsignal(signal.SIGINT) is signal.SIG_IGN}\n")
+    time.sleep(600)
 
 
 def sees_gpus(key: Any, target: Target) -> None:
@@ -103,7 +135,7 @@ def test_other_processes_compile(folder: Path) -> None:
     became = [outcomes[one].result for one in todo]
     assert became == [Became.PRESENT, Became.COMPILED, Became.FAILED, Became.COMPILED, *[Became.FAILED] * 3]
     errors = [outcomes[one].error or "" for one in todo]
-    assert errors[2] == "its process died while it compiled"
+    assert errors[2] == "its process ended with status 11: the last words"
     assert "this kernel is broken" in errors[4]
     assert errors[5] == "ValueError: sees ''"
     assert errors[6].startswith("cannot be given to another process: ")
@@ -116,6 +148,259 @@ def test_other_processes_compile(folder: Path) -> None:
 
 def test_nothing_to_do() -> None:
     assert list(run([])) == []
+
+
+@pytest.mark.usefixtures("unedited")
+def test_what_a_full_disk_does_not_keep(folder: Path) -> None:
+    """Compiled, and reported as not kept; what others keep is told apart."""
+    outcomes = {outcome.unit: outcome for outcome in run([unit(), unit(build=on_a_full_disk, threads=64)], 2)}
+    kept, lost = outcomes.values() if unit() == next(iter(outcomes)) else reversed(outcomes.values())
+    assert (kept.result, kept.error) == (Became.COMPILED, None)
+    assert (lost.result, lost.error, lost.size_bytes) == (Became.UNKEPT, "No space left on device (ENOSPC)", 0)
+    assert len(list(folder.glob("*.o"))) == 1
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(InvalidInput, match=r"no process to compile in: No such file or directory \(ENOENT\)"):
+        list(run([unit()]))
+
+
+def sleepers(folder: Path) -> list[int]:
+    """The processes that are in `sleep`; they ignore Ctrl-C, which is their parent's."""
+    path = folder.parent / "sleepers"
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    assert all(ignored == "True" for _, ignored in lines)
+    return [int(number) for number, _ in lines]
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def is_alive(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_processes_end_when_nobody_asks_on(folder: Path) -> None:
+    """Ctrl-C in the midst of it, say."""
+    outcomes = run([unit(build=sleep, threads=threads) for threads in (1, 2)] + [unit()], 2)
+    first = threading.Thread(target=lambda: next(outcomes, None), daemon=True)
+    first.start()
+    assert until(lambda: len(sleepers(folder)) == 2)
+    for number in sleepers(folder):
+        os.kill(number, signal.SIGKILL)
+    first.join(60)
+    outcomes.close()
+    assert until(lambda: not any(map(is_alive, sleepers(folder))))
+
+
+ORPHANS = """
+import os, sys
+sys.path[:0] = {paths!r}
+import test_precompile as tests
+from dsl_backend.runtime.precompile import ahead
+assert ahead.add([tests.unit(build=tests.sleep_then_build, threads=threads) for threads in (1, 2)]) == 2
+print("begun", flush=True)
+sys.stdin.readline()
+{end}
+"""
+
+
+def sleep_then_build(key: Any, target: Target) -> Any:
+    if not is_looked_for():
+        sleep(key, target)
+    return build(key, target)
+
+
+@pytest.mark.usefixtures("unedited")
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_processes_end_with_their_parent(folder: Path, end: str) -> None:
+    """However that ends; and nothing of them is on its standard output."""
+    here = Path(__file__).parent
+    code = ORPHANS.format(paths=[str(here), str(here.parents[1])], end=end)
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"begun\n"
+        assert until(lambda: len(sleepers(folder)) >= 1)
+        parent.stdin.close()
+        assert parent.stdout.read() == b""
+        assert parent.wait(60) in (3, -9)
+    assert until(lambda: not any(map(is_alive, sleepers(folder))), 20)
+
+
+class TestAhead:
+    @pytest.fixture
+    def ahead(self) -> Iterator[precompile.Ahead]:
+        made = precompile.Ahead()
+        yield made
+        made.wait()
+
+    @pytest.fixture
+    def none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No process may be started."""
+
+        def refuse() -> Any:
+            raise AssertionError("a process was started")
+
+        monkeypatch.setattr(precompile, "CompileProcess", refuse)
+
+    @pytest.mark.usefixtures("unedited")
+    def test_cold_then_warm(
+        self, ahead: precompile.Ahead, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What this process needs later is on disk, and a warm start begins nothing."""
+        monkeypatch.setattr(precompile, "PROGRESS_S", 0.0)
+        monkeypatch.setattr(precompile, "processes", lambda count, spare: 1)
+        todo = [unit(), unit(threads=64), unit(broken=True)]
+        with caplog.at_level(logging.INFO):
+            assert ahead.add([*todo, unit()], beside="while weights load") == 3
+            assert ahead.add(todo) == 0, "what was asked for once"
+            ahead.wait()
+        said = [record.message for record in caplog.records]
+        assert said[0] == "compiling 3 kernels in 1 processes while weights load"
+        assert said[1:3] == ["compiled 1 of 3 kernels, 2 left", "compiled 2 of 3 kernels, 1 left"]
+        assert said[3].startswith("compiled 2 kernels in 1 processes in ")
+        assert said[4].startswith("1 of 3 kernels were not compiled ahead of their use: self-test: ScaleKey(")
+        assert "this kernel is broken" in said[4]
+        assert len(said) == 5
+        assert not compiles.events, "nothing was compiled or loaded here"
+        build(ScaleKey(), SM90)
+        build(ScaleKey(threads=64), SM90)
+        assert [event.source for event in compiles.events] == [Source.DISK] * 2
+        monkeypatch.setattr(precompile, "CompileProcess", None)
+        assert precompile.Ahead().add(todo[:2]) == 0
+
+    @pytest.mark.usefixtures("unedited")
+    def test_more_is_added_meanwhile(self, ahead: precompile.Ahead, folder: Path) -> None:
+        for threads in (32, 64, 96):
+            assert ahead.add([unit(threads=threads)]) == 1
+        ahead.wait()
+        assert len(list(folder.glob("*.o"))) == 3
+        assert ahead.add([unit(threads=128)]) == 1, "and again when all was done"
+        ahead.wait()
+        assert len(list(folder.glob("*.o"))) == 4
+
+    @pytest.mark.usefixtures("unedited")
+    def test_a_kernel_in_progress_is_waited_for(self, ahead: precompile.Ahead, folder: Path) -> None:
+        """And not compiled again: this process needs it before it is there."""
+        assert ahead.add([unit(build=slowly)]) == 1
+        assert until(lambda: any(folder.glob("*.lock")) and (folder.parent / "begun").exists())
+        build(ScaleKey(), SM90)
+        (event,) = compiles.events
+        assert event.source is Source.DISK
+        assert event.seconds > 0.5
+
+    @pytest.mark.usefixtures("unedited", "none")
+    def test_another_process_compiles_ahead(
+        self, ahead: precompile.Ahead, caplog: pytest.LogCaptureFixture, folder: Path
+    ) -> None:
+        """Another rank, or another engine of this node."""
+        with cache.open_cache().claim(cache.AHEAD) as ours:
+            assert ours
+            ahead.add([unit()])
+            ahead.wait()
+        assert not caplog.records
+
+    @pytest.mark.usefixtures("none")
+    @pytest.mark.parametrize("why", ["off", "emulated", "not private", "not writable", "edited"])
+    def test_nothing_is_begun_that_could_not_be_kept(
+        self, ahead: precompile.Ahead, monkeypatch: pytest.MonkeyPatch, folder: Path, why: str
+    ) -> None:
+        cache.open_cache()
+        if why == "off":
+            monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+        elif why == "emulated":
+            monkeypatch.setattr(toolkit, "keeps_files", lambda: False)
+        elif why == "not private":
+            folder.chmod(0o755)
+        elif why == "not writable":
+            # Root may write into every folder.
+            folder.chmod(0o500)
+            monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+        else:
+            monkeypatch.setattr(key, "LOADED", 0.0)
+        assert ahead.add([unit()]) == 0
+        folder.chmod(0o700)
+
+    @pytest.mark.usefixtures("unedited")
+    def test_a_full_disk_ends_it(
+        self,
+        ahead: precompile.Ahead,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Others would not be kept either; and it is said once, in the words of who compiles in memory then."""
+        monkeypatch.setattr(precompile, "processes", lambda count, spare: 1)
+        todo = [unit(build=on_a_full_disk, threads=64), unit()]
+        assert ahead.add(todo) == 2
+        ahead.wait()
+        assert not list(folder.glob("*.o"))
+        (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert f"each process compiles them: {folder}: No space left on device (ENOSPC)" in record.message
+
+    def test_no_process_can_be_started(
+        self, ahead: precompile.Ahead, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        assert ahead.add([unit()]) == 1
+        ahead.wait()
+        assert "kernels are not compiled ahead of their use: FileNotFoundError" in caplog.text
+
+
+def slowly(key: Any, target: Target) -> Any:
+    """Takes its time in the process that compiles, and holds the kernel's lock."""
+    if not is_looked_for():
+        export = toolkit.exported
+
+        def late(function: Any) -> bytes:
+            (cache.folder().parent / "begun").touch()
+            time.sleep(1.0)
+            return export(function)
+
+        toolkit.exported = late
+    return build(key, target)
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "spare", "found"),
+    [(16, 100, 1, 15), (16, 4, 1, 4), (2, 100, 1, 1), (1, 100, 8, 1), (64, 100, 8, 20), (8, 0, 0, 1)],
+)
+def test_how_many_processes(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gigabytes: int, spare: int, found: int
+) -> None:
+    """For 20 kernels."""
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    monkeypatch.setattr(machine, "available_bytes", lambda: gigabytes << 30)
+    assert precompile.processes(20, spare) == found
+
+
+def test_a_containers_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert machine.cores() == 16
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n")
+    assert machine.available_bytes() == 8_000_000 * 1024
+    for name, text in (("cpu.max", "max 100000"), ("memory.max", "max"), ("memory.current", "1")):
+        (tmp_path / name).write_text(text + "\n")
+    assert (machine.cores(), machine.available_bytes()) == (16, 8_000_000 * 1024)
+    for name, text in (
+        ("cpu.max", "250000 100000"),
+        ("memory.max", "4000"),
+        ("memory.current", "3000"),
+        ("memory.stat", "anon 7\ninactive_file 500"),
+    ):
+        (tmp_path / name).write_text(text + "\n")
+    assert (machine.cores(), machine.available_bytes()) == (2, 1500)
 
 
 def test_nowhere_to_keep_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -180,6 +465,61 @@ class TestCommands:
         assert seen == [
             dataclasses.replace(shape_of(CONFIG, dtype="float16"), heads_q=4, heads_kv=4, tensor_parallel=2)
         ]
+
+    @pytest.mark.usefixtures("unedited")
+    def test_a_full_disk(self, config: Path, folder: Path, mounted: Callable[[str], Path]) -> None:
+        """A real one: what was not kept is named, with the reason, and the exit status says so."""
+        mounted("size=16k")
+        words = ("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
+        done = self.invoke(*words)
+        assert done.exit_code == 1
+        assert f"2 kernels: 2 not kept; 0 KiB in {folder}" in done.stdout
+        assert done.stdout.count("not kept: self-test: ScaleKey(") == 2
+        assert done.stdout.count("No space left on device (ENOSPC)") == 2
+        found = json.loads(self.invoke(*words, "--json").stdout)["kernels"]
+        assert [(one["result"], one["error"]) for one in found] == [
+            ("not kept", "No space left on device (ENOSPC)")
+        ] * 2
+
+    def test_what_is_not_kept(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The same where nothing can be mounted."""
+        monkeypatch.setattr(precompile, "_families", {"full": lambda model, target: [unit(build=on_a_full_disk)]})
+        done = self.invoke("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
+        assert done.exit_code == 1
+        assert "1 kernels: 1 not kept; 0 KiB in" in done.stdout
+        assert "not kept: self-test: ScaleKey(" in done.stdout
+        assert "for sm_90a: No space left on device (ENOSPC)" in done.stdout
+
+    @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "lock"])
+    def test_what_is_no_file(self, folder: Path, kind: str) -> None:
+        """In an entry's place or a lock's: nothing waits for it, it is named, and cleared where it can be."""
+        cache.open_cache()
+        path = folder / f"{'0' * 32}{'.lock' if kind == 'lock' else '.o'}"
+        {"folder": path.mkdir, "link": lambda: path.symlink_to("nowhere")}.get(kind, lambda: os.mkfifo(path))()
+        name = {"fifo": "a FIFO", "folder": "a folder", "link": "a symbolic link"}.get(kind)
+        done = self.invoke("cache", "verify")
+        assert done.exit_code == (0 if kind == "lock" else 1)
+        assert name is None or f"broken: {path.name}: it is {name} and not a file" in done.stdout
+        assert self.invoke("cache", "list").exit_code == 0
+        done = self.invoke("cache", "clear")
+        assert done.exit_code == (1 if kind == "folder" else 0)
+        assert os.path.lexists(path) == (kind == "folder")
+        assert (f"not removed: {path.name}: Is a directory (EISDIR)" in done.stdout) == (kind == "folder")
+
+    def test_entries_that_go_meanwhile(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A server's are cleared while they are listed."""
+        build(ScaleKey(), SM90)
+        examined = cache.examined
+
+        def gone(path: Path) -> Any:
+            found = examined(path)
+            path.unlink()
+            return found
+
+        monkeypatch.setattr(cache, "examined", gone)
+        done = self.invoke("cache", "list")
+        assert done.exit_code == 0
+        assert "1 kernels, 0 KiB" in done.stdout
 
     def test_a_kernel_that_fails(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(precompile, "_families", {"bad": lambda model, target: [unit(broken=True)]})

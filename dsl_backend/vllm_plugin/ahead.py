@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are compiled in processes of their own from the moment that a worker's model is made, while weights load.
+
+What the attention needs is known when its layers are made, to the letter. What else a model needs is predicted from its
+configuration then; linear layers that turn out to be others are added when they are linked. Whatever is not ready when
+it is needed is waited for, or compiled by the worker itself: nothing depends on a prediction.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from dsl_backend import envs, families
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.linear import units as linear_units
+from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.log import logger
+from dsl_backend.runtime import model, precompile
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+
+# What vLLM calls elsewhere, or not at all.
+UNUSED = ("attention", "linear", "sampling", "softmax")
+
+# (id of the engine's configuration, what its layers ask for): a model has many layers, and few kinds of them.
+_begun: set[tuple[Any, ...]] = set()
+
+
+def compile_attention(
+    vllm_config: Any, specs: Iterable[AttentionSpec], *, lse: bool = False, sinks: torch.dtype | None = None
+) -> None:
+    """Begin with what a layer that is being made needs, and with the first one of a model with what else that needs.
+
+    Args:
+        specs: of all batches that it will see.
+        lse, sinks: as `attention.units.units_of` has them.
+    """
+    wanted = tuple(specs)
+    if vllm_config is None or vllm_config.model_config is None or not first_time(vllm_config, wanted, lse, sinks):
+        return
+    others = first_time(vllm_config)
+
+    def units(target: Target) -> Iterator[Unit]:
+        # Imports the planner.
+        from dsl_backend.attention.units import units_of
+
+        kernel = options.of(vllm_config).attention_kernel
+        for spec in wanted:
+            yield from units_of(spec, target, lse=lse, sinks=sinks, kernel=kernel)
+        if others:
+            yield from predicted(vllm_config, target)
+
+    begin(vllm_config, units, "while weights load")
+
+
+def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
+    """Begin with what linked layers need, as far as that was not predicted."""
+    wanted = set(specs)
+
+    def units(target: Target) -> Iterator[Unit]:
+        for spec in wanted:
+            yield from linear_units.units_of(spec, target)
+
+    begin(vllm_config, units, "while the engine starts")
+
+
+def first_time(vllm_config: Any, *facts: Any) -> bool:
+    key = (id(vllm_config), *facts)
+    if key in _begun:
+        return False
+    _begun.add(key)
+    return True
+
+
+def begin(vllm_config: Any, units: Callable[[Target], Iterable[Unit]], beside: str) -> None:
+    """Have the first worker of a node compile units for all of them; nothing that goes wrong here ends an engine."""
+    try:
+        target = targets.detect()
+        if target.is_cpu or compat.local_rank() != 0:
+            return
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        precompile.ahead.add(units(target), spare=ranks, beside=beside)
+    except Exception as error:  # the worker compiles what it needs, and says what is wrong
+        logger.warning("kernels are not compiled ahead of their use: %s", precompile.one_line(error))
+
+
+def predicted(vllm_config: Any, target: Target) -> Iterator[Unit]:
+    """What a model needs beside attention, by its configuration."""
+    from dsl_backend.vllm_plugin import linking
+
+    families.load_units()
+    settings = vllm_config.model_config
+    shape = model.shape_of(
+        settings.hf_text_config.to_dict(),
+        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        dtype=str(settings.dtype),
+    )
+    if getattr(vllm_config, "quant_config", None) is None and not linking.reasons_against_all(vllm_config):
+        for spec in linear_units.specs(shape, batch_invariant=compat.is_batch_invariant()):
+            yield from linear_units.units_of(spec, target)
+    wanted = [name for name in precompile.families() if name not in UNUSED]
+    if "sampling" in precompile.families() and envs.SAMPLER.read() and vllm_config.speculative_config is None:
+        wanted.append("sampling")
+    if wanted:
+        yield from precompile.units(shape, target, wanted)
