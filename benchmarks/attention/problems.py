@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.checks import short
 
 
 @dataclass(frozen=True, kw_only=True)

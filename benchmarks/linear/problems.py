@@ -5,8 +5,9 @@ import random
 from dataclasses import dataclass
 
 import torch
+from dsl_backend.checks import short
 from dsl_backend.linear import reference as eager
-from dsl_backend.linear.spec import LinearSpec, Swiglu, short
+from dsl_backend.linear.spec import LinearSpec, Swiglu
 
 from ..case import Reference
 

@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass
 
 import torch
+from dsl_backend.checks import short
 from dsl_backend.softmax import reference as eager
-from dsl_backend.softmax.spec import short
 
 from ..case import Reference
 

@@ -4,8 +4,10 @@
     plan = api.plan(spec, batch)                 # once a step
     out = api.run(plan, q, keys, values)         # for each layer of that spec
 
-All lengths stay on the device: neither call reads one, so both may be captured in a CUDA graph. A shape that does not
-fit is refused here with InvalidInput, a problem that no kernel serves with Unsupported and every kernel's objection.
+All lengths stay on the device: neither call reads one, so both may be captured in a CUDA graph. An argument that does
+not fit is refused here with InvalidInput, a problem that no kernel serves with Unsupported and all objections. What
+only a tensor's values tell, such as a slot beyond the cache, is not seen on a GPU; `Batch` and `write_kv` say what it
+does.
 """
 
 from collections.abc import Callable
@@ -14,10 +16,12 @@ from typing import Any
 
 import torch
 
+from dsl_backend import checks
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.kernel import Operands, Writes
 from dsl_backend.attention.plan import AttentionPlan, Planner
-from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.log import warning_once
 from dsl_backend.runtime import target as targets
@@ -29,9 +33,8 @@ CAUSAL_DTYPES = (torch.bool, torch.int32)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def require(ok: bool, message: str) -> None:
-    if not ok:
-        raise InvalidInput(message)
+# Layouts to remember; a served model has one or two for each number of rows.
+MOST_LAYOUTS = 256
 
 
 def check_batch(spec: AttentionSpec, batch: Batch) -> None:
@@ -69,8 +72,6 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
         assert causal is not None
         require(causal.is_contiguous(), "causal is not contiguous")
         require(causal.device == batch.device, f"causal is on {causal.device}, seq_lens on {batch.device}")
-    for name in ("num_tokens", "max_query_len", "max_seq_len"):
-        require(getattr(batch, name) >= 0, f"{name}={getattr(batch, name)} is negative")
 
 
 def check_integers(name: str, tensor: torch.Tensor, batch: Batch) -> None:
@@ -95,8 +96,14 @@ def plan(
         InvalidInput: a tensor of the batch does not fit.
         Unsupported: no kernel serves the spec on the batch's device.
     """
-    check_batch(spec, batch)
+    checks.instance("spec", spec, AttentionSpec)
+    checks.instance("batch", batch, Batch)
+    checks.kernel(kernel)
     device = batch.device
+    if workspace is not None:
+        checks.instance("workspace", workspace, Workspace)
+        require(workspace.device == device, f"workspace is on {workspace.device}, seq_lens on {device}")
+    check_batch(spec, batch)
     planner = Planner(spec, targets.detect(device), workspace or Workspace(device), kernel)
     return planner.plan(batch)
 
@@ -104,10 +111,8 @@ def plan(
 def check_rows(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A tensor [rows >= shape[0], *shape[1:]] whose last dimension is contiguous.
-
-    Asked for every tensor of every layer, so messages are put together where they are needed alone.
-    """
+    """A tensor [rows >= shape[0], *shape[1:]] whose last dimension is contiguous."""
+    checks.tensor(name, tensor)
     held = tensor.shape
     if len(held) != len(shape) or held[0] < shape[0] or held[1:] != shape[1:]:
         raise InvalidInput(f"{name} has shape {tuple(held)}: {shape} is needed, the first dimension or more")
@@ -165,36 +170,83 @@ def run(
         plan: of this step and this layer's spec.
         q: [tokens, heads_q, head_dim]; for absorbed MLA also a pair of its first head_dim_v and its other elements.
         keys: [pages, page_size, heads_kv, head_dim], or packed [tokens_kv, heads_kv, head_dim]. Any strides but the
-            last. Pages past a request's length and tokens past it in its last page may hold anything.
+            last, as long as no two elements share memory. What no row of a request sees may hold anything: pages and
+            tokens past its length, and those below its first row's window.
         values: the same with head_dim_v. For absorbed MLA, keys[..., :head_dim_v].
         out: [tokens, heads_q, head_dim_v], written in place and returned; a new tensor by default. Rows that belong
-            to no request are left as they are; a row that sees no key becomes 0.
-        lse: [tokens, heads_q] float32 of any strides, receives the natural logarithm of the softmax's denominator
-            (sinks included).
+            to no request are left as they are; a row that sees no key becomes 0. May share memory with no other tensor
+            (which is not looked at).
+        lse: [tokens, heads_q] float32 of any strides without overlap, receives the natural logarithm of the softmax's
+            denominator (sinks included).
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
         k_scale, v_scale: one float32 each, with fp8 keys; real values are stored ones times these.
 
     Raises:
-        InvalidInput: a tensor does not fit the plan; the message names it.
+        InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
+            backward); the message names it.
     """
-    spec, batch = plan.spec, plan.batch
-    rows, device = batch.num_tokens, batch.device
+    checks.instance("plan", plan, AttentionPlan)
     q_rope = None
     if isinstance(q, tuple):
-        require(spec.latent, "only absorbed MLA takes q in two parts")
+        require(plan.spec.latent, "only absorbed MLA takes q in two parts")
         require(len(q) == 2, f"q has {len(q)} parts: two are needed, or one tensor")
         q, q_rope = q
+        checks.tensor("q[1]", q_rope)
+    if out is None:
+        checks.tensor("q", q)
+        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v))
+    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale)
+    if torch.is_grad_enabled():
+        check_gradients(operands)
+    layouts = plan.planner.layouts
+    facts = facts_of(plan, operands)
+    if facts is None or facts not in layouts:
+        check_operands(plan, operands)
+        if len(layouts) >= MOST_LAYOUTS:
+            layouts.clear()
+        layouts.add(facts)
+    plan.launch(operands)
+    return out
+
+
+def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
+    """All that `check_operands` looks at beside the planner's spec; None where something is no tensor.
+
+    Asked for every layer of every step.
+    """
+    try:
+        lying = [one if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in operands]
+        shared = plan.spec.latent and operands.keys.data_ptr() == operands.values.data_ptr()
+    except AttributeError:
+        return None
+    return (plan.batch.num_tokens, plan.batch.device, shared, *lying)
+
+
+def check_gradients(tensors: Operands) -> None:
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
+        if isinstance(tensor, torch.Tensor):
+            checks.no_gradient(name, tensor)
+
+
+def check_operands(plan: AttentionPlan, operands: Operands) -> None:
+    """Raises InvalidInput where a tensor does not fit the plan or the others."""
+    spec, rows, device = plan.spec, plan.batch.num_tokens, plan.batch.device
+    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale = operands
+    for name, tensor in zip(operands._fields[5:], operands[5:], strict=True):
+        if tensor is not None:
+            checks.tensor(name, tensor)
+    if q_rope is None:
+        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.dtype, device)
+    else:
         check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
         check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.dtype, device)
-    else:
-        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.dtype, device)
-    if out is None:
-        out = q.new_zeros((q.shape[0], spec.heads_q, spec.head_dim_v))
     check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
+    checks.apart("out", out)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
-    check_rows("keys", keys, (*lead, spec.heads_kv, spec.head_dim), spec.kv_dtype, device)
-    check_rows("values", values, (*lead, spec.heads_kv, spec.head_dim_v), spec.kv_dtype, device)
+    for name, tensor, width in (("keys", keys, spec.head_dim), ("values", values, spec.head_dim_v)):
+        check_rows(name, tensor, (*lead, spec.heads_kv, width), spec.kv_dtype, device)
+        checks.apart(name, tensor)
     if keys.shape[0] != values.shape[0]:
         what = "tokens" if spec.page_size is None else "pages"
         raise InvalidInput(f"keys hold {keys.shape[0]} {what}, values {values.shape[0]}")
@@ -203,17 +255,17 @@ def run(
         "absorbed MLA's values are keys[..., :head_dim_v], not a tensor of their own",
     )
     if lse is not None:
-        if lse.dim() != 2 or lse.shape[0] < rows or lse.shape[1] != spec.heads_q or lse.dtype != torch.float32:
-            raise InvalidInput(
-                f"lse is {short(lse.dtype)} {tuple(lse.shape)}: float32 {(rows, spec.heads_q)} is needed"
-            )
-        if lse.device != device:
-            raise InvalidInput(f"lse is on {lse.device}: {device} is needed")
+        check_lse(lse, rows, spec.heads_q, device)
     check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
     check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
     check_scales(spec, k_scale, v_scale, device)
-    plan.launch(Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale))
-    return out
+
+
+def check_lse(lse: torch.Tensor, rows: int, heads: int, device: torch.device) -> None:
+    if lse.dim() != 2 or lse.shape[0] < rows or lse.shape[1] != heads or lse.dtype != torch.float32:
+        raise InvalidInput(f"lse is {short(lse.dtype)} {tuple(lse.shape)}: float32 {(rows, heads)} is needed")
+    require(lse.device == device, f"lse is on {lse.device}: {device} is needed")
+    checks.apart("lse", lse)
 
 
 def write_kv(
@@ -235,14 +287,20 @@ def write_kv(
 
     Args:
         key, value: [tokens, heads_kv, dim].
-        key_cache, value_cache: [pages, page_size, heads_kv, dim], any strides but the last.
-        slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size, negative: skip.
+        key_cache, value_cache: [pages, page_size, heads_kv, dim], any strides but the last, as long as no two elements
+            share memory.
+        slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size, negative: skip. A
+            slot beyond the cache is an error: the kernels skip it, since slots are not read on the host, and the
+            reference refuses it before it writes anything.
         k_scale, v_scale: one float32 each, with an fp8 cache, which stores x / scale, saturated at ±448.
 
     Raises:
-        InvalidInput: a tensor does not fit.
+        InvalidInput: a tensor does not fit, or requires a gradient while gradients are on.
         Unsupported: no kernel serves the spec on this device.
     """
+    checks.instance("spec", spec, AttentionSpec)
+    checks.tensor("slot_mapping", slot_mapping)
+    checks.kernel(kernel)
     writer(spec, slot_mapping.device, kernel)(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -264,9 +322,6 @@ class Writer:
             where it does not take the tensors as they lie in memory, the next one.
     """
 
-    # Layouts to remember; a served model has one or two.
-    MOST = 256
-
     def __init__(self, spec: AttentionSpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
         self.spec, self.target, self.kernel = spec, target, kernel
         self._by_layout: dict[tuple[Any, ...], Writes] = {}
@@ -283,27 +338,51 @@ class Writer:
         v_scale: torch.Tensor | None = None,
     ) -> None:
         """As `write_kv`."""
-        tokens, key_shape, value_shape = slot_mapping.numel(), key.shape, value.shape
-        # All that `check` and a kernel's objections look at, but for the number of rows.
-        facts = (
-            (slot_mapping.dtype, slot_mapping.device, slot_mapping.dim(), slot_mapping.is_contiguous()),
-            (key_shape[1:], key.stride(), key.dtype, key.device),
-            (value_shape[1:], value.stride(), value.dtype, value.device),
-            (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
-            (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
-            (key.data_ptr() | value.data_ptr()) % 16,
-            (key_cache.data_ptr() | value_cache.data_ptr()) % 16,
-            k_scale is None or (k_scale.numel(), k_scale.dtype, k_scale.device),
-            v_scale is None or (v_scale.numel(), v_scale.dtype, v_scale.device),
-        )
-        serving = self._by_layout.get(facts)
-        if serving is None or key_shape[0] < tokens or value_shape[0] < tokens:
-            self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-            if len(self._by_layout) >= self.MOST:
+        if torch.is_grad_enabled():
+            self.check_gradients(key, value, key_cache, value_cache)
+        arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        facts = self.facts_of(*arguments)
+        serving = None if facts is None else self._by_layout.get(facts)
+        if serving is None or min(key.shape[0], value.shape[0]) < slot_mapping.numel():
+            self.check(*arguments)
+            assert facts is not None, "what fits is a tensor"
+            if len(self._by_layout) >= MOST_LAYOUTS:
                 self._by_layout.clear()
             serving = self._by_layout[facts] = self.kernel_for(key, value, key_cache, value_cache)
-        if tokens:
-            serving(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        if slot_mapping.numel():
+            serving(*arguments)
+
+    @staticmethod
+    def check_gradients(*tensors: torch.Tensor) -> None:
+        for name, tensor in zip(("key", "value", "key_cache", "value_cache"), tensors, strict=True):
+            checks.tensor(name, tensor)
+            checks.no_gradient(name, tensor)
+
+    @staticmethod
+    def facts_of(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> tuple[Any, ...] | None:
+        """All that `check` and a kernel's objections look at, but for the number of rows. None: one is no tensor."""
+        try:
+            return (
+                (slot_mapping.dtype, slot_mapping.device, slot_mapping.dim(), slot_mapping.is_contiguous()),
+                (key.shape[1:], key.stride(), key.dtype, key.device),
+                (value.shape[1:], value.stride(), value.dtype, value.device),
+                (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
+                (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
+                (key.data_ptr() | value.data_ptr()) % 16,
+                (key_cache.data_ptr() | value_cache.data_ptr()) % 16,
+                k_scale is None or (k_scale.shape, k_scale.dtype, k_scale.device),
+                v_scale is None or (v_scale.shape, v_scale.dtype, v_scale.device),
+            )
+        except AttributeError:
+            return None
 
     def check(
         self,
@@ -317,6 +396,9 @@ class Writer:
     ) -> None:
         """Raises InvalidInput where a tensor does not fit the spec or the others."""
         spec = self.spec
+        for name, tensor in (("slot_mapping", slot_mapping), ("k_scale", k_scale), ("v_scale", v_scale)):
+            if tensor is not None or name == "slot_mapping":
+                checks.tensor(name, tensor)
         require(spec.page_size is not None, "a cache without pages has no slots")
         assert spec.page_size is not None
         require(
@@ -329,6 +411,7 @@ class Writer:
         for name, rows, pages, width in (("key", key, key_cache, dim), ("value", value, value_cache, dim_v)):
             check_rows(name, rows, (tokens, spec.heads_kv, width), spec.dtype, device)
             check_rows(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, width), spec.kv_dtype, device)
+            checks.apart(f"{name}_cache", pages)
         require(
             key_cache.shape[0] == value_cache.shape[0],
             f"key_cache holds {key_cache.shape[0]} pages, value_cache {value_cache.shape[0]}",

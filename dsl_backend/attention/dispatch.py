@@ -10,8 +10,9 @@ from dsl_backend.attention.sm90 import configs as sm90
 from dsl_backend.attention.sm90 import latent_configs as latent_sm90
 from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.sm100 import latent_configs as latent_sm100
-from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.winners import Heuristic, config_of
+from dsl_backend.checks import short
 from dsl_backend.errors import by_reason
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged

@@ -52,6 +52,8 @@ class Planner:
     ) -> None:
         self.spec, self.target, self.workspace, self.kernel = spec, target, workspace, kernel
         self._unaligned: Planner | None = None
+        # Of operands that fit the spec, by layout: `api.run` looks at each once.
+        self.layouts: set[object] = set()
 
         # What they are, such as `dense-decode sm90`.
         self.kernel_titles: dict[Operation, str] = {}

@@ -11,6 +11,8 @@ import torch
 
 from dsl_backend.attention.kernel import Launch, Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.checks import require
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -22,7 +24,14 @@ def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: 
         first = int(batch.kv_start_loc[request])
         return rows[first : first + kv_len]
     assert batch.block_table is not None
-    pages = batch.block_table[request, : -(-kv_len // spec.page_size)].long()
+    needed = -(-kv_len // spec.page_size)
+    pages = batch.block_table[request, :needed].long()
+    require(len(pages) == needed, f"request {request} has {kv_len} keys: block_table has {len(pages)} pages for them")
+    outside = pages[(pages < 0) | (pages >= rows.shape[0])]
+    if len(outside):
+        raise InvalidInput(
+            f"block_table has page {int(outside[0])} of request {request}: the cache has pages 0 to {rows.shape[0] - 1}"
+        )
     return indexable(rows)[pages].view(rows.dtype).flatten(0, 1)[:kv_len]
 
 
@@ -125,9 +134,15 @@ def write_kv(
 
     The caches are [pages, page_size, heads_kv, dim]; slot s is page s // page_size, token s % page_size. An fp8 cache
     stores x / scale, saturated at the format's largest value.
+
+    Raises:
+        InvalidInput: a slot lies beyond the cache; nothing was written.
     """
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
+    capacity = key_cache.shape[0] * key_cache.shape[1]
+    most = int(slots.max()) if len(slots) else -1
+    require(most < capacity, f"slot_mapping has slot {most}: the caches have slots 0 to {capacity - 1}")
     pages, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         stored = quantize(rows[: slot_mapping.shape[0]][kept], cache.dtype, scale)
@@ -143,11 +158,9 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None)
     return scaled.clamp(-limit, limit).to(dtype)
 
 
-def owned_rows(batch: Batch, rows: int) -> torch.Tensor:
-    """[rows] bool: which rows of q belong to a request."""
-    owned = torch.zeros(rows, dtype=torch.bool, device=batch.seq_lens.device)
-    owned[int(batch.query_start_loc[0]) : int(batch.query_start_loc[-1])] = True
-    return owned
+def owned_rows(batch: Batch) -> slice:
+    """The rows of q that belong to a request."""
+    return slice(int(batch.query_start_loc[0]), int(batch.query_start_loc[-1]))
 
 
 class ReferenceKernel:
@@ -182,7 +195,7 @@ class ReferenceKernel:
             v_scale=operands.v_scale,
             compute_dtype=compute,
         )
-        mine = owned_rows(batch, q.shape[0])
+        mine = owned_rows(batch)
         operands.out[mine] = out[mine].to(operands.out.dtype)
         if operands.lse is not None:
             operands.lse[mine] = lse[mine].to(torch.float32)

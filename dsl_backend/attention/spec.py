@@ -2,12 +2,13 @@
 """What an attention problem is: the static facts of a layer, and one step's batch."""
 
 import enum
-import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from dsl_backend.errors import InvalidInput
+from dsl_backend import checks
+from dsl_backend.checks import require, short
 
 
 class Causality(enum.Enum):
@@ -60,22 +61,23 @@ class AttentionSpec:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        def require(ok: bool, message: str) -> None:
-            if not ok:
-                raise InvalidInput(message)
-
-        require(self.heads_kv >= 1, f"{self.heads_kv=}: at least one key/value head is needed")
+        settle = partial(object.__setattr__, self)  # the class is frozen
+        for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v"):
+            settle(name, checks.integer(name, getattr(self, name), 1))
+        for name, least in (("page_size", 1), ("window_left", 0), ("window_right", 0)):
+            value = getattr(self, name)
+            settle(name, value if value is None else checks.integer(name, value, least))
+        settle("scale", checks.number("scale", self.scale))
+        settle("softcap", checks.number("softcap", self.softcap, 0))
+        checks.dtype("dtype", self.dtype)
+        checks.dtype("kv_dtype", self.kv_dtype)
+        checks.member("causality", self.causality, Causality)
+        for name in ("sinks", "alibi", "latent", "batch_invariant"):
+            checks.flag(name, getattr(self, name))
         require(
-            self.heads_q >= 1 and self.heads_q % self.heads_kv == 0,
-            f"{self.heads_q=} is not a multiple of {self.heads_kv=}",
+            self.heads_q % self.heads_kv == 0,
+            f"heads_q is {self.heads_q}: a multiple of heads_kv, {self.heads_kv}, is needed",
         )
-        require(self.head_dim >= 1 and self.head_dim_v >= 1, f"{self.head_dim=}, {self.head_dim_v=}: must be positive")
-        require(self.page_size is None or self.page_size >= 1, f"{self.page_size=}: must be positive, or None")
-        require(math.isfinite(self.scale), f"{self.scale=}: must be finite")
-        require(math.isfinite(self.softcap) and self.softcap >= 0, f"{self.softcap=}: must be finite and not negative")
-        for name in ("window_left", "window_right"):
-            width = getattr(self, name)
-            require(width is None or width >= 0, f"{name}={width}: must be None or not negative")
         require(
             not self.latent or (self.heads_kv == 1 and self.head_dim_v <= self.head_dim),
             f"latent attention has one key head and head_dim_v <= head_dim, "
@@ -109,14 +111,13 @@ class AttentionSpec:
         return f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
 
 
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One step's requests. Lengths live on the device and are never read on the host.
+
+    What is wrong in a value that lies on a device is therefore not seen on a GPU: starts that go down, lengths beyond
+    the bounds, a page below 0 or beyond the cache among those that a request has. Such a step reads or writes memory
+    of others. The reference reads values, and refuses pages that are not there.
 
     Attributes:
         query_start_loc: [requests + 1] int32; request r's queries are rows [r] to [r + 1] of q.
@@ -137,6 +138,19 @@ class Batch:
     block_table: torch.Tensor | None = None
     kv_start_loc: torch.Tensor | None = None
     causal: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        checks.tensor("query_start_loc", self.query_start_loc)
+        checks.tensor("seq_lens", self.seq_lens)
+        for name in ("block_table", "kv_start_loc", "causal"):
+            value = getattr(self, name)
+            if value is not None:
+                checks.tensor(name, value)
+        for name in ("num_tokens", "max_query_len", "max_seq_len"):
+            value = getattr(self, name)
+            # Made in every step: what is right already is not stored again.
+            if type(value) is not int or not 0 <= value <= checks.MOST:
+                object.__setattr__(self, name, checks.integer(name, value, 0))
 
     @property
     def device(self) -> torch.device:

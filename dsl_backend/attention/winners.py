@@ -13,7 +13,8 @@ from dsl_backend.attention.sm90 import configs as sm90
 from dsl_backend.attention.sm90 import latent_configs as latent_sm90
 from dsl_backend.attention.sm100 import configs as sm100
 from dsl_backend.attention.sm100 import latent_configs as latent_sm100
-from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.checks import short
 from dsl_backend.runtime import winners
 from dsl_backend.runtime.target import Target
 

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_backend import checks
+from dsl_backend.checks import short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.linear import plan
 from dsl_backend.linear.kernel import Operands
-from dsl_backend.linear.spec import DTYPES, MOST, SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu, require, short
+from dsl_backend.linear.spec import DTYPES, MOST, SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import target as targets
 
 __all__ = ["SWIGLU_OAI", "Activation", "Geglu", "Swiglu", "linear"]
@@ -27,7 +29,7 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
 
     Asked for every tensor of every layer, so messages are put together where they are needed alone.
     """
-    check_is_tensor(name, tensor)
+    checks.tensor(name, tensor)
     held = tensor.shape
     if len(held) != len(shape) or any(w is not None and w != s for w, s in zip(shape, held, strict=True)):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
@@ -38,19 +40,11 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
         raise InvalidInput(f"{name} is on {tensor.device}, x on {like.device}")
     if held[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise InvalidInput(
-            f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it"
-        )
-
-
-def check_is_tensor(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"{name} is a {type(tensor).__name__}: a tensor is needed")
+    checks.no_gradient(name, tensor)
 
 
 def check_x(x: torch.Tensor) -> None:
-    check_is_tensor("x", x)
+    checks.tensor("x", x)
     if x.dtype not in DTYPES:
         raise InvalidInput(f"x is {short(x.dtype)}: one of {', '.join(short(dtype) for dtype in DTYPES)} is needed")
     check_tensor("x", x, (None, None), x)
@@ -72,7 +66,7 @@ def columns(x: torch.Tensor, weight: torch.Tensor, activation: Activation | None
 
 def check_out(out: torch.Tensor, rows: int, n: int, x: torch.Tensor) -> None:
     check_tensor("out", out, (rows, n), x)
-    require(rows <= 1 or out.stride(0) >= n, f"out has rows of {n} elements {out.stride(0)} apart: they overlap")
+    checks.apart("out", out)
 
 
 def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +119,8 @@ def linear(
     Rows of all tensors that start at multiples of 16 bytes, and n and k that are multiples of 8, are served fastest.
 
     Raises:
-        InvalidInput: a tensor does not fit; the message names it.
+        InvalidInput: an argument does not fit, or a tensor requires a gradient while gradients are on; the message
+            names it. That out overlaps another tensor is not looked at.
         Unsupported: no kernel serves the problem on x's device.
     """
     if torch.compiler.is_compiling():
@@ -133,8 +128,12 @@ def linear(
         return compiled(x, weight, bias, residual, out, activation, interleaved, batch_invariant, spare_sms, kernel)
     asked = (activation, interleaved, batch_invariant, spare_sms, kernel)
     facts = (facts_of(x), facts_of(weight), facts_of(bias), facts_of(residual), facts_of(out), *asked)
-    known = _known.get(facts)
+    try:
+        known = _known.get(facts)
+    except TypeError:  # an option that cannot be a key: refused below
+        known = None
     if known is None:
+        check_options(interleaved, batch_invariant, spare_sms, kernel)
         known = Known(check(x, weight, bias, residual, out, activation), {})
         if len(_known) >= LAYOUTS:
             _known.clear()
@@ -176,6 +175,13 @@ class Known(NamedTuple):
 # A model asks with the same few layouts in every step, on the host's time: they are looked at once.
 LAYOUTS = 1 << 14
 _known: dict[object, Known] = {}
+
+
+def check_options(interleaved: bool, batch_invariant: bool, spare_sms: int, kernel: str | None) -> None:
+    checks.flag("interleaved", interleaved)
+    checks.flag("batch_invariant", batch_invariant)
+    checks.integer("spare_sms", spare_sms, -checks.MOST)  # how many there are is the target's to say
+    checks.kernel(kernel)
 
 
 def check(

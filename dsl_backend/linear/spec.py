@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a linear layer is, as far as kernels and dispatch specialise on it."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from dsl_backend.errors import InvalidInput
+from dsl_backend import checks
+from dsl_backend.checks import require, short
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Kernels count rows and columns in 32 bits, and go past the end by less than a tile.
 MOST = 2**31 - 2**10
-
-
-def require(ok: bool, message: str) -> None:
-    """Raises InvalidInput with the message unless ok."""
-    if not ok:
-        raise InvalidInput(message)
-
-
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +28,8 @@ class Swiglu:
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "limit"):
             value = getattr(self, name)
-            require(value is None or math.isfinite(value), f"Swiglu's {name} is {value}: a finite number is needed")
+            if value is not None or name != "limit":
+                checks.number(f"Swiglu's {name}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +37,9 @@ class Geglu:
     """gelu(gate) * up, with the error function or, with `tanh`, its usual approximation."""
 
     tanh: bool = False
+
+    def __post_init__(self) -> None:
+        checks.flag("Geglu's tanh", self.tanh)
 
 
 Activation = Swiglu | Geglu
@@ -83,8 +76,9 @@ class LinearSpec:
     vector: int = 8
 
     def __post_init__(self) -> None:
-        names = ", ".join(short(dtype) for dtype in DTYPES)
-        require(self.dtype in DTYPES, f"x is {short(self.dtype)}: one of {names} is needed")
+        checks.dtype("dtype", self.dtype, DTYPES)
+        for name in ("interleaved", "bias", "residual", "batch_invariant"):
+            checks.flag(name, getattr(self, name))
         require(1 <= self.k <= MOST, f"k {self.k} is not from 1 to {MOST}")
         require(
             self.n >= 1 and self.weight_rows <= MOST, f"{self.weight_rows} rows of weights are not from 1 to {MOST}"

@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from pydantic import PositiveInt, model_validator
 
+from dsl_backend.checks import short
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
 from dsl_backend.linear.sm100 import configs as sm100
-from dsl_backend.linear.spec import LinearSpec, short
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import winners
 from dsl_backend.runtime.target import Target
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from dsl_backend import envs
+from dsl_backend import checks, envs
 from dsl_backend.errors import InvalidInput
 
 
@@ -77,6 +77,7 @@ class Target:
             InvalidInput: none would be left for it.
         """
         most = max(self.sm_count - 1, 0)
+        sms = checks.integer("spare_sms", sms, -checks.MOST)
         if not 0 <= sms <= most:
             raise InvalidInput(f"spare_sms is {sms}: {self.arch} has {self.sm_count}, and 0 to {most} can be spared")
         return replace(self, spare_sms=sms)
@@ -160,9 +161,32 @@ def of_capability(capability: tuple[int, int]) -> Target:
     return Target(capability=capability, sm_count=facts.sm_count, smem_bytes=facts.smem_bytes)
 
 
+def cuda_index(device: torch.device) -> int:
+    """Of a CUDA device; of the current one where it names none.
+
+    Raises:
+        InvalidInput: this torch, or this machine, has no such device.
+    """
+    index: int | None = device.index
+    if index is not None:
+        return index
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise missing(device, error) from error
+
+
+def missing(device: object, error: Exception) -> InvalidInput:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return InvalidInput(f"device {device} is not there: {reason}; there are {torch.cuda.device_count()} CUDA devices")
+
+
 @cache
 def _of_cuda_device(index: int) -> Target:
-    properties = torch.cuda.get_device_properties(index)
+    try:
+        properties = torch.cuda.get_device_properties(index)
+    except (AssertionError, RuntimeError) as error:
+        raise missing(f"cuda:{index}", error) from error
     capability = (properties.major, properties.minor)
     return Target(
         capability=capability,
@@ -196,7 +220,8 @@ def detect(device: torch.device | None = None) -> Target:
     A GPU is what it is unless DSL_BACKEND_ARCH says otherwise.
 
     Raises:
-        InvalidInput: the device is neither a CUDA device nor the CPU, or DSL_BACKEND_ARCH does not fit it.
+        InvalidInput: the device is neither a CUDA device nor the CPU, is not there, or DSL_BACKEND_ARCH does not fit
+            it.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,4 +229,4 @@ def detect(device: torch.device | None = None) -> Target:
         return cpu_target()
     if device.type != "cuda":
         raise InvalidInput(f"device {device} is not supported: use a CUDA device or the CPU")
-    return overridden(_of_cuda_device(torch.cuda.current_device() if device.index is None else device.index))
+    return overridden(_of_cuda_device(cuda_index(device)))

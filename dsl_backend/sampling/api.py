@@ -10,28 +10,34 @@ from integers. Log-probabilities are float32, and equal to rounding.
 
 import torch
 
-from dsl_backend.runtime.target import detect
+from dsl_backend import checks
+from dsl_backend.checks import require, short
+from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime.target import cuda_index, detect
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec, require
+from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
 __all__ = ["Parameters", "Sampled", "SamplingPlan", "SamplingSpec", "plan", "run"]
 
 
-def plan(spec: SamplingSpec, max_rows: int, device: torch.device, kernel: str | None = None) -> SamplingPlan:
+def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: str | None = None) -> SamplingPlan:
     """A sampler for steps of up to max_rows rows: all that it will ever allocate.
 
     Args:
+        device: of the logits, or its name.
         kernel: `cute`, `triton` or `reference`; that one or none. By default the best that serves the spec on the
             device.
 
     Raises:
-        InvalidInput: max_rows is below 1, or the device or kernel is unknown.
+        InvalidInput: max_rows is below 1, or the device or kernel is unknown or not there.
         Unsupported: no kernel, or not the one that was asked for, serves the spec; with every objection.
     """
-    require(max_rows >= 1, f"{max_rows=} is not accepted: at least 1 is")
+    checks.instance("spec", spec, SamplingSpec)
+    checks.kernel(kernel)
+    max_rows, device = checks.integer("max_rows", max_rows, 1), checks.device("device", device)
     target = detect(device)
-    if device.type == "cuda" and not str(device).startswith("cuda:"):
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        device = torch.device("cuda", cuda_index(device))
     return SamplingPlan(spec, target, max_rows, device, kernel)
 
 
@@ -46,13 +52,19 @@ def run(plan: SamplingPlan, logits: torch.Tensor, rows: Parameters) -> Sampled:
         Views of the plan's buffers: its next step overwrites them.
 
     Raises:
-        InvalidInput: a shape, dtype, stride or device does not fit.
+        InvalidInput: a shape, dtype, stride or device does not fit, or a tensor requires a gradient while gradients are
+            on.
     """
+    checks.instance("plan", plan, SamplingPlan)
+    checks.tensor("logits", logits)
+    checks.instance("rows", rows, Parameters)
     spec = plan.spec
-    require(
-        logits.dim() == 2 and logits.shape[1] == spec.vocab and logits.dtype == spec.dtype,
-        f"logits are {logits.dtype} {tuple(logits.shape)}: {spec.dtype} [rows, {spec.vocab}] is needed",
-    )
+    if logits.dim() != 2 or logits.shape[1] != spec.vocab or logits.dtype != spec.dtype:
+        raise InvalidInput(
+            f"logits are {short(logits.dtype)} {tuple(logits.shape)}: {short(spec.dtype)} [rows, {spec.vocab}] is "
+            f"needed"
+        )
+    checks.no_gradient("logits", logits)
     count = logits.shape[0]
     require(count <= plan.max_rows, f"{count} rows are not accepted: the plan has room for {plan.max_rows}")
     require(spec.vocab == 1 or logits.stride(1) == 1, f"logits have strides {logits.stride()}: the last must be 1")

@@ -2,22 +2,19 @@
 """What a sampling problem is: the static facts, one step's parameters, and what comes out."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from dsl_backend import checks
+from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.sampling.fixed import LARGEST_VOCAB
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKEN_DTYPES = (torch.int64, torch.int32)
 MOST_TOP = 128
-
-
-def require(ok: bool, message: str) -> None:
-    """Raises InvalidInput with the message unless ok."""
-    if not ok:
-        raise InvalidInput(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +39,13 @@ class SamplingSpec:
     top: int = 0
 
     def __post_init__(self) -> None:
-        require(1 <= self.vocab <= LARGEST_VOCAB, f"{self.vocab=} is not accepted: from 1 to {LARGEST_VOCAB} is")
-        require(self.dtype in LOGITS_DTYPES, f"{self.dtype=} is not one of {LOGITS_DTYPES}")
-        require(self.token_dtype in TOKEN_DTYPES, f"{self.token_dtype=} is not one of {TOKEN_DTYPES}")
-        most = min(MOST_TOP, self.vocab)
-        require(0 <= self.top <= most, f"{self.top=} is not accepted: from 0 to {most} is, of {self.vocab=}")
-        require(self.logprobs or not self.top, f"{self.top=} needs logprobs=True")
+        settle = partial(object.__setattr__, self)  # the class is frozen
+        settle("vocab", checks.integer("vocab", self.vocab, 1, LARGEST_VOCAB))
+        checks.dtype("dtype", self.dtype, LOGITS_DTYPES)
+        checks.dtype("token_dtype", self.token_dtype, TOKEN_DTYPES)
+        checks.flag("logprobs", self.logprobs)
+        settle("top", checks.integer("top", self.top, 0, min(MOST_TOP, self.vocab)))
+        require(self.logprobs or not self.top, f"top is {self.top}: logprobs=True is needed with it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +76,19 @@ class Parameters:
         accepted = {"seeds": integer, "positions": integer, "top_k": (torch.int32, torch.int64)}
         for field in fields(self):
             tensor = getattr(self, field.name)
-            if tensor is None:
+            if tensor is None and field.name not in ("seeds", "positions"):
                 continue
+            checks.tensor(field.name, tensor)
             dtypes = accepted.get(field.name, real)
-            require(
-                tensor.shape == (rows,) and tensor.is_contiguous() and tensor.dtype in dtypes,
-                f"{field.name} is {tensor.dtype} {tuple(tensor.shape)}: contiguous [{rows}] of {dtypes} is needed",
-            )
-            require(tensor.device == device, f"{field.name} is on {tensor.device}: {device} is needed")
+            if tensor.shape != (rows,) or not tensor.is_contiguous() or tensor.dtype not in dtypes:
+                names = " or ".join(map(short, dtypes))
+                raise InvalidInput(
+                    f"{field.name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [{rows}] of {names} is "
+                    f"needed"
+                )
+            if tensor.device != device:
+                raise InvalidInput(f"{field.name} is on {tensor.device}: {device} is needed")
+            checks.no_gradient(field.name, tensor)
 
 
 class Sampled(NamedTuple):

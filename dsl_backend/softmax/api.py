@@ -12,22 +12,18 @@ import math
 
 import torch
 
-from dsl_backend.errors import InvalidInput
+from dsl_backend import checks
+from dsl_backend.checks import require, short
 from dsl_backend.runtime import target as targets
 from dsl_backend.softmax import dispatch
-from dsl_backend.softmax.spec import DTYPES, MOST_ROWS, SoftmaxSpec, short
+from dsl_backend.softmax.spec import DTYPES, MOST_ROWS, SoftmaxSpec
 
 __all__ = ["softmax"]
 
 
-def require(ok: bool, message: str) -> None:
-    if not ok:
-        raise InvalidInput(message)
-
-
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """A matrix with neighbouring columns side by side."""
-    require(isinstance(tensor, torch.Tensor), f"{name} is a {type(tensor).__name__}: a tensor is needed")
+    checks.tensor(name, tensor)
     require(tensor.dim() == 2, f"{name} has shape {tuple(tensor.shape)}: [rows, width] is needed")
     require(
         tensor.dtype in DTYPES,
@@ -38,6 +34,7 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
         tensor.shape[1] <= 1 or tensor.stride(1) == 1,
         f"{name} has stride {tensor.stride(1)} in its last dimension: 1 is needed",
     )
+    checks.no_gradient(name, tensor)
 
 
 def common_vector(x: torch.Tensor, out: torch.Tensor) -> int:
@@ -76,21 +73,18 @@ def softmax(
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
 
     Raises:
-        InvalidInput: a tensor does not fit; the message names it.
+        InvalidInput: an argument does not fit, or a tensor requires a gradient while gradients are on; the message
+            names it. That out overlaps x in part is not looked at.
         Unsupported: no kernel serves the problem on x's device.
     """
     check_rows("x", x)
-    require(
-        not (x.requires_grad and torch.is_grad_enabled()),
-        "x requires a gradient, and there is no backward: call under torch.no_grad(), or detach x",
-    )
+    checks.flag("log", log)
+    checks.kernel(kernel)
+    if out_dtype is not None:
+        checks.dtype("out_dtype", out_dtype, DTYPES)
     if torch.compiler.is_compiling():
         return compiled(x, out, log, out_dtype, kernel)
     if out is None:
-        require(
-            out_dtype is None or out_dtype in DTYPES,
-            f"out_dtype is {out_dtype}: one of {', '.join(short(dtype) for dtype in DTYPES)} is needed",
-        )
         out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     else:
         check_out(x, out, out_dtype)
@@ -113,10 +107,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
         out_dtype in (None, out.dtype),
         f"out is {short(out.dtype)} and out_dtype {out_dtype}: they must agree, or out_dtype be left out",
     )
-    require(
-        out.shape[0] <= 1 or out.stride(0) >= out.shape[1],
-        f"out has rows of {out.shape[1]} elements {out.stride(0)} apart: they overlap",
-    )
+    checks.apart("out", out)
 
 
 def compiled(

@@ -5,17 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dsl_backend.errors import InvalidInput
+from dsl_backend import checks
+from dsl_backend.checks import require, short
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Kernels count columns and rows in 32 bits, and go past the end by less than a tile.
 MOST_WIDTH = 2**31 - 2**20
 MOST_ROWS = 2**31 - 2**10
-
-
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +33,9 @@ class SoftmaxSpec:
     vector: int = 1
 
     def __post_init__(self) -> None:
-        def require(ok: bool, message: str) -> None:
-            if not ok:
-                raise InvalidInput(message)
-
-        names = ", ".join(short(dtype) for dtype in DTYPES)
-        require(self.dtype in DTYPES, f"x is {short(self.dtype)}: one of {names} is needed")
-        require(self.out_dtype in DTYPES, f"the output's dtype is {short(self.out_dtype)}: one of {names} is needed")
+        checks.dtype("dtype", self.dtype, DTYPES)
+        checks.dtype("out_dtype", self.out_dtype, DTYPES)
+        checks.flag("log", self.log)
         require(1 <= self.width <= MOST_WIDTH, f"width {self.width} is not from 1 to {MOST_WIDTH}")
         require(self.vector in (1, 2, 4, 8), f"vector {self.vector} is not 1, 2, 4 or 8")
         require(self.width % self.vector == 0, f"width {self.width} is not a multiple of the vector {self.vector}")

@@ -22,6 +22,7 @@ class WriteCase:
         tokens: entries of the slot mapping.
         padding_tokens: rows of key and value past the slot mapping.
         skipped: how many of the slots are negative.
+        beyond: how many lie behind the last page.
         pages: in the cache; the last one is always written to.
         heads: key/value heads.
         dim, dim_v: elements of a key and a value; of the latent and the rope part where latent.
@@ -36,6 +37,7 @@ class WriteCase:
     tokens: int = 9
     padding_tokens: int = 2
     skipped: int = 2
+    beyond: int = 0
     pages: int = 4
     heads: int = 2
     dim: int = 64
@@ -75,6 +77,8 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="fp8-subnormal", fp8=True, gain=2e-4, why="e4m3's subnormal numbers, and what rounds to zero"),
     WriteCase(id="fp8-specials", fp8=True, specials=True, why="NaN stays NaN, infinities saturate"),
     WriteCase(id="all-skipped", skipped=9, why="a step of padding writes nothing"),
+    WriteCase(id="beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),
+    WriteCase(id="beyond-fp8", beyond=3, fp8=True, page=48, layout=Layout.PADDED, why="the same; a page of any size"),
     WriteCase(id="no-tokens", tokens=0, skipped=0, why="an empty step"),
     WriteCase(id="one-token", tokens=1, skipped=0, padding_tokens=0, heads=1, why="smallest step"),
     WriteCase(id="dims-differ", dim=192, dim_v=128, heads=1, why="keys longer than values"),
@@ -153,6 +157,8 @@ def build(case: WriteCase, device: torch.device | str) -> Write:
     slots = torch.randperm(case.pages * case.page, generator=random, device=device)[: case.tokens]
     if case.tokens and not (slots == case.pages * case.page - 1).any():
         slots[-1] = case.pages * case.page - 1
+    far = torch.tensor([0, 1, case.page, 2**31, 2**62], device=device)
+    slots[case.skipped : case.skipped + case.beyond] = case.pages * case.page + far[: case.beyond]
     slots[: case.skipped] = torch.tensor([-1, -(2**40)], device=device).repeat(case.tokens)[: case.skipped]
     return Write(rows(case.dim), rows(case.dim_v), key_cache, value_cache, slots)
 
@@ -174,15 +180,19 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
     """
     k_scale, v_scale = (torch.tensor([scale], device=device) if case.fp8 else None for scale in (K_SCALE, V_SCALE))
     mine, theirs = build(case, device), build(case, device)
+    # The reference refuses slots that are not there, which kernels skip.
+    slots = mine.slots.where(mine.slots < case.pages * case.page, -1)
+    if kernel == "reference":
+        mine.slots = slots
     tensors = (mine.key, mine.value, mine.key_cache, mine.value_cache, mine.slots)
     if target is None:
         api.write_kv(case.spec, *tensors, k_scale=k_scale, v_scale=v_scale, kernel=kernel)
     else:
         api.Writer(case.spec, lambda: target, kernel)(*tensors, k_scale, v_scale)
-    reference.write_kv(theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, theirs.slots, k_scale, v_scale)
+    reference.write_kv(theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, slots, k_scale, v_scale)
     if kernel == "triton" and k_scale is not None and v_scale is not None:
-        kept = mine.slots >= 0
-        pages, tokens = mine.slots[kept] // case.page, mine.slots[kept] % case.page
+        kept = slots >= 0
+        pages, tokens = slots[kept] // case.page, slots[kept] % case.page
         for ours, right, rows, scale in (
             (mine.key_cache, theirs.key_cache, mine.key, k_scale),
             (mine.value_cache, theirs.value_cache, mine.value, v_scale),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -38,18 +39,38 @@ def spec(**facts: Any) -> AttentionSpec:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"heads_kv": 0}, "self.heads_kv=0: at least one key/value head"),
-        ({"heads_q": 5}, "self.heads_q=5 is not a multiple of self.heads_kv=2"),
-        ({"heads_q": 0}, "self.heads_q=0 is not a multiple"),
-        ({"head_dim": 0}, "self.head_dim=0, self.head_dim_v=64: must be positive"),
-        ({"head_dim_v": -1}, "self.head_dim_v=-1: must be positive"),
-        ({"page_size": 0}, "self.page_size=0: must be positive, or None"),
-        ({"scale": math.inf}, "self.scale=inf: must be finite"),
-        ({"scale": math.nan}, "self.scale=nan: must be finite"),
-        ({"softcap": -1.0}, "self.softcap=-1.0: must be finite and not negative"),
-        ({"softcap": math.inf}, "self.softcap=inf: must be finite and not negative"),
-        ({"window_left": -1}, "window_left=-1: must be None or not negative"),
-        ({"window_right": -2}, "window_right=-2: must be None or not negative"),
+        ({"heads_kv": 0}, "heads_kv is 0: an integer from 1 to 2**31 - 1 is needed"),
+        ({"heads_q": 5}, "heads_q is 5: a multiple of heads_kv, 2, is needed"),
+        ({"heads_q": 0}, "heads_q is 0: an integer from 1"),
+        ({"heads_q": True, "heads_kv": 1}, "heads_q is True: an integer from 1"),
+        ({"heads_q": 4.0}, "heads_q is 4.0: an integer from 1"),
+        ({"head_dim": 0}, "head_dim is 0: an integer from 1"),
+        ({"head_dim": "64"}, "head_dim is '64': an integer from 1"),
+        ({"head_dim_v": -1}, "head_dim_v is -1: an integer from 1"),
+        ({"page_size": 0}, "page_size is 0: an integer from 1"),
+        ({"page_size": 16.0}, "page_size is 16.0: an integer from 1"),
+        ({"scale": math.inf}, "scale is inf: a finite number is needed"),
+        ({"scale": math.nan}, "scale is nan: a finite number is needed"),
+        ({"scale": None}, "scale is None: a finite number is needed"),
+        ({"scale": "0.1"}, "scale is '0.1': a finite number is needed"),
+        ({"scale": True}, "scale is True: a finite number is needed"),
+        ({"softcap": -1.0}, "softcap is -1.0: a finite number of at least 0 is needed"),
+        ({"softcap": math.inf}, "softcap is inf: a finite number of at least 0 is needed"),
+        ({"softcap": None}, "softcap is None: a finite number of at least 0 is needed"),
+        ({"window_left": -1}, "window_left is -1: an integer from 0"),
+        ({"window_left": 1.5}, "window_left is 1.5: an integer from 0"),
+        ({"window_left": True}, "window_left is True: an integer from 0"),
+        ({"window_left": 2**31}, "window_left is 2147483648: an integer from 0 to 2**31 - 1 is needed"),
+        ({"window_right": -2}, "window_right is -2: an integer from 0"),
+        ({"window_right": torch.zeros(1, device="meta")}, "window_right is a Tensor: an integer from 0"),
+        ({"causality": "causal"}, "causality is 'causal': one of Causality.FULL, Causality.CAUSAL"),
+        ({"causality": None}, "causality is None: one of Causality.FULL"),
+        ({"causality": True}, "causality is True: one of Causality.FULL"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16': a torch.dtype is needed"),
+        ({"kv_dtype": None}, "kv_dtype is None: a torch.dtype is needed"),
+        ({"sinks": 1}, "sinks is 1: True or False is needed"),
+        ({"alibi": "no"}, "alibi is 'no': True or False is needed"),
+        ({"batch_invariant": None}, "batch_invariant is None: True or False is needed"),
         ({"latent": True}, "latent attention has one key head"),
         ({"latent": True, "heads_kv": 1, "head_dim_v": 65}, "head_dim_v <= head_dim, not self.heads_kv=1"),
     ],
@@ -91,9 +112,17 @@ def ints(*shape: int) -> torch.Tensor:
         (CASE, change(block_table=ints(2, 4).to("meta")), "block_table is on meta, seq_lens on cpu"),
         (CASE, change(block_table=ints(4, 2).t()), "with neighbouring pages side by side is needed"),
         (CASE, change(block_table=ints(2, 4).long()), "block_table is int64: int32 is needed"),
-        (CASE, change(num_tokens=-1), "num_tokens=-1 is negative"),
-        (CASE, change(max_query_len=-1), "max_query_len=-1 is negative"),
-        (CASE, change(max_seq_len=-5), "max_seq_len=-5 is negative"),
+        (CASE, change(num_tokens=-1), "num_tokens is -1: an integer from 0 to 2**31 - 1 is needed"),
+        (CASE, change(num_tokens=True), "num_tokens is True: an integer from 0"),
+        (CASE, change(max_query_len=-1), "max_query_len is -1: an integer from 0"),
+        (CASE, change(max_query_len=3.0), "max_query_len is 3.0: an integer from 0"),
+        (CASE, change(max_seq_len=-5), "max_seq_len is -5: an integer from 0"),
+        (CASE, change(max_seq_len=None), "max_seq_len is None: an integer from 0"),
+        (CASE, change(seq_lens=[20, 3]), "seq_lens is a list: a tensor is needed"),
+        (CASE, change(query_start_loc=None), "query_start_loc is None: a tensor is needed"),
+        (CASE, change(block_table="pages"), "block_table is 'pages': a tensor is needed"),
+        (PACKED, change(kv_start_loc=(0, 20, 23)), "kv_start_loc is a tuple: a tensor is needed"),
+        (dataclasses.replace(CASE, causal=(True, False)), change(causal=[True, False]), "causal is a list: a tensor"),
         (PACKED, change(kv_start_loc=None), "packed keys need kv_start_loc"),
         (PACKED, change(kv_start_loc=ints(2)), "kv_start_loc has shape (2,): (3,) is needed for 2 requests"),
         (PACKED, change(kv_start_loc=ints(3).short()), "kv_start_loc is int16: int32 is needed"),
@@ -128,6 +157,50 @@ def test_plan_refuses(case: Case, broken: Callable[[Batch], Batch], message: str
     problem = case.problem()
     with pytest.raises(InvalidInput, match=re.escape(message)):
         api.plan(problem.spec, broken(problem.batch), kernel="reference")
+
+
+def test_numbers_of_other_libraries_are_taken() -> None:
+    made = spec(heads_q=numpy.int64(4), window_left=numpy.int32(7), scale=numpy.float32(0.5), softcap=3)
+    assert made == spec(window_left=7, scale=0.5, softcap=3.0)
+    for name in ("heads_q", "window_left", "scale", "softcap"):
+        assert type(getattr(made, name)) in (int, float), name
+    batch = dataclasses.replace(CASE.problem().batch, max_seq_len=numpy.int64(20), num_tokens=torch.tensor(4))
+    assert (type(batch.max_seq_len), type(batch.num_tokens)) == (int, int)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"spec": None}, "spec is None: an AttentionSpec is needed"),
+        ({"batch": [1, 3]}, "batch is [1, 3]: a Batch is needed"),
+        ({"kernel": ["reference"]}, "kernel is ['reference']: a name from the dispatch table or None is needed"),
+        ({"kernel": 3}, "kernel is 3: a name from the dispatch table"),
+        ({"workspace": 2**20}, "workspace is 1048576: a Workspace is needed"),
+        ({"workspace": Workspace(torch.device("meta"))}, "workspace is on meta, seq_lens on cpu"),
+    ],
+)
+def test_plan_refuses_options(changed: dict[str, Any], message: str) -> None:
+    problem = CASE.problem()
+    arguments = {"spec": problem.spec, "batch": problem.batch, "kernel": "reference", **changed}
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        api.plan(arguments.pop("spec"), arguments.pop("batch"), **arguments)
+
+
+@pytest.mark.parametrize("page", [-2, 6, 2**31 - 1])
+def test_the_reference_refuses_pages_that_are_not_there(page: int) -> None:
+    problem = CASE.problem()
+    assert problem.keys.shape[0] == 6
+    assert problem.batch.block_table is not None
+    problem.batch.block_table[0, 1] = page
+    with pytest.raises(InvalidInput, match=f"block_table has page {page} of request 0: the cache has pages 0 to 5"):
+        run(problem)
+
+
+def test_the_reference_refuses_lengths_beyond_the_table() -> None:
+    problem = CASE.problem()
+    problem.batch.seq_lens[1] = 33
+    with pytest.raises(InvalidInput, match="request 1 has 33 keys: block_table has 2 pages for them"):
+        run(problem)
 
 
 def test_plan_refuses_devices() -> None:
@@ -196,6 +269,36 @@ WRONG_ARGUMENTS: list[tuple[Case, str, Wrong, str]] = [
     (LATENT, "values", lambda t: t.clone(), "absorbed MLA's values are keys[..., :head_dim_v]"),
     (LATENT, "q", lambda t: (t[..., :512], t[..., :512]), "q[1] has shape (8, 4, 512): (6, 4, 64) is needed"),
     (LATENT, "q", lambda t: (t, t[..., 512:]), "q[0] has shape (8, 4, 576): (6, 4, 512) is needed"),
+    (LATENT, "q", lambda t: (t[..., :512], None), "q[1] is None: a tensor is needed"),
+    (LATENT, "q", lambda t: (None, t[..., 512:]), "q is None: a tensor is needed"),
+    (CASE, "q", lambda t: t.tolist(), "q is a list: a tensor is needed"),
+    (CASE, "q", lambda t: None, "q is None: a tensor is needed"),
+    (CASE, "keys", lambda t: None, "keys is None: a tensor is needed"),
+    (CASE, "keys", lambda t: t.float().numpy(), "keys is a ndarray: a tensor is needed"),
+    (CASE, "values", lambda t: "values", "values is 'values': a tensor is needed"),
+    (CASE, "out", lambda t: [[0.0]], "out is a list: a tensor is needed"),
+    (CASE, "lse", lambda t: "lse", "lse is 'lse': a tensor is needed"),
+    (CASE, "k_scale", lambda t: 0.5, "k_scale is a float: a tensor is needed"),
+    (dataclasses.replace(CASE, sinks=True), "sinks", lambda t: [0.0] * 4, "sinks is a list: a tensor is needed"),
+    (CASE, "out", lambda t: torch.zeros(1, 4, 64, dtype=BF16).expand(9, 4, 64), "out has shape (9, 4, 64) and strides"),
+    (
+        CASE,
+        "out",
+        lambda t: torch.zeros(9 * 256, dtype=BF16).as_strided((9, 4, 64), (255, 64, 1)),
+        "and strides (255, 64, 1): its rows overlap in memory",
+    ),
+    (CASE, "lse", lambda t: torch.zeros(1, 4).expand(9, 4), "lse has shape (9, 4) and strides (0, 1): its rows"),
+    (CASE, "lse", lambda t: torch.zeros(40).as_strided((9, 4), (3, 1)), "strides (3, 1): its rows overlap in memory"),
+    (CASE, "lse", lambda t: torch.zeros(40).as_strided((9, 4), (1, 8)), "strides (1, 8): its rows overlap in memory"),
+    (CASE, "keys", lambda t: t[:1].expand(6, 16, 2, 64), "strides (0, 256, 128, 1): its rows overlap in memory"),
+    (CASE, "values", lambda t: t[:, :, :1].expand(6, 16, 2, 64), "strides (4096, 256, 0, 1): its rows overlap"),
+    (
+        CASE,
+        "keys",
+        lambda t: torch.zeros(20000, dtype=BF16).as_strided((6, 16, 2, 64), (2047, 128, 64, 1)),
+        "keys has shape (6, 16, 2, 64) and strides (2047, 128, 64, 1): its rows overlap in memory",
+    ),
+    (PACKED, "values", lambda t: t[:1].expand(28, 2, 64), "values has shape (28, 2, 64) and strides (0"),
 ]
 
 
@@ -204,6 +307,52 @@ def test_run_refuses(case: Case, name: str, wrong: Wrong, message: str) -> None:
     problem = case.problem()
     with pytest.raises(InvalidInput, match=re.escape(message)):
         run(problem, **{name: wrong({"out": problem.q, "lse": problem.q, **vars(problem)}[name])})
+
+
+def test_every_layer_is_looked_at() -> None:
+    """What fits is remembered by its layout, and what does not fit is refused after something that does."""
+    problem = CASE.problem()
+    plan, tensors = api.plan(problem.spec, problem.batch, kernel="reference"), (problem.keys, problem.values)
+    lse = torch.zeros(9, 4)
+    for _ in range(2):
+        api.run(plan, problem.q, *tensors, lse=lse)
+        with pytest.raises(InvalidInput, match="q is float16"):
+            api.run(plan, problem.q.half(), *tensors, lse=lse)
+        with pytest.raises(InvalidInput, match="lse has shape"):
+            api.run(plan, problem.q, *tensors, lse=lse[:1].expand(9, 4))
+        with pytest.raises(InvalidInput, match="k_scale is a int"):
+            api.run(plan, problem.q, *tensors, lse=lse, k_scale=1)  # type: ignore[arg-type]
+    for rows in range(api.MOST_LAYOUTS + 3):
+        api.run(plan, problem.q, *tensors, lse=torch.zeros(4, 9 + rows).t())
+    assert len(plan.planner.layouts) <= api.MOST_LAYOUTS
+    with pytest.raises(InvalidInput, match="plan is None: an AttentionPlan is needed"):
+        api.run(None, problem.q, *tensors)  # type: ignore[arg-type]
+    latent = LATENT.problem()
+    plan = api.plan(latent.spec, latent.batch, kernel="reference")
+    api.run(plan, latent.q, latent.keys, latent.values)
+    with pytest.raises(InvalidInput, match="not a tensor of their own"):
+        api.run(plan, latent.q, latent.keys, latent.keys.clone()[..., :512])
+
+
+def test_lse_and_out_of_any_strides_without_overlap() -> None:
+    problem = CASE.problem()
+    out = torch.zeros(4, 9, 64, dtype=BF16).transpose(0, 1)
+    lse = torch.zeros(100).as_strided((9, 4), (1, 9))
+    run(problem, out=out, lse=lse)
+    expected = problem.expected()
+    torch.testing.assert_close(out[:4].double(), expected.out[:4], rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(lse[:4].double(), expected.lse[:4], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "keys", "values", "out", "lse", "sinks"])
+def test_run_refuses_gradients(name: str) -> None:
+    problem = dataclasses.replace(CASE, sinks=True).problem()
+    tensor = {"out": torch.zeros(9, 4, 64, dtype=BF16), "lse": torch.zeros(9, 4), **vars(problem)}[name]
+    asking = tensor.detach().requires_grad_()
+    with pytest.raises(InvalidInput, match=f"{name} requires a gradient, and there is no backward: call under"):
+        run(problem, **{name: asking})
+    with torch.no_grad():
+        run(problem, **{name: asking})
 
 
 def test_run_makes_an_output() -> None:
@@ -269,12 +418,38 @@ def write(**changed: Any) -> None:
         ({"slot_mapping": torch.arange(4, device="meta")}, "key is on cpu: meta is needed"),
         ({"value_cache": torch.zeros(5, 16, 2, 64, dtype=BF16)}, "key_cache holds 6 pages, value_cache 5"),
         ({"k_scale": torch.ones(2)}, "k_scale must hold one float32 on cpu"),
+        ({"spec": "bf16"}, "spec is 'bf16': an AttentionSpec is needed"),
+        ({"key": [[0.0]]}, "key is a list: a tensor is needed"),
+        ({"value": None}, "value is None: a tensor is needed"),
+        ({"key_cache": "cache"}, "key_cache is 'cache': a tensor is needed"),
+        ({"value_cache": None}, "value_cache is None: a tensor is needed"),
+        ({"slot_mapping": [0, 1, 2, 3]}, "slot_mapping is a list: a tensor is needed"),
+        ({"k_scale": 1.0}, "k_scale is a float: a tensor is needed"),
+        ({"kernel": ["cute"]}, "kernel is ['cute']: a name from the dispatch table or None is needed"),
+        (
+            {"value_cache": torch.zeros(1, 16, 2, 64, dtype=BF16).expand(6, 16, 2, 64)},
+            "value_cache has shape (6, 16, 2, 64) and strides (0, 128, 64, 1): its rows overlap in memory",
+        ),
+        (
+            {"key_cache": torch.zeros(20000, dtype=BF16).as_strided((6, 16, 2, 64), (2048, 127, 64, 1))},
+            "key_cache has shape (6, 16, 2, 64) and strides (2048, 127, 64, 1): its rows overlap in memory",
+        ),
+        ({"key": torch.zeros(4, 2, 64, dtype=BF16, requires_grad=True)}, "key requires a gradient"),
+        ({"slot_mapping": torch.tensor([3, -1, 96, 4])}, "slot_mapping has slot 96: the caches have slots 0 to 95"),
         ({"kernel": "fastest"}, "attention.write_kv has no kernel 'fastest': choose one of cute, triton, reference"),
     ],
 )
 def test_write_kv_refuses(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(message)):
         write(**changed)
+
+
+def test_a_slot_beyond_the_cache_writes_nothing() -> None:
+    keys = torch.zeros(6, 16, 2, 64, dtype=BF16)
+    key, slots = torch.ones(4, 2, 64, dtype=BF16), torch.tensor([0, 1, 2, 96])
+    with pytest.raises(InvalidInput, match="slot_mapping has slot 96"):
+        write(key=key, key_cache=keys, value_cache=keys.clone(), slot_mapping=slots)
+    assert not keys.any(), "a part of the key cache was written"
 
 
 # dispatch

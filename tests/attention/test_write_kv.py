@@ -155,7 +155,7 @@ def test_a_call_like_an_earlier_one_is_still_checked() -> None:
 
 
 def test_no_more_layouts_are_remembered_than_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.Writer, "MOST", 3)
+    monkeypatch.setattr(api, "MOST_LAYOUTS", 3)
     writer = api.Writer(SMALL[0].spec, targets.cpu_target, "reference")
     for pages in range(4, 14):
         write = build(replace(SMALL[0], pages=pages), "cpu")

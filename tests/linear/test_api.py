@@ -2,6 +2,7 @@
 """The door of linear layers, their dispatch, their operators, and the kernels that run on any host."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear import api, dispatch, ops, plan, reference, units
 from dsl_backend.linear.configs import choose
-from dsl_backend.linear.spec import SWIGLU_OAI, LinearSpec, Swiglu
+from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, reset_all
@@ -97,17 +98,42 @@ X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
         (X, W, {"bias": torch.zeros(3, dtype=BF16)}, r"bias has shape \(3,\): \[6\] is needed"),
         (X, W, {"residual": X}, r"residual has shape \(2, 8\): \[2, 6\] is needed"),
         (X, W, {"out": torch.zeros(3, 6, dtype=BF16)}, r"out has shape \(3, 6\): \[2, 6\] is needed"),
-        (X, W, {"out": torch.zeros(1, 6, dtype=BF16).expand(2, 6)}, "rows of 6 elements 0 apart: they overlap"),
+        (X, W, {"out": torch.zeros(1, 6, dtype=BF16).expand(2, 6)}, r"strides \(0, 1\): its rows overlap in memory"),
         (X, W.to("meta"), {}, "weight is on meta, x on cpu"),
         (X, W, {"spare_sms": 1}, "spare_sms is 1: cpu has 0, and 0 to 0 can be spared"),
+        (X, W, {"spare_sms": 0.5}, "spare_sms is 0.5: an integer"),
+        (X, W, {"spare_sms": [0]}, r"spare_sms is \[0\]: an integer"),
+        (X, W, {"batch_invariant": "yes"}, "batch_invariant is 'yes': True or False is needed"),
+        (X, W, {"interleaved": []}, r"interleaved is \[\]: True or False is needed"),
+        (X, W, {"activation": [Swiglu()]}, r"activation is \[Swiglu\(.*\)\]: Swiglu\(...\), Geglu\(...\) or None"),
+        (X, W, {"kernel": ["cute"]}, r"kernel is \['cute'\]: a name from the dispatch table or None is needed"),
         (X, W, {"kernel": "fast"}, "no kernel 'fast': choose one of"),
         (X, W.clone().requires_grad_(), {}, "weight requires a gradient, and there is no backward"),
         (X, [[1.0]], {}, "weight is a list: a tensor is needed"),
+        (None, W, {}, "x is None: a tensor is needed"),
+        (X, W, {"bias": 1.0}, "bias is a float: a tensor is needed"),
+        (X, W, {"residual": "x"}, "residual is 'x': a tensor is needed"),
+        (X, W, {"out": [0.0]}, "out is a list: a tensor is needed"),
     ],
 )
 def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         api.linear(x, weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Swiglu(alpha=None), "Swiglu's alpha is None: a finite number is needed"),
+        (lambda: Swiglu(beta="1"), "Swiglu's beta is '1': a finite number is needed"),
+        (lambda: Swiglu(limit=float("inf")), "Swiglu's limit is inf: a finite number is needed"),
+        (lambda: Geglu(tanh="yes"), "Geglu's tanh is 'yes': True or False is needed"),
+        (lambda: LinearSpec(n=8, k=8, dtype="bf16"), "dtype is 'bf16': a torch.dtype is needed"),
+    ],
+)
+def test_activations_refuse(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

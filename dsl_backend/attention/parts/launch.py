@@ -18,8 +18,9 @@ from dsl_backend.attention.parts.schedule import CUT_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
 from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
-from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, short
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.winners import config_of
+from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target

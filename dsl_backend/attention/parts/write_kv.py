@@ -109,16 +109,16 @@ class WriteRows:
         vector: cutlass.Int32,
         vectors: cutlass.Constexpr[int],
     ):
-        """A vector of a token's: it is there even if the slot is negative, so nothing is loaded behind the slot."""
+        """A vector of a token's: it is there even if the slot is none, so nothing is loaded behind the slot."""
         head, column = vector // vectors, vector % vectors * VECTOR
         held = cute.make_rmem_tensor(VECTOR, self.dtype)
         load_vector(rows.iterator, offset((token, head), rows.stride) + column, held)
         if cutlass.const_expr(self.fp8):
             divisor = scale[0]
-        if slot >= 0:
-            # Unsigned, so that a page size that is a power of two is a shift.
-            place = cutlass.Uint64(slot)
-            page, inner = cutlass.Int64(place // self.page_size), cutlass.Int64(place % self.page_size)
+        # Unsigned, so that a page size that is a power of two is a shift, and a negative slot beyond the last page.
+        place = cutlass.Uint64(slot)
+        page, inner = cutlass.Int64(place // self.page_size), cutlass.Int64(place % self.page_size)
+        if cutlass.Uint64(page) < cutlass.Uint64(cache.shape[0]):
             to = offset((page, inner, head), cache.stride) + column
             if cutlass.const_expr(self.fp8):
                 quotients = held.load().to(cutlass.Float32) / divisor

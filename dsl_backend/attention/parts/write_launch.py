@@ -11,7 +11,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.attention.kernel import Writes
 from dsl_backend.attention.parts.tiles import NUMERIC, VECTOR
 from dsl_backend.attention.parts.write_kv import WriteKey, WriteRows
-from dsl_backend.attention.spec import AttentionSpec, short
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.checks import short
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 

@@ -37,7 +37,8 @@ def copy_row(rows_ptr, cache_ptr, scale_ptr, DIM: tl.constexpr, BLOCK_D: tl.cons
     tl.store(cache_ptr + d, narrow(row, cache_ptr.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+# A cache's number of pages is no reason for a kernel of its own.
+@triton.jit(do_not_specialize=("pages",))
 def write_kv_kernel(
     key_ptr,
     value_ptr,
@@ -56,6 +57,7 @@ def write_kv_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    pages,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -65,9 +67,9 @@ def write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
     page, place = slot // PAGE, slot % PAGE
+    if slot < 0 or page >= pages:
+        return
     copy_row(
         key_ptr + token * key_token_stride + head * key_head_stride,
         key_cache_ptr + page * k_page_stride + place * k_token_stride + head * k_head_stride,
@@ -93,7 +95,7 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """As `reference.write_kv`: rows [tokens, heads_kv, dim] to their slots, negative slots skipped."""
+    """As `reference.write_kv`: rows [tokens, heads_kv, dim] to their slots; skipped where there is none."""
     tokens, heads = slot_mapping.shape[0], key.shape[1]
     if tokens == 0:
         return
@@ -112,6 +114,7 @@ def write_kv(
         *value.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
+        key_cache.shape[0],
         PAGE=key_cache.shape[1],
         DIM=dim,
         DIM_V=dim_v,

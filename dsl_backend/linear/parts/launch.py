@@ -7,6 +7,7 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from dsl_backend.checks import short
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, Streams, blocks_of
 from dsl_backend.linear.kernel import Launch, Operands
@@ -17,7 +18,7 @@ from dsl_backend.linear.sm90 import stream as sm90_stream
 from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.sm100 import gemm as sm100_gemm
 from dsl_backend.linear.sm100 import stream as sm100_stream
-from dsl_backend.linear.spec import LinearSpec, short
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.winners import config_of
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel

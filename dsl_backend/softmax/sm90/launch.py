@@ -8,12 +8,13 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import RowConfig, default_config
 from dsl_backend.softmax.sm90.kernel import NUMERIC, Softmax, SoftmaxKey
-from dsl_backend.softmax.spec import SoftmaxSpec, short
+from dsl_backend.softmax.spec import SoftmaxSpec
 
 
 def key_of(spec: SoftmaxSpec, config: RowConfig | None = None) -> SoftmaxKey:

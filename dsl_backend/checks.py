@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of public arguments, shared by all operator families, in one style: `NAME is VALUE: WHAT is needed`.
+
+They run where a spec, a batch or a plan is made, and where a call brings tensors that lie in memory as no earlier
+call's did. A call for a layer of a step compares layouts only. All raise InvalidInput.
+"""
+
+import enum
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from dsl_backend.errors import InvalidInput
+
+Kind = TypeVar("Kind")
+Member = TypeVar("Member", bound=enum.Enum)
+
+# Kernels count in 32 bits.
+MOST = 2**31 - 1
+SHOWN = 80
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises InvalidInput with the message unless ok."""
+    if not ok:
+        raise InvalidInput(message)
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shown(value: object) -> str:
+    """A value as messages have it: of tensors and long things only what they are."""
+    text = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) <= SHOWN else f"a {type(value).__name__}"
+
+
+def integer(name: str, value: Any, least: int, most: int = MOST) -> int:
+    """The value as an int: whatever is one (numpy's too), but no bool, and no tensor that lies on a device."""
+    found = None
+    on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    if not isinstance(value, bool) and not on_device:
+        try:
+            found = operator.index(value)
+        except (TypeError, RuntimeError):
+            found = None
+    if found is None or not least <= found <= most:
+        last = "2**31 - 1" if most == MOST else most
+        raise InvalidInput(f"{name} is {shown(value)}: an integer from {least} to {last} is needed")
+    return found
+
+
+def number(name: str, value: Any, least: float = -math.inf) -> float:
+    """The value as a finite float."""
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not fits or not math.isfinite(value) or value < least:
+        floor = "" if least == -math.inf else f" of at least {least:g}"
+        raise InvalidInput(f"{name} is {shown(value)}: a finite number{floor} is needed")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {shown(value)}: True or False is needed")
+
+
+def member(name: str, value: Any, kind: type[Member]) -> None:
+    """The value is a member of an enum; its name or its value is none."""
+    if not isinstance(value, kind):
+        accepted = ", ".join(str(one) for one in kind)
+        raise InvalidInput(f"{name} is {shown(value)}: one of {accepted} is needed")
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise InvalidInput(f"{name} is {shown(value)}: {a(kind.__name__)} is needed")
+
+
+def a(noun: str) -> str:
+    """With its article."""
+    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
+
+
+def dtype(name: str, value: Any, accepted: Sequence[torch.dtype] = ()) -> None:
+    """The value is a torch dtype, and one of those accepted where any are named."""
+    if not isinstance(value, torch.dtype):
+        raise InvalidInput(f"{name} is {shown(value)}: a torch.dtype is needed")
+    if accepted and value not in accepted:
+        raise InvalidInput(f"{name} is {short(value)}: one of {', '.join(map(short, accepted))} is needed")
+
+
+def kernel(value: Any) -> None:
+    """What a caller may ask for as `kernel`; dispatch knows the names."""
+    if value is not None and not isinstance(value, str):
+        raise InvalidInput(f"kernel is {shown(value)}: a name from the dispatch table or None is needed")
+
+
+def device(name: str, value: Any) -> torch.device:
+    """A torch device, or what names one."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, str):
+        try:
+            return torch.device(value)
+        except RuntimeError:
+            pass
+    raise InvalidInput(f"{name} is {shown(value)}: a torch.device or its name, such as cuda:0 or cpu, is needed")
+
+
+def tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        # Lists are not printed: they are as long as what they hold.
+        what = shown(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+        raise InvalidInput(f"{name} is {what}: a tensor is needed")
+
+
+def no_gradient(name: str, value: torch.Tensor) -> None:
+    """Nothing here has a backward."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(
+            f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it"
+        )
+
+
+def apart(name: str, value: torch.Tensor) -> None:
+    """No two elements share memory, and none lies between those of another row."""
+    extent = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                raise InvalidInput(
+                    f"{name} has shape {tuple(value.shape)} and strides {value.stride()}: its rows overlap in memory"
+                )
+            extent += (size - 1) * stride
