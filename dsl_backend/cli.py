@@ -13,6 +13,7 @@ import dsl_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from dsl_backend.doctor import Report
 
@@ -49,7 +50,7 @@ def doctor(
         str | None, typer.Option(metavar="ARCH", help="Judge for an architecture such as sm_90a, sm_100a or cpu.")
     ] = None,
 ) -> None:
-    """Print versions, the target, the plugin's state, and which kernel serves what and why no better one does."""
+    """Say who serves what, what is wrong and what to do; then versions and tables. Exit status 1 for a problem."""
     from dsl_backend import doctor
     from dsl_backend.errors import InvalidInput
 
@@ -63,6 +64,16 @@ def doctor(
         from rich.console import Console
 
         show(report, Console())
+    raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command("env")
+def environment(json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Print what a bug report needs: versions, GPU, driver, the kernels' cache, and what is set."""
+    from dsl_backend import environment as module
+
+    found = module.gather()
+    typer.echo(found.model_dump_json(indent=2) if json else "\n".join(module.lines(found)))
 
 
 @app.command()
@@ -269,8 +280,30 @@ def refuse(message: str) -> NoReturn:
 
 
 def show(report: "Report", console: "Console") -> None:
-    """The report for people."""
+    """The report for people: the verdict in three lines, then what it is made of."""
     from rich.markup import escape
+
+    bad = bool(report.problems)
+    for name, text, colour in (
+        ("serves", report.verdict.serves, ""),
+        ("wrong", report.verdict.wrong, "red" if bad else "green"),
+        ("to do", report.verdict.todo, ""),
+    ):
+        said = f"[{colour}]{escape(text)}[/]" if colour else escape(text)
+        console.print(f"[bold]{name:7}[/]{said}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(facts_table(report))
+    console.print(kernels_table(report))
+    reasons = reasons_of(report)
+    if reasons:
+        console.print("\n[bold]Why no better kernel serves[/]")
+    for reason, (kernels, layers) in reasons.items():
+        # Everywhere is not worth a list.
+        where = "" if layers == layers_with(report, kernels) else f" for {'; '.join(layers)}"
+        console.print(f"{escape(reason)}\n    [dim]{escape(', '.join(kernels))}{escape(where)}[/]", highlight=False)
+
+
+def facts_table(report: "Report") -> "Table":
     from rich.table import Table
 
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -287,34 +320,44 @@ def show(report: "Report", console: "Console") -> None:
     measured = [f"{one.family} {one.here} of {one.entries}" for one in report.winners]
     facts.add_row("measured", f"configurations for this target: {', '.join(measured)}")
     facts.add_row("plugin", report.plugin.entry_point or "[red]not found[/]")
-    console.print(facts)
+    facts.add_row("variables", ", ".join(f"{name}={value}" for name, value in report.variables.items()) or "none set")
+    return facts
 
-    kernels = Table(title="\nWhich kernel serves a layer", title_justify="left", header_style="bold")
-    for column in ("layer", "operation", "served by", "not by"):
-        kernels.add_column(column, overflow="fold")
-    notes: dict[str, int] = {}
+
+def kernels_table(report: "Report") -> "Table":
+    from rich.table import Table
+
+    kernels = Table(title="\nWhich kernels serve a layer", title_justify="left", header_style="bold")
+    kernels.add_column("layer", overflow="fold")
+    kernels.add_column("served by", overflow="fold")
     for layer in report.layers:
-        for index, operation in enumerate(layer.operations):
-            against = []
+        served = [one.served_by or f"[red]{one.operation}: nothing[/]" for one in layer.operations]
+        none = not any(one.served_by for one in layer.operations)
+        kernels.add_row(layer.name, "[red]nothing[/]" if none else ", ".join(served))
+    return kernels
+
+
+def layers_with(report: "Report", kernels: list[str]) -> list[str]:
+    """The layers that some of these kernels were asked about."""
+    return [
+        layer.name
+        for layer in report.layers
+        if any(one.kernel in kernels for operation in layer.operations for one in operation.kernels)
+    ]
+
+
+def reasons_of(report: "Report") -> dict[str, tuple[list[str], list[str]]]:
+    """What better kernels than the serving ones object -> these kernels, and the layers; each reason once."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for layer in report.layers:
+        for operation in layer.operations:
             for one in operation.kernels:
-                numbers = [str(notes.setdefault(reason, len(notes) + 1)) for reason in one.objections]
-                against += [f"{one.kernel} [{', '.join(numbers)}]"] if numbers else []
-            kernels.add_row(
-                layer.name if index == 0 else "",
-                operation.operation,
-                operation.served_by or "[red]nothing[/]",
-                escape(", ".join(against)),
-                end_section=index == len(layer.operations) - 1,
-            )
-    console.print(kernels)
-    for reason, number in notes.items():
-        console.print(f"{escape(f'[{number}]')} {escape(reason)}", highlight=False)
-    console.print()
-    problems = [*report.plugin.problems, *(problem for one in report.winners for problem in one.problems)]
-    for problem in dict.fromkeys(problems):
-        console.print(f"[red]problem[/]: {escape(problem)}")
-    if not problems:
-        console.print("No problem found: vllm serve MODEL --attention-backend dsl")
+                if one.kernel == operation.served_by and not one.objections:
+                    break
+                for reason in one.objections:
+                    kernels, layers = found.setdefault(reason, ({}, {}))
+                    kernels[one.kernel], layers[layer.name] = None, None
+    return {reason: (list(kernels), list(layers)) for reason, (kernels, layers) in found.items()}
 
 
 def main() -> None:

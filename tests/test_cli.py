@@ -17,6 +17,7 @@ from dsl_backend import __version__, cli, doctor
 from dsl_backend.attention import dispatch
 from dsl_backend.linear import dispatch as linear
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime import toolkit
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.softmax import dispatch as softmax
 
@@ -25,10 +26,17 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(cli.app, list(words))
 
 
-def report(*words: str) -> dict[str, Any]:
+def report(*words: str, status: int = 0) -> dict[str, Any]:
     result = invoke("doctor", "--json", *words)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     return json.loads(result.stdout)
+
+
+def verdict(*words: str, status: int) -> list[str]:
+    """The first three lines for people."""
+    result = invoke("doctor", *words)
+    assert result.exit_code == status, result.output
+    return result.stdout.splitlines()[:3]
 
 
 def test_version() -> None:
@@ -50,6 +58,9 @@ def test_help_imports_no_torch() -> None:
 # The fields that scripts may rely on, with the type of each. A change here is a change of doctor.SCHEMA_VERSION.
 SCHEMA = {
     "schema_version": int,
+    "verdict": {"serves": str, "wrong": str, "todo": str},
+    "problems": [{"what": str, "remedy": str}],
+    "variables": {},
     "python": str,
     "platform": str,
     "versions": {name: (str, type(None)) for name in doctor.DISTRIBUTIONS},
@@ -70,7 +81,7 @@ SCHEMA = {
         "entry_point": (str, type(None)),
         "loads": bool,
         "vllm_plugins": (str, type(None)),
-        "problems": [str],
+        "problems": [{"what": str, "remedy": str}],
     },
     "winners": [{"family": str, "files": [str], "entries": int, "here": int, "problems": [str]}],
     "layers": [
@@ -160,42 +171,122 @@ def test_logits_are_those_of_dispatch(arch: str) -> None:
         assert layers["sampling"]["operations"][0]["served_by"] in ("sampling reference", "sampling triton")
 
 
-def test_reasons_are_shown() -> None:
-    """The table for people holds every objection, though each only once."""
-    shown = " ".join(invoke("doctor", "--arch", "sm_90a").stdout.split())
-    objections = {
-        reason
-        for layer in report("--arch", "sm_90a")["layers"]
-        for operation in layer["operations"]
-        for kernel in operation["kernels"]
-        for reason in kernel["objections"]
-    }
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "sm_100a"])
+def test_reasons_are_shown(arch: str) -> None:
+    """What is for people holds every objection of a better kernel than the serving one, though each only once."""
+    shown = " ".join(invoke("doctor", "--arch", arch).stdout.split())
+    objections = set()
+    for layer in report("--arch", arch)["layers"]:
+        for operation in layer["operations"]:
+            titles = [kernel["kernel"] for kernel in operation["kernels"]]
+            better = titles.index(operation["served_by"]) if operation["served_by"] else len(titles)
+            objections |= {reason for kernel in operation["kernels"][:better] for reason in kernel["objections"]}
     assert objections
     for reason in objections:
-        assert shown.count(reason) == 1
+        assert shown.count(f"{reason} ") == 1, reason
+    assert "cute" not in shown.replace("dsl-backend[cute]", "")
 
 
-@pytest.mark.parametrize("arch", ["sm_x", "90", "hopper", ""])
+class TestVerdict:
+    """Three lines, and an exit status that agrees."""
+
+    @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+    def test_well(self) -> None:
+        serves, wrong, todo = verdict("--arch", "sm_90a", status=0)
+        assert serves.startswith("serves on sm_90a: dense-prefill sm90, dense-decode sm90, write-kv sm90/sm100, mla-")
+        assert wrong == "wrong  nothing"
+        assert todo == "to do  vllm serve MODEL --attention-backend dsl"
+
+    @pytest.mark.parametrize("arch", ["sm_70", "sm_72"])
+    def test_nothing_serves(self, arch: str) -> None:
+        assert verdict("--arch", arch, status=1) == [
+            f"serves on {arch}: nothing",
+            f"wrong  no kernel serves anything on {arch}: needs compute capability 7.5 or newer, this is {arch}",
+            "to do  use a GPU of compute capability 7.5 or newer, or a CPU",
+        ]
+        assert report("--arch", arch, status=1)["problems"]
+
+    def test_no_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "DISTRIBUTIONS", {"vllm": ("no-such-vllm",)})
+        _, wrong, todo = verdict("--arch", "cpu", status=1)
+        assert wrong == "wrong  vLLM is not installed"
+        assert todo.startswith("to do  pip install vllm")
+
+    def test_old_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "version", lambda names: "0.25.1 (vllm)")
+        _, wrong, todo = verdict("--arch", "cpu", status=1)
+        assert wrong == "wrong  vLLM 0.25.1 is older than 0.26, the oldest that is supported"
+        assert todo == "to do  pip install --upgrade vllm"
+
+    @pytest.mark.parametrize("allowed", ["", "another,third"])
+    def test_plugin_is_hidden(self, monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
+        """An empty text is a list of no plugin, to vLLM."""
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+        _, wrong, todo = verdict("--arch", "cpu", status=1)
+        assert wrong == f"wrong  VLLM_PLUGINS={allowed!r} hides the plugin"
+        assert todo == "to do  add dsl to VLLM_PLUGINS, or unset it"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("DSL_BACKEND_SAMPLER", "2"),
+            ("DSL_BACKEND_LINEAR", "2"),
+            ("DSL_BACKEND_CACHE", "7"),
+            ("DSL_BACKEND_CACHE_DIR", "here"),
+            ("DSL_BACKEND_WINNERS", "here"),
+            ("DSL_BACKEND_ARCH", "foo"),
+        ],
+    )
+    def test_a_wrong_variable(self, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+        """The rest of the report is there all the same."""
+        monkeypatch.setenv(name, value)
+        serves, wrong, todo = verdict(status=1)
+        assert serves.startswith("serves on ")
+        assert wrong.startswith(f"wrong  {name}={value!r} is not accepted: use ")
+        assert todo == f"to do  correct or unset {name}"
+        assert report(status=1)["variables"] == {}, "those that count"
+
+    def test_an_unknown_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DSL_BACKEND_SAMPLERS", "1")
+        _, wrong, todo = verdict("--arch", "cpu", status=1)
+        assert wrong.endswith("DSL_BACKEND_SAMPLERS is not a variable of dsl-backend: do you mean DSL_BACKEND_SAMPLER?")
+        assert todo == "to do  correct or unset DSL_BACKEND_SAMPLERS"
+
+    def test_no_cute_dsl(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        why = "nvidia-cutlass-dsl is not installed: CuTe DSL kernels need `pip install 'dsl-backend[cute]'`"
+        monkeypatch.setattr(toolkit, "missing", lambda: [why])
+        serves, wrong, todo = verdict("--arch", "sm_90a", status=1)
+        assert "dense-prefill triton" in serves
+        assert wrong == "wrong  nvidia-cutlass-dsl is not installed"
+        assert "pip install 'dsl-backend[cute]'" in todo
+        verdict("--arch", "sm_80", status=0)
+
+    def test_all_problems_are_in_the_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", "")
+        _, wrong, todo = verdict("--arch", "sm_70", status=1)
+        assert "hides the plugin; no kernel serves anything" in wrong
+        assert "unset it; use a GPU" in todo
+
+
+@pytest.mark.parametrize("arch", ["sm_x", "90", "hopper", "sm_999", ""])
 def test_bad_arch(arch: str) -> None:
     result = invoke("doctor", "--arch", arch)
     assert result.exit_code == 2
     assert repr(arch) in result.stderr
+    assert "sm_90a" in result.stderr
     assert result.stdout == ""
 
 
-def test_plugin_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "another,third")
-    plugin = report("--arch", "cpu")["plugin"]
-    assert [problem for problem in plugin["problems"] if "VLLM_PLUGINS=another,third hides" in problem]
+def test_plugin_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another,dsl")
-    assert not [problem for problem in report("--arch", "cpu")["plugin"]["problems"] if "hides" in problem]
+    assert report("--arch", "cpu")["plugin"]["vllm_plugins"] == "another,dsl"
 
 
 def test_plugin_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
     plugin = doctor.plugin_report()
     assert plugin.entry_point is None
-    assert [problem for problem in plugin.problems if "no entry point 'dsl'" in problem]
+    assert [problem for problem in plugin.problems if "no entry point 'dsl'" in problem.what]
 
 
 def test_plugin_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +294,7 @@ def test_plugin_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [broken])
     plugin = doctor.plugin_report()
     assert not plugin.loads
-    assert [problem for problem in plugin.problems if "does not load: ModuleNotFoundError" in problem]
+    assert [problem for problem in plugin.problems if "does not load: ModuleNotFoundError" in problem.what]
 
 
 def test_versions_name_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +352,7 @@ class TestBench:
 
 
 def test_a_broken_file_of_winners_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named once, although every family reads the file; the exit status is that of a report all the same."""
+    """Named once, although every family reads the file."""
     path = tmp_path / "winners.json"
     path.write_text('{"format": 1, "winners": [{"family": "linaer"}]}')
     monkeypatch.setenv("DSL_BACKEND_WINNERS", str(path))
@@ -269,9 +360,8 @@ def test_a_broken_file_of_winners_is_a_problem(tmp_path: Path, monkeypatch: pyte
     for one in doctor.WINNERS:
         one.forget()
     message = f"{path}: entry 0: family 'linaer' is not one of attention, linear, sampling, softmax"
-    for one in report()["winners"]:
+    for one in report(status=1)["winners"]:
         assert one["files"][0] == str(path)
         assert one["problems"] == [message]
     shown = " ".join(invoke("doctor").stdout.split())
     assert shown.count("family 'linaer' is not one of") == 1
-    assert "No problem found" not in shown

@@ -24,7 +24,16 @@ from dsl_backend.runtime.target import Target
 FORMAT = 1
 PACKAGE = "dsl_backend"
 # Of the package, what no kernel is made from.
-NO_KERNELS = ("vllm_plugin", "testing", "_benchmarks", "cli.py", "doctor.py", "families.py", "kernel_commands.py")
+NO_KERNELS = (
+    "vllm_plugin",
+    "testing",
+    "_benchmarks",
+    "cli.py",
+    "doctor.py",
+    "environment.py",
+    "families.py",
+    "kernel_commands.py",
+)
 TRITON = "triton"
 ACCEPTED = (
     "None, bool, int, float, str, bytes, an enum's member, a dtype, a type; tuples, frozensets, dataclasses of these"

@@ -223,10 +223,16 @@ def detect(device: torch.device | None = None) -> Target:
         InvalidInput: the device is neither a CUDA device nor the CPU, is not there, or DSL_BACKEND_ARCH does not fit
             it.
     """
+    found = at_hand(device)
+    return found if found.is_cpu else overridden(found)
+
+
+def at_hand(device: torch.device | None = None) -> Target:
+    """As `detect`, whatever DSL_BACKEND_ARCH says."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         return cpu_target()
     if device.type != "cuda":
         raise InvalidInput(f"device {device} is not supported: use a CUDA device or the CPU")
-    return overridden(_of_cuda_device(cuda_index(device)))
+    return _of_cuda_device(cuda_index(device))

@@ -74,12 +74,16 @@ def unsupported_vllm() -> list[str]:
     import vllm
 
     version = str(vllm.__version__)
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    reasons = []
-    # A build from a checkout may have no version to speak of.
-    if numbers and ".dev" not in version and (int(numbers[1]), int(numbers[2])) < OLDEST:
-        reasons.append(f"vLLM {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that is supported")
+    reasons = [] if (old := too_old(version)) is None else [old]
     return reasons + [f"vLLM {version}: {step} failed: {why}" for step, why in registration.failures.items()]
+
+
+def too_old(version: str) -> str | None:
+    """Why a version of vLLM is not supported; None where it is, or is that of a checkout."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or ".dev" in version or (int(numbers[1]), int(numbers[2])) >= OLDEST:
+        return None
+    return f"vLLM {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that is supported"
 
 
 def wrong_options(arguments: Any) -> list[str]:
