@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dsl_backend.doctor import Report
 
 WRONG_USE = 2
+# As a shell says it of a program that Ctrl-C has ended.
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="dsl-backend",
@@ -255,13 +257,16 @@ def cache_verify(json: Annotated[bool, typer.Option("--json", help="One JSON obj
 
 
 def attempt(command: Callable[[], int]) -> NoReturn:
-    """End with the command's exit status, or with that of a wrong use."""
+    """End with the command's exit status, with that of a wrong use, or of Ctrl-C."""
     from dsl_backend.errors import InvalidInput
 
     try:
         status = command()
     except InvalidInput as error:
         refuse(str(error))
+    except KeyboardInterrupt as error:
+        typer.echo(f"dsl-backend: interrupted{f': {error}' if str(error) else ''}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(status)
 
 

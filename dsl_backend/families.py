@@ -2,11 +2,18 @@
 """The operator families, for those who want something of all of them: the command line and the plugin.
 
 A family that has CuTe DSL kernels has a module `units`, which registers what it needs for a model when it is imported
-(`runtime.precompile.register_family`).
+(`runtime.precompile.register_family`), and says in `served_by_others` why other kernels serve a part of a model.
 """
 
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING
+
+from dsl_backend.errors import by_reason
+
+if TYPE_CHECKING:
+    from dsl_backend.runtime.model import ModelShape
+    from dsl_backend.runtime.target import Target
 
 FAMILIES = ("attention", "linear", "sampling", "softmax")
 
@@ -19,3 +26,11 @@ def load_units() -> None:
             continue
         if importlib.util.find_spec(f"{package}.units") is not None:
             importlib.import_module(f"{package}.units")
+
+
+def served_by_others(family: str, model: "ModelShape", target: "Target") -> list[str]:
+    """Why CuTe DSL's kernels of a family do not serve all of a model: `what: reason`, each reason once."""
+    if family not in FAMILIES:
+        return []
+    found = importlib.import_module(f"dsl_backend.{family}.units").served_by_others(model, target)
+    return [f"{'; '.join(parts)}: {reason}" for reason, parts in by_reason(found).items()]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dsl-backend compile` and `dsl-backend cache` do and print."""
 
+import contextlib
 import datetime
 import json
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
 
+import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Column
 
 from dsl_backend import families
 from dsl_backend.errors import InvalidInput
@@ -36,32 +37,47 @@ def compile_model(
     as_json: bool,
     say: Say,
 ) -> int:
-    """Compile all that a model needs; the exit status, 1 where a kernel failed or was not kept.
+    """Compile all that a model needs; the exit status, 1 where CuTe DSL is missing, a kernel failed or was not kept.
 
     Raises:
-        InvalidInput: the model, an architecture or a family is not accepted, or nothing can be compiled or kept here.
+        InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
     """
     families.load_units()
     shape = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
-    todo = [unit for arch in arches for unit in precompile.units(shape, compilable(arch), only)]
+    chips = [compilable(arch) for arch in arches]
+    todo = [unit for chip in chips for unit in precompile.units(shape, chip, only)]
+    if toolkit.missing():
+        typer.echo(f"dsl-backend: nothing is compiled: {'; '.join(toolkit.missing())}", err=True)
+        return 1
+    others = [
+        {"family": family, "arch": chip.arch, "why": why}
+        for chip in chips
+        for family in only or precompile.families()
+        for why in families.served_by_others(family, shape, chip)
+    ]
+    if not as_json:
+        for one in others:
+            say(f"no CuTe DSL kernel: {one['family']} on {one['arch']}: {one['why']}")
     outcomes = followed(todo, jobs, quiet=as_json)
-    bad = [outcome for outcome in outcomes if outcome.result in (Result.FAILED, Result.UNKEPT)]
     if as_json:
-        say(
-            json.dumps(
-                {"folder": str(cache.folder()), "kernels": [facts_of(outcome) for outcome in outcomes]}, indent=2
-            )
-        )
+        kernels = [facts_of(outcome) for outcome in outcomes]
+        say(json.dumps({"folder": str(cache.folder()), "kernels": kernels, "without": others}, indent=2))
     elif not todo:
         say(f"nothing to compile: no operator has a CuTe DSL kernel for this model on {', '.join(arches)}")
     else:
-        counts = {result: sum(one.result is result for one in outcomes) for result in Result}
-        size = sum(outcome.size_bytes for outcome in outcomes)
-        done = ", ".join(f"{count} {result.value}" for result, count in counts.items() if count)
-        say(f"{len(outcomes)} kernels: {done}; {size / 1024:.0f} KiB in {cache.folder()}")
-        for outcome in bad:
-            say(f"{outcome.result.value}: {outcome.unit}: {outcome.error}")
+        say(f"{len(outcomes)} kernels: {summary(outcomes)}")
+    bad = [outcome for outcome in outcomes if outcome.result in (Result.FAILED, Result.UNKEPT)]
+    for outcome in bad if not as_json else ():
+        say(f"{outcome.result.value}: {outcome.unit}: {outcome.error}")
     return 1 if bad else 0
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """How many ended how, and what is on disk."""
+    counts = {result: sum(one.result is result for one in outcomes) for result in Result}
+    size = sum(outcome.size_bytes for outcome in outcomes)
+    done = ", ".join(f"{count} {result.value}" for result, count in counts.items() if count)
+    return f"{done or 'none compiled'}; {size / 1024:.0f} KiB in {cache.folder()}"
 
 
 def compilable(arch: str) -> targets.Target:
@@ -72,7 +88,11 @@ def compilable(arch: str) -> targets.Target:
 
 
 def followed(todo: Sequence[Unit], jobs: int | None, *, quiet: bool) -> list[Outcome]:
-    """All outcomes, with a bar on standard error while they come."""
+    """All outcomes, with a bar on standard error while they come.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; it says how far it came, and the processes that compile have ended.
+    """
     if not todo:
         return []
     bar = Progress(
@@ -86,12 +106,15 @@ def followed(todo: Sequence[Unit], jobs: int | None, *, quiet: bool) -> list[Out
         expand=True,
         disable=quiet,
     )
-    outcomes = []
-    with bar:
-        task = bar.add_task("", total=len(todo))
-        for outcome in precompile.run(todo, jobs):
-            outcomes.append(outcome)
-            bar.update(task, advance=1, description=str(outcome.unit))
+    outcomes: list[Outcome] = []
+    try:
+        with bar, contextlib.closing(cast("Generator[Outcome]", precompile.run(todo, jobs))) as running:
+            task = bar.add_task("", total=len(todo))
+            for outcome in running:
+                outcomes.append(outcome)
+                bar.update(task, advance=1, description=str(outcome.unit))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(outcomes)} of {len(todo)} kernels: {summary(outcomes)}") from None
     return outcomes
 
 
@@ -146,22 +169,24 @@ def list_cache(*, as_json: bool, say: Say) -> int:
         kernels = [described(path, entry, state, why) for path, entry, state, why in rows]
         say(json.dumps({"folder": str(cache.folder()), "size_bytes": total, "kernels": kernels}, indent=2))
         return 0
-    table = Table(header_style="bold")
-    for column in ("kernel", "key", "arch", "KiB", "compile s", "made", "state"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("KiB", "compile s") else "left")
-    for path, entry, state, why in rows:
-        shown = f"{state}: {why}" if why else state
-        if isinstance(entry, str):
-            table.add_row(escape(path.name), "", "", f"{cache.size_of(path) / 1024:.0f}", "", "", escape(shown))
-            continue
-        made = datetime.datetime.fromtimestamp(entry.made).strftime("%Y-%m-%d %H:%M")
-        size, seconds = f"{entry.size_bytes / 1024:.0f}", f"{entry.compile_s:.2f}"
-        text = escape(str(entry.parts.get("key")))
-        table.add_row(escape(entry.kernel), text, entry.arch, size, seconds, made, escape(shown))
-    if rows:
-        Console().print(table)
+    lines = [listed(path, entry, f"{state}: {why}" if why else state) for path, entry, state, why in rows]
+    head = ("KiB", "seconds", "made", "arch", "state", "kernel")
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)] if lines else []
+    for line in [head, *lines] if lines else []:
+        # Nothing behind the last column: a key may be long.
+        columns = [text.ljust(width) for text, width in zip(line[:-1], widths, strict=False)]
+        say("  ".join([*columns, line[-1]]))
     say(f"{len(rows)} kernels, {total / 1024:.0f} KiB in {cache.folder()}")
     return 0
+
+
+def listed(path: pathlib.Path, entry: Entry | str, state: str) -> tuple[str, ...]:
+    """An entry in columns."""
+    if isinstance(entry, str):
+        return (f"{cache.size_of(path) / 1024:.0f}", "", "", "", state, path.name)
+    made = datetime.datetime.fromtimestamp(entry.made).strftime("%Y-%m-%d %H:%M")
+    size, seconds = f"{entry.size_bytes / 1024:.0f}", f"{entry.compile_s:.2f}"
+    return (size, seconds, made, entry.arch, state, f"{entry.kernel} {entry.parts.get('key')}")
 
 
 def described(path: pathlib.Path, entry: Entry | str, state: str, why: str) -> dict[str, Any]:

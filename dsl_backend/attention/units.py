@@ -122,4 +122,15 @@ def units_of(
         yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
 
 
+def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
+    """Layer -> why CuTe DSL's kernels do not serve it: `kernels: reason`."""
+    found = {}
+    for spec in specs(model):
+        reasons = dispatch.reasons_against(spec, target, lambda operation: "cute")
+        # What kernels for other GPUs say is of interest where no other reason is left.
+        own = [reason for reason in reasons if "serves GPUs with" not in reason]
+        found[str(spec)] = own or reasons
+    return found
+
+
 register_family("attention", units)

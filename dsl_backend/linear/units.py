@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dsl_backend.checks import short
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.winners import configs_of
@@ -49,6 +50,19 @@ def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
 
     for config in configs_of(spec, target):
         yield Unit("linear", launch.build, launch.key_of(spec, config), target)
+
+
+def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
+    """Layer -> why CuTe DSL's kernels do not serve it."""
+    mlp = "gate and up projections"
+    if not model.gated_sizes:
+        return {mlp: ["the model's configuration names none"]}
+    if getattr(torch, model.dtype) not in DTYPES:
+        return {mlp: [f"dtype {model.dtype} is not one of {', '.join(map(short, DTYPES))}"]}
+    if model.hidden_size % 8:
+        return {mlp: [f"the hidden size {model.hidden_size} is not a multiple of 8"]}
+    odd = {f"{mlp} of {size}": ["not a multiple of 8"] for size in model.gated_sizes if size % 8}
+    return {str(spec): dispatch.cute(spec, target) for spec in specs(model)} | odd
 
 
 register_family("linear", units)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dsl_backend.checks import short
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
@@ -16,13 +17,15 @@ from dsl_backend.sampling.spec import SamplingSpec
 MOST_ROWS = 1024
 
 
-def units(model: ModelShape, target: Target) -> Iterator[Unit]:
-    """A kernel for each number of blocks a row.
-
-    Logits are float32 where vLLM has processed them, and its V2 model runner samples others as the model computes them.
-    """
+def specs(model: ModelShape) -> Iterator[SamplingSpec]:
+    """Logits as vLLM samples from them: float32 where it has processed them, else as the model computes them (V2)."""
     for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
-        spec = SamplingSpec(vocab=model.vocab_size, dtype=dtype)
+        yield SamplingSpec(vocab=model.vocab_size, dtype=dtype)
+
+
+def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+    """A kernel for each number of blocks a row."""
+    for spec in specs(model):
         if dispatch.cute(spec, target):
             continue
         # Imports CuTe DSL.
@@ -30,6 +33,11 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
 
         for config in cluster_configs(spec, target, MOST_ROWS, widest_vector(spec)):
             yield Unit("sampling", launch.build, launch.key_of(spec, config), target)
+
+
+def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
+    """Logits -> why CuTe DSL's kernels do not sample from them."""
+    return {f"{spec.vocab} logits, {short(spec.dtype)}": dispatch.cute(spec, target) for spec in specs(model)}
 
 
 register_family("sampling", units)

@@ -31,4 +31,9 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
         yield Unit("softmax", launch.build, launch.key_of(spec), target)
 
 
+def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
+    """Softmax -> why CuTe DSL's kernels do not serve it."""
+    return {str(spec): dispatch.cute(spec, target) for spec in specs(model)}
+
+
 register_family("softmax", units)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsl-backend compile` says what it does not compile, and ends in one line; `cache list` has a line an entry."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsl_backend import cli, families
+from dsl_backend.runtime import cache, precompile, toolkit
+from dsl_backend.runtime.key import Identity
+from dsl_backend.runtime.precompile import Outcome, Unit
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+needs_cute = pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DSL_BACKEND_CACHE_DIR", str(tmp_path))
+    return tmp_path / cache.FOLDER
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODEL))
+    return path
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_without_cute_dsl(config: Path, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]) -> None:
+    monkeypatch.setattr(toolkit, "missing", lambda: ["nvidia-cutlass-dsl is not installed: install it"])
+    done = invoke("compile", "--model", config, "--arch", "sm_90a", *form)
+    assert done.exit_code == 1
+    assert done.stderr == "dsl-backend: nothing is compiled: nvidia-cutlass-dsl is not installed: install it\n"
+    assert done.stdout == ""
+
+
+@needs_cute
+class TestWhatOthersServe:
+    def test_float32(self, config: Path) -> None:
+        words = ("compile", "--model", config, "--arch", "sm_90a", "--dtype", "float32", "--family", "attention")
+        words += ("--family", "linear")
+        done = invoke(*words)
+        attention, linear, nothing = done.stdout.splitlines()
+        assert attention == (
+            "no CuTe DSL kernel: attention on sm_90a: 8/2 heads of 64, float32, page 16, causal: dense-prefill sm90, "
+            "dense-decode sm90, write-kv sm90/sm100: dtype float32 is not one of float16, bfloat16"
+        )
+        assert linear == (
+            "no CuTe DSL kernel: linear on sm_90a: gate and up projections: dtype float32 is not one of float16, "
+            "bfloat16"
+        )
+        assert nothing.startswith("nothing to compile: ")
+        without = json.loads(invoke(*words, "--json").stdout)["without"]
+        assert [(one["family"], one["arch"]) for one in without] == [("attention", "sm_90a"), ("linear", "sm_90a")]
+        assert attention.endswith(without[0]["why"])
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
+    def test_another_gpu(self, config: Path, arch: str) -> None:
+        """Every family says so, and each reason once."""
+        done = invoke("compile", "--model", config, "--arch", arch)
+        lines = done.stdout.splitlines()
+        for family in families.FAMILIES:
+            assert [line for line in lines if line.startswith(f"no CuTe DSL kernel: {family} on {arch}: ")]
+        assert lines[-1] == f"nothing to compile: no operator has a CuTe DSL kernel for this model on {arch}"
+        reasons = [line.rpartition(": ")[2] for line in lines if " softmax on " in line]
+        assert len(reasons) == len(set(reasons)) == 1
+
+    def test_a_model_that_is_served_says_nothing(self) -> None:
+        from dsl_backend.runtime.model import shape_of
+        from dsl_backend.runtime.target import from_arch
+
+        families.load_units()
+        for family in families.FAMILIES:
+            for arch in ("sm_90a", "sm_100a"):
+                assert families.served_by_others(family, shape_of(MODEL), from_arch(arch)) == [], family
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            ({"intermediate_size": None}, "the model's configuration names none"),
+            ({"intermediate_size": 1028}, "gate and up projections of 1028: not a multiple of 8"),
+        ],
+    )
+    def test_mlps(self, config: Path, change: dict[str, Any], why: str) -> None:
+        config.write_text(json.dumps(MODEL | change))
+        done = invoke("compile", "--model", config, "--arch", "sm_90a", "--family", "linear")
+        assert why in done.stdout
+
+
+class TestInterrupted:
+    def test_status_and_line(self, config: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        closed = []
+
+        def run(todo: list[Unit], jobs: int | None) -> Iterator[Outcome]:
+            try:
+                yield Outcome(todo[0], precompile.Result.COMPILED, size_bytes=2048)
+                raise KeyboardInterrupt
+            finally:
+                closed.append(True)
+
+        monkeypatch.setattr(toolkit, "missing", list)
+        unit = Unit("any", print, 1, None)  # type: ignore[arg-type]
+        monkeypatch.setattr(precompile, "units", lambda model, target, only: [unit] * 3)
+        monkeypatch.setattr(precompile, "run", run)
+        monkeypatch.setattr(families, "served_by_others", lambda family, model, target: [])
+        monkeypatch.setattr(Unit, "__str__", lambda self: "unit")
+        done = invoke("compile", "--model", config, "--arch", "sm_90a", "--json")
+        assert done.exit_code == 130
+        assert done.stderr == f"dsl-backend: interrupted: 1 of 3 kernels: 1 compiled; 2 KiB in {folder}\n"
+        assert done.stdout == ""
+        assert closed, "its processes have ended"
+
+    @needs_cute
+    def test_ctrl_c(self, config: Path) -> None:
+        """A real one, while processes compile."""
+        command = [sys.executable, "-m", "dsl_backend.cli", "compile", "--model", str(config), "--arch", "sm_90a"]
+        process = subprocess.Popen(
+            [*command, "--family", "sampling", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not children.read_text().split() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # As a terminal does it: to all of the group.
+        os.killpg(process.pid, signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert out == ""
+        assert error.startswith("dsl-backend: interrupted: 0 of ")
+        assert error.count("\n") == 1
+
+
+def test_a_line_for_an_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the terminal is narrow and the key long."""
+    monkeypatch.setenv("COLUMNS", "40")
+    disk = cache.open_cache()
+    long = f"Key(tiles={'128, ' * 60})"
+    for number in range(3):
+        parts = {"kernel": f"module.Kernel{number}", "arch": "sm_90a", "key": long, "format": -1}
+        disk.store(Identity(f"module.Kernel{number}", long, "sm_90a", parts), b"x" * 3000, 1.5)
+    (folder / f"{'0' * 32}.o").write_bytes(b"not one")
+    done = invoke("cache", "list")
+    assert done.exit_code == 0
+    head, *entries, last = done.stdout.splitlines()
+    assert head.split() == ["KiB", "seconds", "made", "arch", "state", "kernel"]
+    assert len(entries) == 4
+    assert last.startswith("4 kernels, ")
+    for number in range(3):
+        (line,) = [entry for entry in entries if f"Kernel{number} " in entry]
+        assert line.endswith(f"Kernel{number} {long}")
+        assert line.startswith("3    1.50     ")
+    (broken,) = [entry for entry in entries if "broken: it " in entry]
+    assert broken.endswith(f"{'0' * 32}.o")
