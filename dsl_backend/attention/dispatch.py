@@ -130,8 +130,8 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
 
 def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     """What the CuTe DSL kernel of writes needs: no instruction of one SM, but it is proven for two of them."""
-    if not (target.wgmma or target.tcgen05):
-        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.arch}"]
+    if not (target.wgmma or target.sm100_kernels):
+        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.described}"]
     reasons = [*toolkit.missing()]
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
@@ -160,8 +160,8 @@ def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) ->
     """The same of an SM100 kernel."""
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
-        if not target.tcgen05:
-            return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
+        if not target.sm100_kernels:
+            return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.described}"]
         return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
     return objections

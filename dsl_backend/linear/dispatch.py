@@ -16,8 +16,8 @@ TMA_VECTOR = 8
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
     """There are kernels for wgmma, and for tcgen05."""
-    if not (target.wgmma or target.tcgen05):
-        return [f"serves GPUs with wgmma (sm_90a) or tcgen05 (sm_100a, sm_103a), this is {target.arch}"]
+    if not (target.wgmma or target.sm100_kernels):
+        return [f"serves GPUs with wgmma (sm_90a) or tcgen05 (sm_100a, sm_103a), this is {target.described}"]
     reasons = [*toolkit.missing()]
     if spec.vector < TMA_VECTOR:
         reasons.append(

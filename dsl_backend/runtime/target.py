@@ -101,8 +101,24 @@ class Target:
 
     @property
     def tcgen05(self) -> bool:
-        """Fifth-generation tensor cores with tensor memory (SM100, SM103; not SM120)."""
+        """Fifth-generation tensor cores with tensor memory (SM100, SM103, SM110; not SM120)."""
         return self.capability is not None and self.capability[0] in (10, 11)
+
+    @property
+    def sm100_kernels(self) -> bool:
+        """Whether the CuTe DSL kernels for SM100 serve: on what they were compiled for, and ran on the emulator.
+
+        Not on SM110. It has tcgen05, but CuTe DSL 4.6.0 with CUDA 12's compiler makes no code for sm_110a, and the
+        emulator has no such device.
+        """
+        return self.tcgen05 and self.capability is not None and self.capability[0] == 10
+
+    @property
+    def described(self) -> str:
+        """The architecture, in an objection; where it has tcgen05 and is not served, why."""
+        if self.tcgen05 and not self.sm100_kernels:
+            return f"{self.arch}, whose tcgen05 these kernels were never compiled for or run on"
+        return self.arch
 
     @property
     def fast_exponentials(self) -> bool:

@@ -32,10 +32,12 @@ def empty_result(problem: Problem) -> Result:
     return Result(out, lse)
 
 
-def launch(plan: AttentionPlan, problem: Problem, result: Result, *, split_q: bool = False) -> None:
+def launch(
+    plan: AttentionPlan, problem: Problem, result: Result, *, split_q: bool = False, with_lse: bool = True
+) -> None:
     """One layer's attention of the problem, into result."""
-    q = problem.split_q if split_q else problem.q
-    api.run(plan, q, problem.keys, problem.values, out=result.out, lse=result.lse, **problem.extras)
+    q, lse = problem.split_q if split_q else problem.q, result.lse if with_lse else None
+    api.run(plan, q, problem.keys, problem.values, out=result.out, lse=lse, **problem.extras)
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
     split_q: bool = False,
     adjust: Callable[[Planner], None] | None = None,
     target: Target | None = None,
+    with_lse: bool = True,
 ) -> Result:
     """Plan and run a problem on one kernel.
 
@@ -54,6 +57,7 @@ def run(
         split_q: give absorbed MLA's q in two parts.
         adjust: changes the planner's kernels before the first plan, such as their number of splits.
         target: what to take the device for; what it is by default.
+        with_lse: ask for an LSE, as decode under context parallelism does; prefill serves without.
     """
     api.check_batch(problem.spec, problem.batch)
     scratch = workspace or Workspace(problem.device)
@@ -61,17 +65,25 @@ def run(
     if adjust is not None:
         adjust(planner)
     result = empty_result(problem)
-    launch(planner.plan(problem.batch), problem, result, split_q=split_q)
+    launch(planner.plan(problem.batch), problem, result, split_q=split_q, with_lse=with_lse)
     return result
 
 
-def judge(result: Result, expected: Expected, magnitude: torch.Tensor) -> None:
-    """Raises AssertionError where a result is wrong. magnitude: [rows], of `Problem.score_magnitude`."""
+def judge(result: Result, expected: Expected, magnitude: torch.Tensor, *, with_lse: bool = True) -> None:
+    """Raises AssertionError where a result is wrong.
+
+    Args:
+        magnitude: [rows], of `Problem.score_magnitude`.
+        with_lse: whether an LSE was asked for; none may have been written otherwise.
+    """
     mine = expected.owned
     for name, tensor in (("out", result.out), ("lse", result.lse)):
         rest = tensor[~mine]
         assert (rest == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
     assert_within_budget(result.out[mine], expected.out[mine], expected.naive[mine])
+    if not with_lse:
+        assert (result.lse == SENTINEL).all(), "lse: written, and not asked for"
+        return
     assert_lse_within_budget(result.lse[mine], expected.lse[mine], expected.lse_single[mine], magnitude[mine])
 
 

@@ -15,7 +15,7 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import CASES, FP16, FULL, Case
-from dsl_backend.testing.inputs import Layout, Surroundings
+from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from emulator.machine.profile import Profile
 from emulator.profile import summary
 
@@ -25,9 +25,26 @@ SMS = 4
 Maker = Callable[[Planner, bool], Kernel]
 
 
-def emulate(case: Case, arch: str, make: Maker, index: int, sms: int = SMS, **device: Any) -> Profile:
-    """Run a case on kernels of the maker's, and judge the result; any finding or warning raises."""
+def emulate(
+    case: Case,
+    arch: str,
+    make: Maker,
+    index: int,
+    sms: int = SMS,
+    *,
+    with_lse: bool = True,
+    spoil: Callable[[Problem], None] | None = None,
+    **device: Any,
+) -> Profile:
+    """Run a case on kernels of the maker's, and judge the result; any finding or warning raises.
+
+    Args:
+        with_lse: ask for an LSE: the kernel is another one, without exponentials by polynomial.
+        spoil: changes the problem's numbers first.
+    """
     problem = case.problem()
+    if spoil is not None:
+        spoil(problem)
 
     def adjust(planner: Planner) -> None:
         planner.short = (*planner.short[:2], make(planner, True))
@@ -36,8 +53,8 @@ def emulate(case: Case, arch: str, make: Maker, index: int, sms: int = SMS, **de
     target = replace(from_arch(arch), sm_count=sms)
     schedule = SCHEDULES[index % len(SCHEDULES)]
     with emulator.device(arch=arch, sms=sms, schedule=schedule, seed=index, strict=True, **device) as machine:
-        result = check.run(problem, "cute", adjust=adjust, target=target)
-    check.judge(result, problem.expected(), problem.score_magnitude())
+        result = check.run(problem, "cute", adjust=adjust, target=target, with_lse=with_lse)
+    check.judge(result, problem.expected(), problem.score_magnitude(), with_lse=with_lse)
     assert machine.profile is not None
     return machine.profile
 

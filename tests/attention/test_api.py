@@ -590,7 +590,19 @@ def test_cute_is_for_its_own_chips() -> None:
     }
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])
+@pytest.mark.parametrize("operation", list(Operation))
+def test_sm110_gets_no_kernels_of_sm100(operation: Operation) -> None:
+    """It has tcgen05, but nothing was compiled for it or run: Triton serves."""
+    layer = spec(latent=True, heads_kv=1, head_dim=576, head_dim_v=512) if operation is Operation.MLA_DECODE else spec()
+    target = from_arch("sm_110a")
+    assert dispatch.choose(operation, layer, target).name == "triton"
+    with pytest.raises(Unsupported, match="this is sm_110a, whose tcgen05 these kernels were never compiled for"):
+        dispatch.choose(operation, layer, target, "cute")
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a"]
+)
 def test_float16_is_served_everywhere(arch: str) -> None:
     layer = spec(dtype=FP16, kv_dtype=FP16)
     assert dispatch.reasons_against(layer, from_arch(arch)) == []

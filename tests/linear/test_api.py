@@ -138,7 +138,10 @@ def test_activations_refuse(make: Callable[[], object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "kernel"),
-    [("sm_90a", "cute"), ("sm_100a", "cute"), ("sm_103a", "cute"), ("sm_120a", "triton"), ("sm_80", "triton")],
+    [
+        *((arch, "cute") for arch in ("sm_90a", "sm_100a", "sm_103a")),
+        *((arch, "triton") for arch in ("sm_110a", "sm_120a", "sm_80")),
+    ],
 )
 def test_who_serves(arch: str, kernel: str) -> None:
     spec = LinearSpec(n=14336, k=4096, dtype=BF16, activation=Swiglu())

@@ -24,6 +24,7 @@ CAPABILITIES = ("wgmma", "tcgen05", "tma", "native_fp8", "native_bf16")
         ("sm_90a", {"native_bf16", "native_fp8", "tma", "wgmma"}),
         ("sm_100a", {"native_bf16", "native_fp8", "tma", "tcgen05"}),
         ("sm_103a", {"native_bf16", "native_fp8", "tma", "tcgen05"}),
+        ("sm_110a", {"native_bf16", "native_fp8", "tma", "tcgen05"}),
         ("sm_120a", {"native_bf16", "native_fp8", "tma"}),
     ],
 )

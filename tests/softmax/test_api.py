@@ -132,7 +132,10 @@ def test_a_kernel_by_name_does_not_fall_back() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "kernel"),
-    [("sm_90a", "cute"), ("sm_100a", "cute"), ("sm_103a", "cute"), ("sm_120a", "triton"), ("sm_80", "triton")],
+    [
+        *((arch, "cute") for arch in ("sm_90a", "sm_100a", "sm_103a")),
+        *((arch, "triton") for arch in ("sm_110a", "sm_120a", "sm_80")),
+    ],
 )
 def test_who_serves(arch: str, kernel: str) -> None:
     spec = SoftmaxSpec(width=151936, dtype=BF16, out_dtype=F32, vector=8)

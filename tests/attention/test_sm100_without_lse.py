@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM100 kernels as prefill serves with them: without an LSE, some exponentials are polynomials on the FMA pipe.
+
+Tiles that are masked have none of these: a case needs tiles of keys that all rows of a query tile see.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.parts import scores
+from dsl_backend.attention.parts.launch import function_of
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm100 import forward, softmax
+from dsl_backend.attention.sm100.configs import ForwardConfig, default_config
+from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.primitives import math as device_math
+from dsl_backend.runtime.compile import forget
+from dsl_backend.testing.cases import FP16, FULL, Case
+from dsl_backend.testing.inputs import Problem
+from tests.attention.emulated import emulate, scratch
+from tests.attention.mistakes import Mistake, spoilt
+
+POLYNOMIAL = 4  # of each 16 keys, those whose exponentials the polynomial makes
+NAN_KEYS = (1, 67)  # the second of a pair of keys in an unmasked tile each
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A case, and the configuration of its long queries; the layer's default where there is none."""
+
+    case: Case
+    config: ForwardConfig | None = None
+    spoil: Callable[[Problem], None] | None = None
+
+    def make(self, planner: Planner, short: bool) -> Kernel:
+        if short:
+            return SplitKV(planner.spec, planner.target, scratch())
+        config = self.config or default_config(planner.spec)
+        assert config.polynomial > 0
+        assert config.objections(planner.spec, planner.target.smem_bytes) == []
+        return Prefill(planner.spec, planner.target, scratch(), config)
+
+    def run(self, index: int) -> None:
+        emulate(self.case, "sm_100a", self.make, index, with_lse=False, spoil=self.spoil)
+
+
+def nan_keys(problem: Problem) -> None:
+    """NaN in keys of the first request, at places of a tile whose exponentials are polynomials."""
+    table, page = problem.batch.block_table, problem.spec.page_size
+    assert table is not None
+    assert page is not None
+    for position in NAN_KEYS:
+        problem.keys[int(table[0, position // page]), position % page, 0] = math.nan
+
+
+SMALL = ForwardConfig(tile_n=64, polynomial=POLYNOMIAL)
+SUBJECTS = (
+    Subject(
+        Case(
+            id="plain",
+            q_lens=(40, 1, 140),
+            kv_lens=(300, 150, 290),
+            heads=(2, 1),
+            dtype=FP16,
+            why="polynomials within a float16's budget; short queries beside them",
+        )
+    ),
+    Subject(
+        Case(
+            id="nan-keys",
+            q_lens=(20, 30),
+            kv_lens=(230, 200),
+            heads=(2, 1),
+            dtype=FP16,
+            q_gain=40.0,
+            why="NaN reaches its rows; weights below the least power",
+        ),
+        SMALL,
+        nan_keys,
+    ),
+    Subject(
+        Case(
+            id="alibi-full",
+            q_lens=(140, 40),
+            kv_lens=(200, 256),
+            heads=(2, 1),
+            dtype=FP16,
+            causality=FULL,
+            alibi=True,
+            why="distances of both signs",
+        ),
+        replace(SMALL, polynomial=8),
+    ),
+    Subject(
+        Case(id="pairs", q_lens=(150,), kv_lens=(400,), heads=(2, 2), dim=256, dtype=FP16, why="pairs of blocks"),
+    ),
+    Subject(
+        Case(
+            id="fp8",
+            q_lens=(20, 40),
+            kv_lens=(300, 400),
+            heads=(2, 1),
+            dtype=FP16,
+            fp8=True,
+            q_gain=3.0,
+            why="widened keys; rows whose largest score grows by less than the patience",
+        )
+    ),
+    Subject(
+        Case(
+            id="shared-ring",
+            q_lens=(20, 140),
+            kv_lens=(300, 260),
+            heads=(2, 2),
+            dim=192,
+            dim_v=64,
+            dtype=FP16,
+            page=None,
+            why="keys and values share a ring",
+        )
+    ),
+    Subject(
+        Case(
+            id="window-softcap-sinks",
+            q_lens=(40, 140),
+            kv_lens=(500, 290),
+            heads=(2, 1),
+            window=(260, None),
+            softcap=5.0,
+            sinks=True,
+            q_gain=4.0,
+            why="unmasked tiles between masked ones",
+        ),
+        replace(SMALL, polynomial=8, halves=1),
+    ),
+    Subject(
+        Case(id="launched", q_lens=(140, 40), kv_lens=(300, 200), heads=(2, 1), dtype=FP16, why="off the grid"),
+        replace(SMALL, launch_control=True),
+    ),
+    Subject(
+        Case(id="wide", q_lens=(20, 40), kv_lens=(200, 150), heads=(1, 1), dim=384, dtype=FP16, why="slices of values")
+    ),
+)
+QUICK = ("plain", "nan-keys", "alibi-full", "pairs", "fp8")
+
+
+def by_id(name: str) -> Subject:
+    return next(subject for subject in SUBJECTS if subject.case.id == name)
+
+
+@pytest.mark.parametrize(
+    ("index", "subject"),
+    [
+        pytest.param(i, one, id=one.case.id, marks=() if one.case.id in QUICK else pytest.mark.full)
+        for i, one in enumerate(SUBJECTS)
+    ],
+)
+def test_without_lse(index: int, subject: Subject) -> None:
+    subject.run(index)
+
+
+def exp2_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
+    return softmax, "exp2_by_polynomial", wrong.exp2_by_polynomial
+
+
+def softmax_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
+    return forward, "Softmax", wrong.Softmax
+
+
+def scores_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
+    return softmax, "scores_of", wrong.scores_of
+
+
+SHIFTED = "return shift_exponent(power[0], rounded[0]), shift_exponent(power[1], rounded[1])"
+LARGEST = "top = largest_by_threes([before, *scores], nan=self.polynomial > 0)"
+# A mistake, what has it in place of the right one, and the quick case that has to show it.
+MISTAKES = (
+    (
+        Mistake("exponent-of-the-second", device_math, SHIFTED, SHIFTED.replace("rounded[1])", "rounded[0])")),
+        exp2_of,
+        "plain",
+    ),
+    (
+        Mistake("sign-of-the-part", device_math, "part = sub_pair(x, away)", "part = sub_pair(away, x)"),
+        exp2_of,
+        "plain",
+    ),
+    (
+        Mistake(
+            "a-coefficient-too-few",
+            device_math,
+            "for coefficient in EXP2_COEFFICIENTS[2::-1]:",
+            "for coefficient in EXP2_COEFFICIENTS[1::-1]:",
+        ),
+        exp2_of,
+        "plain",
+    ),
+    (
+        Mistake(
+            "no-least-power",
+            device_math,
+            "x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)",
+            "x = tuple(x)",
+        ),
+        exp2_of,
+        "nan-keys",
+    ),
+    (
+        Mistake("nan-left-out-of-the-maximum", softmax, LARGEST, LARGEST.replace("self.polynomial > 0", "False")),
+        softmax_of,
+        "nan-keys",
+    ),
+    (
+        Mistake(
+            "distance-without-abs", scores, "value -= slope * cute.arch.fmax(away, -away)", "value -= slope * away"
+        ),
+        scores_of,
+        "alibi-full",
+    ),
+)
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled for the test, and nothing is left of them."""
+    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+    forget()
+    function_of.cache_clear()
+    yield
+    forget()
+    function_of.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(("mistake", "patch", "case"), [pytest.param(*one, id=one[0].id) for one in MISTAKES])
+def test_mistake_is_found(
+    mistake: Mistake,
+    patch: Callable[[ModuleType], tuple[ModuleType, str, Any]],
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By values, in several rows: one row near its budget would be luck."""
+    assert case in QUICK
+    monkeypatch.setattr(*patch(spoilt(mistake, tmp_path)))
+    with pytest.raises(AssertionError) as raised:
+        by_id(case).run(0)
+    rows = re.search(r"in rows ([^;]*)", str(raised.value))
+    assert rows is not None, raised.value
+    assert re.search(r"[-,]", rows[1]), f"found in one row alone: {raised.value}"
