@@ -24,6 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each provider of each row")
     parser.add_argument("--prepare-seconds", type=float, default=240.0, help="until a provider is given up")
     parser.add_argument("--flush", action="store_true", help="overwrite the last-level cache before each replay")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu, whose figures say nothing about a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", dest="only_list", help="print rows and providers, run nothing")
     return parser.parse_args(arguments)

@@ -78,12 +78,13 @@ def main(
     flush: bool = False,
     seed: int = 0,
     only_list: bool = False,
+    device: str = "cuda",
     console: Console | None = None,
 ) -> int:
     """Measure operators against their peers.
 
     Args:
-        op: an operator's name, or several; none for all, where a report is asked for.
+        op: an operator's name, or several; none for all, where a report or a list is asked for.
         json_path: takes one JSON object a line: the machine's facts first, then each row.
         report_path: takes a page with pictures of all rows; by default rows are then the table, the sweeps and the
             smallest ones.
@@ -96,15 +97,17 @@ def main(
         prepare_seconds: after which a provider that is not ready is given up.
         flush: overwrite the last-level cache before each replay.
         only_list: print the rows and providers, run nothing.
+        device: `cuda`; or `cpu`, whose figures say nothing about a GPU.
 
     Returns:
-        0 where ours ran and was right in every row it serves, else 1; 2 where an argument names nothing.
+        0 where ours ran and was right in every row it serves, else 1; 2 where an argument names nothing, or the device
+        is not there.
     """
     console = console or Console()
     known = operators(page_size)
     names = [op] if isinstance(op, str) else list(op)
     try:
-        require_known(names, known, report_path, sources)
+        require_known(names, known, report_path, sources, only_list)
         if report_path is not None and sources:
             records = [record for source in sources for record in measured.read(source)]
             kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
@@ -114,21 +117,21 @@ def main(
         chosen = [
             choose(known[name], rows, peers, own_kernels, pictured=report_path is not None) for name in names or known
         ]
+        if only_list:
+            for selection in chosen:
+                selection.print(console)
+            return 0
+        place = place_of(device)
     except (OSError, ValueError) as error:
         report.say(console, str(error))
         return 2
-    if only_list:
-        for selection in chosen:
-            selection.print(console)
-        return 0
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gathered = facts.gather(device)
+    gathered = facts.gather(place)
     lines = report.JsonLines(json_path)
     lines.write({"kind": "environment", **gathered, "page_size": page_size, "seconds": seconds, "flush": flush})
     settings = runner.Settings(seconds=seconds, prepare_seconds=prepare_seconds, flush=flush, seed=seed)
     failed = False
     for selection in chosen:
-        ended = measure(selection, device, settings, gathered, lines, console)
+        ended = measure(selection, place, settings, gathered, lines, console)
         failed |= selection.failed(lines) or ended
         if ended:
             break
@@ -137,11 +140,25 @@ def main(
     return 1 if failed else 0
 
 
+def place_of(device: str) -> torch.device:
+    """Where to run.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device {device!r} is not one of cuda, cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu runs on the CPU, whose figures say nothing about a GPU")
+    return torch.device(device)
+
+
 def require_known(
     names: Sequence[str],
     known: Mapping[str, Any],
     report_path: pathlib.Path | None,
     sources: Sequence[pathlib.Path],
+    only_list: bool = False,
 ) -> None:
     """Refuse what asks for nothing.
 
@@ -151,7 +168,7 @@ def require_known(
     for name in names:
         if name not in known:
             raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
-    if not names and report_path is None:
+    if not names and report_path is None and not only_list:
         raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
     if sources and report_path is None:
         raise ValueError("--from is for --report: name the page that is to be made of these files")

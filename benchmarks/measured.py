@@ -65,10 +65,10 @@ class Section:
         return found
 
     @property
-    def smallest(self) -> Record | None:
-        """The row with the least traffic among those that are there to show what a launch costs."""
-        found = [row for row in self.rows.values() if row["group"] == SMALLEST and measured(row)]
-        return min(found, key=lambda row: row["traffic_bytes"], default=None)
+    def smallest(self) -> list[Record]:
+        """The rows that are there to show what a launch costs, that with the least traffic first."""
+        found = [row for row in self.rows.values() if row["group"] == SMALLEST]
+        return sorted(found, key=lambda row: row["traffic_bytes"])
 
 
 def gather(records: Sequence[Record]) -> tuple[list[Record], list[Section]]:

@@ -108,18 +108,26 @@ def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:
 
 def latencies(sections: Sequence[Section], device: str) -> str:
     """What a launch costs where there is next to nothing to do."""
-    rows = {one.operator: row for one in sections if one.device == device and (row := one.smallest)}
+    rows = [(one.operator, row) for one in sections if one.device == device for row in one.smallest]
     if not rows:
         return ""
     lines = []
-    for operator, row in rows.items():
-        for index, cell in enumerate(measured(row)):
+    for operator, row in rows:
+        # A row that nobody was measured in shows who was asked.
+        for index, cell in enumerate(measured(row) or row["cells"]):
             label = f"{operator}, {row['id']}"
             host = microseconds(cell["launch_us"]) if "launch_us" in cell else "-"
-            times = f"<td>{microseconds(cell['median_us'])}</td><td>{host}</td></tr>"
-            lines.append(document.labelled(label, cell["provider"], index == 0) + times)
-    table = document.table("Microseconds.", ["operator, row", "provider"], ["a launch", "host"], lines)
-    return f"<h2>Launches on {text(device)}</h2>{document.charts([charts.latency_chart(rows)], wide=True)}{table}"
+            shown = microseconds(cell["median_us"]) if "median_us" in cell else text(cell["status"])
+            lines.append(
+                document.labelled(label, cell["provider"], index == 0) + f"<td>{shown}</td><td>{host}</td></tr>"
+            )
+    table = document.table("Microseconds.", ["operator, row", "provider"], ["a launch, us", "host, us"], lines)
+    smallest: dict[str, Record] = {}
+    for operator, row in rows:
+        if measured(row):
+            smallest.setdefault(operator, row)
+    picture = document.charts([charts.latency_chart(smallest)], wide=True) if smallest else ""
+    return f"<h2>Launches on {text(device)}</h2>{picture}{table}"
 
 
 def section_part(section: Section, title: str) -> str:

@@ -104,14 +104,14 @@ def headings(rows: Sequence[Row], unit: str, ours: str) -> list[str]:
     """Columns, without the peers that ran in no row."""
     peers = [cell.provider for cell in rows[0].cells if cell.provider != ours] if rows else []
     kept = [name for name in peers if any(c.provider == name and c.status != "skipped" for r in rows for c in r.cells)]
-    return ["row", "floor us", f"{ours} us", "of floor", unit, *kept]
+    return ["row", "floor us", f"{ours} us", "of floor", unit, *(f"{name} us" for name in kept)]
 
 
 def line(row: Row, columns: Sequence[str], unit: str, ours: str) -> list[str]:
     cells = {cell.provider: cell for cell in row.cells}
     own = row.time_us(ours)
     floor = microseconds(row.floor_us) if row.floor_us else ""
-    peers = [peer_text(cells[name], own) for name in columns[5:]]
+    peers = [peer_text(cells[name.removesuffix(" us")], own) for name in columns[5:]]
     return [row.case.id, floor, *own_text(row, cells[ours], unit), *peers]
 
 
@@ -168,7 +168,7 @@ class Progress:
         if self.console.is_terminal:
             self.live.update(rich_table(self.title, self.rows, self.unit, self.ours), refresh=True)
             return
-        cells = [f"{c.provider} {microseconds(c.time.median_us) if c.time else c.status}" for c in row.cells]
+        cells = [f"{c.provider} {f'{microseconds(c.time.median_us)} us' if c.time else c.status}" for c in row.cells]
         say(self.console, f"{row.case.id}: {', '.join(cells)}")
 
 

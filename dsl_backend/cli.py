@@ -100,7 +100,11 @@ def bench(
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.0, help="Timing of each cell, in seconds.")] = 0.3,
     flush: Annotated[bool, typer.Option("--flush", help="Overwrite the last-level cache before each replay.")] = False,
-    only_list: Annotated[bool, typer.Option("--list", help="Print the rows and peers, run nothing.")] = False,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, whose figures say nothing about a GPU.")] = "cuda",
+    only_list: Annotated[
+        bool,
+        typer.Option("--list", help="Print the rows and peers, of all operations where none is named; run nothing."),
+    ] = False,
 ) -> None:
     """Measure operations side by side with the peers that are installed."""
     raise typer.Exit(
@@ -116,6 +120,7 @@ def bench(
             seconds=seconds,
             flush=flush,
             only_list=only_list,
+            device=device,
         )
     )
 

@@ -329,6 +329,7 @@ def measure(
         "rows": pattern,
         "kernels": ",".join(kernels),
         "peers": options.peers,
+        "device": options.device,
         "seconds": SECONDS_CPU if options.device == "cpu" else SECONDS,
     }
     problems: list[str] = []

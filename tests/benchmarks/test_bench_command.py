@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
 import benchmarks
@@ -29,9 +30,9 @@ TIMED_KEYS = {
 }  # fmt: skip
 
 
-def bench(op: str, json_path: pathlib.Path | None = None, **options: object) -> tuple[int, str]:
+def bench(op: str | list[str], json_path: pathlib.Path | None = None, **options: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=80)
-    options = {"kernels": "reference", "rows": "^tiny", "seconds": 0.01, **options}
+    options = {"kernels": "reference", "rows": "^tiny", "seconds": 0.01, "device": "cpu", **options}
     status = benchmarks.main(op, json_path, console=console, **options)  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return status, console.file.getvalue()
@@ -74,12 +75,47 @@ def test_a_kernel_that_does_not_exist_is_an_objection_not_a_crash() -> None:
         ("decoed", {}, "choose from decode"),
         ("decode", {"rows": "no such row"}, "no row of decode matches"),
         ("decode", {"peers": "FA3,nobody"}, "no peer nobody"),
+        ("decode", {"device": "tpu"}, "device 'tpu' is not one of cuda, cpu"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused(op: str, options: dict[str, object], message: str) -> None:
     status, text = bench(op, None, **options)
     assert status == 2
     assert message in text
+
+
+def test_a_machine_without_a_gpu_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default; nothing is run and no file is written over."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("earlier")
+    status, text = bench("softmax", path, device="cuda")
+    assert status == 2
+    assert text == ("there is no CUDA device: --device cpu runs on the CPU, whose figures say nothing about a GPU\n")
+    assert path.read_text() == "earlier"
+
+
+def test_a_list_of_everything() -> None:
+    """Without an operator and without a device."""
+    status, text = bench([], rows=None, device="cuda", only_list=True)
+    assert status == 0
+    for name, operator in benchmarks.operators().items():
+        assert f"{name}, providers: dsl:reference, " in text
+        for one in operator.cases():
+            assert f" {one.id}\n" in text
+
+
+def test_units_and_every_row() -> None:
+    status, text = bench("softmax", rows="^tiny", peers="torch")
+    assert status == 0
+    lines = text.splitlines()
+    for row in ("tiny-3x40", "tiny-2x4099"):
+        assert [line for line in lines if line.startswith(f"{row}: dsl:reference ") and line.count(" us") == 2]
+        assert [line for line in lines if line.startswith(f"| {row} ")]
+    (head,) = [line for line in lines if line.startswith("| row ")]
+    assert [column.strip() for column in head.split("|")[1:-1]] == [
+        "row", "floor us", "dsl:reference us", "of floor", "TB/s", "torch us",
+    ]  # fmt: skip
 
 
 def test_peers_by_name() -> None:
@@ -155,7 +191,7 @@ def rows_of_a_run() -> list[runner.Row]:
 def test_the_last_table_has_ratios_and_only_peers_that_ran() -> None:
     lines = report.markdown(rows_of_a_run(), "TB/s", "dsl").splitlines()
     cells = [[text.strip() for text in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["row", "floor us", "dsl us", "of floor", "TB/s", "slow", "sometimes"]
+    assert cells[0] == ["row", "floor us", "dsl us", "of floor", "TB/s", "slow us", "sometimes us"]
     assert set(lines[1]) == {"|", "-"}
     assert cells[2] == ["a", "8.00", "10.00 ±2.0%", "1.25x", "3.36", "25.00 (2.50x)", "error"]
     assert cells[3] == ["b", "", "123.4 ±2.0%", "", "0.272", "61.70 (0.50x)", "12345 (100.04x)"]

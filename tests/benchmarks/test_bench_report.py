@@ -30,7 +30,7 @@ def rendered(records: list[Record]) -> str:
 
 def report(*ops: str, path: Path, **options: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=80)
-    status = benchmarks.main(ops, report_path=path, console=console, **options)  # type: ignore[arg-type]
+    status = benchmarks.main(ops, report_path=path, console=console, device="cpu", **options)  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return status, console.file.getvalue()
 
@@ -66,6 +66,7 @@ def test_a_run_leaves_a_page(tmp_path: Path) -> None:
     assert "This ran on a CPU" in body
     assert "tiny-hd64-h4x2" in body
     assert "tiny-3x40" in body
+    assert "tiny-2x4099" in body, "every row, not the smallest alone"
     assert body.count('class="plotly-graph-div"') == 1
 
 

@@ -41,9 +41,9 @@ def test_wrong_tokens_are_seen(filters: str) -> None:
     assert verdict(inputs, 1, tokens + 100, exact=False).sum() == 20 - len(inputs.compared)
 
 
-def test_a_run(tmp_path: pathlib.Path) -> None:
+def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
-    assert benchmarks.main("sampling", file, rows="^tiny", seconds=0.01) == 0
+    assert benchmarks.main("sampling", file, rows="^tiny", seconds=0.01, device=device.type) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
     assert len(rows) == 2
     for row in rows:
