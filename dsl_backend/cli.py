@@ -51,13 +51,16 @@ def doctor(
     arch: Annotated[
         str | None, typer.Option(metavar="ARCH", help="Judge for an architecture such as sm_90a, sm_100a or cpu.")
     ] = None,
+    additional_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Check what vllm serve would be given as --additional-config.")
+    ] = None,
 ) -> None:
     """Say who serves what, what is wrong and what to do; then versions and tables. Exit status 1 for a problem."""
     from dsl_backend import doctor
     from dsl_backend.errors import InvalidInput
 
     try:
-        report = doctor.examine(arch)
+        report = doctor.examine(arch, additional_config)
     except InvalidInput as error:
         refuse(str(error))
     if json:

@@ -5,6 +5,7 @@
 """
 
 import importlib
+import json
 import math
 import platform
 import re
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.startup import too_old
 
 SCHEMA_VERSION = 2
@@ -414,18 +416,32 @@ def target_of(arch: str | None, problems: list[Problem]) -> Target:
         return targets.at_hand()
 
 
-def examine(arch: str | None = None) -> Report:
+def option_problems(additional: str | None) -> list[Problem]:
+    """What the plugin would refuse of vLLM's `--additional-config`, as it is given there."""
+    if additional is None:
+        return []
+    try:
+        options.of(SimpleNamespace(additional_config=json.loads(additional)))
+    except json.JSONDecodeError as error:
+        return [Problem(what=f"--additional-config is not JSON: {error}", remedy="correct --additional-config")]
+    except ValueError as error:
+        return [Problem(what=str(error), remedy="correct --additional-config")]
+    return []
+
+
+def examine(arch: str | None = None, additional: str | None = None) -> Report:
     """Look at this environment.
 
     Args:
         arch: judge the kernels for this architecture; by default for the device at hand.
+        additional: check these options too, the text of vLLM's `--additional-config`.
 
     Raises:
         InvalidInput: no such architecture.
     """
     with envs.without_wrong_ones() as wrong:
         problems = [Problem(what=what, remedy=f"correct or unset {re.split('[ =]', what)[0]}") for what in wrong]
-        return examined(arch, problems)
+        return examined(arch, problems + option_problems(additional))
 
 
 def examined(arch: str | None, problems: list[Problem]) -> Report:

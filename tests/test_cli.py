@@ -246,6 +246,27 @@ class TestVerdict:
         assert todo == f"to do  correct or unset {name}"
         assert report(status=1)["variables"] == {}, "those that count"
 
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [
+            (
+                '{"dsl": {"attention_kernel": "fastest"}}',
+                "attention_kernel: 'fastest' is not one of cute, triton, refe",
+            ),
+            ('{"dsl": {"atention_kernel": "triton"}}', "atention_kernel: unknown key (accepted keys: attention_kernel"),
+            ('{"dsl": {"mla_latent_queries": 0}}', "mla_latent_queries: Input should be greater than 0"),
+            ("{dsl}", "--additional-config is not JSON: "),
+        ],
+    )
+    def test_wrong_options(self, text: str, what: str) -> None:
+        _, wrong, todo = verdict("--arch", "cpu", "--additional-config", text, status=1)
+        assert what in wrong
+        assert todo == "to do  correct --additional-config"
+
+    def test_right_options(self) -> None:
+        for text in ('{"dsl": {"attention_kernel": "triton", "mla_latent_queries": 8}}', '{"other": {"x": 1}}', "{}"):
+            verdict("--arch", "cpu", "--additional-config", text, status=0)
+
     def test_an_unknown_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DSL_BACKEND_SAMPLERS", "1")
         _, wrong, todo = verdict("--arch", "cpu", status=1)
