@@ -54,6 +54,24 @@ def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: 
     return keep
 
 
+def weighted(weights: torch.Tensor, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Weights [..., q_len, kv_len] @ values [..., kv_len, dim], to which a value adds where it is seen alone.
+
+    A weight of 0 would not take away a NaN or an infinity. keep: [q_len, kv_len] bool.
+    """
+    sums = weights @ values
+    if sums.isfinite().all():
+        return sums
+    odd = (~values.isfinite()).any(-1).flatten(0, -2).any(0).nonzero().flatten()
+    finite = values.clone()
+    finite[..., odd, :] = 0
+    sums = weights @ finite
+    for key in odd.tolist():
+        rows = keep[:, key]
+        sums[..., rows, :] += weights[..., rows, key, None] * values[..., key, None, :]
+    return sums
+
+
 def attention(
     spec: AttentionSpec,
     batch: Batch,
@@ -108,7 +126,8 @@ def attention(
         if spec.causality is Causality.PER_REQUEST:
             assert batch.causal is not None
             causal = bool(batch.causal[request])
-        scores = scores.masked_fill(~visible(spec, q_len, kv_len, causal, q.device), -torch.inf)
+        keep = visible(spec, q_len, kv_len, causal, q.device)
+        scores = scores.masked_fill(~keep, -torch.inf)
         if sinks is not None:
             sink = sinks.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1).expand(-1, -1, q_len, 1)
             weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
@@ -116,7 +135,8 @@ def attention(
         else:
             weights = torch.softmax(scores, dim=-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
             row_lse = torch.logsumexp(scores, dim=-1)
-        out[first:last] = (weights @ v.transpose(0, 1)[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        sums = weighted(weights, v.transpose(0, 1)[:, None], keep)
+        out[first:last] = sums.permute(2, 0, 1, 3).flatten(1, 2)
         lse[first:last] = row_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 

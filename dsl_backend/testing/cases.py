@@ -654,6 +654,100 @@ SURROUNDINGS += [
     for name, q_lens, kv_lens in (("decode", DECODE, (20, 33, 40, 17)), ("prefill", (18, 17, 20), (18, 33, 20)))
 ]
 
+STALE = Surroundings(stale=True)
+# A weight of 0 does not take away a NaN: values that no row sees must not be multiplied. Lengths leave stale keys in a
+# tile beside visible ones, in pages of their own, and in tiles of their own, of each width of a tile.
+WINDOWS = [
+    Case(
+        id="stale-decode",
+        q_lens=(1, 1, 1, 1, 1, 2),
+        kv_lens=(33, 70, 131, 200, 290, 300),
+        heads=(8, 1),
+        window=(20, None),
+        around=STALE,
+        why="decode: a NaN in front of the window, in pages that another request may have by now",
+    ),
+    Case(
+        id="stale-decode-fp8",
+        q_lens=(1, 1, 3),
+        kv_lens=(70, 131, 300),
+        heads=(4, 2),
+        window=(20, None),
+        fp8=True,
+        around=STALE,
+        why="the same in e4m3",
+    ),
+    Case(
+        id="stale-prefill",
+        q_lens=(20, 150, 70, 1),
+        kv_lens=(133, 300, 75, 200),
+        heads=(2, 1),
+        window=(30, None),
+        page=32,
+        around=STALE,
+        why="the first row tile of a chunk over a longer context",
+    ),
+    Case(
+        id="stale-prefill-fp8",
+        q_lens=(20, 70),
+        kv_lens=(133, 175),
+        heads=(2, 1),
+        window=(30, 5),
+        causality=FULL,
+        dtype=FP16,
+        fp8=True,
+        around=STALE,
+        why="the same in e4m3, with a window to both sides",
+    ),
+    Case(
+        id="stale-packed",
+        q_lens=(20, 140),
+        kv_lens=(133, 300),
+        heads=(2, 2),
+        dim=128,
+        page=None,
+        window=(40, None),
+        around=STALE,
+        why="packed keys, whose tiles begin anywhere",
+    ),
+    Case(
+        id="stale-sinks",
+        q_lens=(1, 2, 30),
+        kv_lens=(131, 160, 170),
+        heads=(8, 1),
+        window=(15, None),
+        sinks=True,
+        softcap=5.0,
+        alibi=True,
+        around=STALE,
+        why="scores that are bent are NaN too until they are masked",
+    ),
+    Case(
+        id="stale-splits",
+        q_lens=(1, 2),
+        kv_lens=(500, 430),
+        heads=(2, 1),
+        window=(300, None),
+        programs=8,
+        tile=(16, 16),
+        around=STALE,
+        why="the window begins in one part of several",
+    ),
+]
+LATENT += [
+    mla(
+        16,
+        id=f"stale-mla{'-fp8' if fp8 else ''}",
+        q_lens=(1, 2, 1),
+        kv_lens=(40, 150, 131),
+        window=(20, None),
+        fp8=fp8,
+        around=STALE,
+        why="keys are the values: those of no row must be neither",
+    )
+    for fp8 in (False, True)
+]
+
 # Tiles of 16 keys on a GPU too: these short ranges shall have many parts there as well.
 SPLITS = [
     Case(
@@ -907,6 +1001,7 @@ CASES: tuple[Case, ...] = (
     *PACKED,
     *LATENT,
     *SURROUNDINGS,
+    *WINDOWS,
     *SPLITS,
     *GPU,
 )

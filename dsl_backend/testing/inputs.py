@@ -41,6 +41,8 @@ class Surroundings:
         padding_tokens: rows of q that `num_tokens` counts and no request owns, as in a padded CUDA graph.
         spare_rows: rows of q past `num_tokens`.
         spare_pages: pages that no request owns.
+        stale: keys that no row of a request sees, those in front of its first row's window, are garbage too: vLLM gives
+            their pages to other requests.
         fused_q: q is a slice of wider rows, as the output of a fused qkv projection is.
         max_query_len, max_seq_len: upper bounds to promise, where they shall exceed the truth.
     """
@@ -49,6 +51,7 @@ class Surroundings:
     padding_tokens: int = 3
     spare_rows: int = 2
     spare_pages: int = 3
+    stale: bool = False
     fused_q: bool = False
     sinks_dtype: torch.dtype = torch.float32
     max_query_len: int = 0
@@ -87,6 +90,7 @@ class Problem:
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    stale: bool = False
     q_lens: tuple[int, ...] = ()
     kv_lens: tuple[int, ...] = ()
 
@@ -110,6 +114,12 @@ class Problem:
         latent = self.spec.head_dim_v
         return self.q[..., :latent].contiguous(), self.q[..., latent:].contiguous()
 
+    def first_key(self, q_len: int, kv_len: int) -> int:
+        """The first of a request's keys that is none of the stale ones."""
+        if not self.stale or self.spec.window_left is None:
+            return 0
+        return min(max(kv_len - q_len - self.spec.window_left, 0), kv_len)
+
     def owned(self) -> torch.Tensor:
         """[rows] bool: rows of q that belong to a request."""
         return torch.arange(self.q.shape[0], device=self.device) < sum(self.q_lens)
@@ -124,6 +134,9 @@ class Problem:
             if not (q_len and kv_len):
                 continue
             keys = reference.gather_keys(self.keys, spec, self.batch, request, kv_len).float()
+            keys = keys[self.first_key(q_len, kv_len) :]
+            if not len(keys):
+                continue
             largest_key = keys.norm(dim=-1).amax() * k_scale
             queries = self.q[rows].float().nan_to_num(0, 0, 0)  # other heads of a NaN's row still have a budget
             magnitude[rows] = (queries.norm(dim=-1).amax(-1) * largest_key).double()
@@ -179,10 +192,13 @@ class Problem:
             where: tuple[torch.Tensor, ...] = (torch.arange(sum(self.kv_lens), device=self.device),)
         else:
             where = self._deal_pages(spec.page_size, random)
+        fresh = [torch.arange(n) >= self.first_key(q, n) for q, n in zip(self.q_lens, self.kv_lens, strict=True)]
+        kept = torch.cat([torch.zeros(0, dtype=torch.bool), *fresh]).to(self.device)
+        where = tuple(places[kept] for places in where)
         for tensor, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
             if tensor is self.values and spec.latent:
                 continue
-            numbers = normal((sum(self.kv_lens), *tensor.shape[-2:]), random)
+            numbers = normal((sum(self.kv_lens), *tensor.shape[-2:]), random)[kept]
             stored = reference.quantize(numbers.to(spec.dtype), spec.kv_dtype, scale)
             reference.indexable(tensor)[where] = reference.indexable(stored)
 
@@ -328,6 +344,7 @@ def make_problem(
         alibi_slopes=alibi_slopes(spec.heads_q).to(device) if spec.alibi else None,
         k_scale=torch.tensor([K_SCALE], device=device) if spec.is_fp8_kv else None,
         v_scale=torch.tensor([V_SCALE], device=device) if spec.is_fp8_kv else None,
+        stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)
     problem.fill(q_lens, kv_lens, seed)

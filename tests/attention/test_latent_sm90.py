@@ -37,11 +37,14 @@ QUICK = (
     Run(latent.HEADS_128, "lazy", config=CLUSTERS),
     Run(latent.WHOLE_320, "eager", False, LatentConfig(stages=4)),
     latent.FP8[0],
+    Run(by_id("stale-mla"), "random"),
 )
 FULL = (
     *(run for run in latent.FP8 if run not in QUICK),
     *(replace(run, config=replace(WIDENING, cluster=2)) for run in latent.FP8_CLUSTERS),
-    *EVERYWHERE,
+    Run(by_id("stale-mla"), "lazy", False, SCORES_FIRST),
+    Run(by_id("stale-mla-fp8"), "lazy", config=WIDENING),
+    *(run for run in EVERYWHERE if run not in QUICK),
     Run(by_id("mla-320"), "lazy", config=LatentConfig(stages=4, least_share=1)),
     Run(by_id("mla-288"), "random", config=LatentConfig(stages=4, least_share=1)),
     Run(by_id("mla-mixed"), "lazy", False, SCORES_FIRST),

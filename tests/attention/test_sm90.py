@@ -36,7 +36,7 @@ from tests.attention.emulated import (
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 
 # What a change is checked with: each role, ring, mask, score and layout once.
-QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128")
+QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128", "stale-decode", "stale-prefill")
 
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:

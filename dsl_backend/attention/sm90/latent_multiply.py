@@ -276,18 +276,29 @@ class LatentMultiplier:
 
     @cute.jit
     def clear_past(self, work, step, count):
-        """Zero this group's half of the values behind the last key, when nobody reads them as keys any more.
+        """Zero this group's half of the values that no row sees, when nobody reads them as keys any more.
 
-        They may be anything: a weight of 0 does not take away a NaN.
+        Those behind the last key and in front of the first row's window may be anything: a weight of 0 does not take
+        away a NaN.
         """
         tile_n = cutlass.const_expr(self.kernel.tile_n)
-        kept = work.keys - (work.end - 1 - step) * tile_n
+        first = (work.end - 1 - step) * tile_n
+        kept = work.keys - first
         if kept < tile_n:
-            half = (tile_n, self.kernel.dims_v // GROUPS)
-            values = cute.local_tile(self.sV[None, None, count % self.config.stages], half, (0, self.group))
-            clear_rows(values, cutlass.max(kept, 0), tile_n, self.thread, WARPGROUP)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
+            self.clear(count, cutlass.max(kept, 0), tile_n)
+        if cutlass.const_expr(self.key.left):
+            below = cutlass.min(work.position - self.rows.requests.left - first, tile_n)
+            if below > 0:
+                self.clear(count, 0, below)
+
+    @cute.jit
+    def clear(self, count, first, end):
+        """Zero rows of this group's half of the count-th tile's values."""
+        half = (self.kernel.tile_n, self.kernel.dims_v // GROUPS)
+        values = cute.local_tile(self.sV[None, None, count % self.config.stages], half, (0, self.group))
+        clear_rows(values, first, end, self.thread, WARPGROUP)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=OWN_GROUP + self.group, number_of_threads=WARPGROUP)
 
     # ------------------------------------------------------------------ results
 

@@ -130,7 +130,7 @@ class Multiplier:
                 tiles += 1
         # The queries were multiplied with the last keys.
         self.give_back(stage)
-        self.last(tiles)
+        self.last(work, tiles)
         self.store(work)
         return tiles
 
@@ -219,8 +219,10 @@ class Multiplier:
         self.release(self.barriers.v_empty, count - 1)
 
     @cute.jit
-    def last(self, count):
+    def last(self, work, count):
         """The last tile's sums; count: tiles so far."""
+        if cutlass.const_expr(self.key.left):
+            self.clear_below(work, count - 1)
         self.issue_sums(count - 1)
         self.end_sums(count)
 
@@ -246,6 +248,20 @@ class Multiplier:
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
             values, threads = self.sV[None, None, buffer], self.config.groups * WARPGROUP
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, threads)
+            self.publish()
+
+    @cute.jit
+    def clear_below(self, work, count):
+        """Zero the values in front of the first row's window, whose pages may be another request's by now.
+
+        Only the tile that the window begins in has such values and is loaded: an item's first one in memory.
+        """
+        tile_n = cutlass.const_expr(self.kernel.tile_n)
+        below = cutlass.min(work.position - self.rows.requests.left - work.begin * tile_n, tile_n)
+        if below > 0:
+            buffer = stage_of(count, self.config.stages)
+            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
+            clear_rows(self.sV[None, None, buffer], 0, below, self.thread, self.config.groups * WARPGROUP)
             self.publish()
 
     @cute.jit

@@ -205,6 +205,9 @@ def attend(
     """
     n = n0 + tl.arange(0, BLOCK_N)
     inside = n < kv_len
+    if LAYER.left >= 0:
+        # Pages in front of the first row's window may be another request's by now: a weight of 0 keeps a NaN.
+        inside = inside & (n >= tl.min(position, 0) - LAYER.left)
     k_rows = key_rows(keys, head, pages, n0, packed_first, LAYER, BLOCK_N)
     k1 = widen(load_rows(keys.ptr, k_rows, inside, 0, LAYER.d1, LAYER.head_dim, MASKED), q1.dtype)
     scores = dot(q1, tl.trans(k1), tl.zeros([q1.shape[0], BLOCK_N], tl.float32))
