@@ -155,6 +155,14 @@ def x_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+def test_what_is_linked_is_compiled_ahead(link: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(linking.ahead, "compile_linear", lambda config, specs: begun.extend(specs))
+    link(model_of(MLP(), MLP()))
+    assert len(begun) == 2
+    assert set(begun) == linking.linked_specs()
+
+
 # What comes out.
 
 ACTIVATIONS = {
