@@ -177,6 +177,20 @@ def flag(name: str, value: object) -> list[str]:
     return [f"--{option}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
+def serve_command(backend: str, settings: Settings, model: Path, port: int, **more: object) -> list[str]:
+    """`vllm serve` of a model's folder, on this machine alone."""
+    options: dict[str, object] = {
+        "served_model_name": load.MODEL,
+        "host": "127.0.0.1",
+        "port": port,
+        "attention_backend": backend,
+        **settings.arguments(),
+        **more,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    return command + [word for name, value in options.items() for word in flag(name, value)]
+
+
 def ask(url: str, body: object | None = None, timeout_s: float = 30) -> Any:
     """GET, or POST where there is a body; the JSON of the answer, None where it is empty."""
     data = None if body is None else json.dumps(body).encode()
@@ -190,16 +204,8 @@ def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
     model = settings.write_model()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    options: dict[str, object] = {
-        "served_model_name": load.MODEL,
-        "host": "127.0.0.1",
-        "port": port,
-        "attention_backend": backend,
-        "worker_extension_cls": f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}",
-        **settings.arguments(),
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += [word for name, value in options.items() for word in flag(name, value)]
+    extension = f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}"
+    command = serve_command(backend, settings, model, port, worker_extension_cls=extension)
     log = folder / "log"
     # Development mode has the route that asks the worker what serves.
     process = start(command, log, environment(settings, VLLM_SERVER_DEV_MODE="1"))

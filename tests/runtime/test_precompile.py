@@ -202,7 +202,7 @@ def test_processes_end_when_nobody_asks_on(folder: Path) -> None:
 
 
 ORPHANS = """
-import os, sys
+import os, sys, time
 sys.path[:0] = {paths!r}
 import test_precompile as tests
 from dsl_backend.runtime.precompile import ahead
@@ -220,7 +220,16 @@ def sleep_then_build(key: Any, target: Target) -> Any:
 
 
 @pytest.mark.usefixtures("unedited")
-@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.exit(3)",
+        "os._exit(3)",
+        "os.kill(os.getpid(), 9)",
+        # A child that was forked holds the pipes' other ends on.
+        "os.fork() and os._exit(3); os.close(1); time.sleep(30)",
+    ],
+)
 def test_processes_end_with_their_parent(folder: Path, end: str) -> None:
     """However that ends; and nothing of them is on its standard output."""
     here = Path(__file__).parent

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
@@ -122,6 +123,41 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "detect", targets.cpu_target)
     warm_up.install(vllm_config())
     assert ours() == []
+
+
+def test_what_was_compiled_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """In warm-up; and nothing is compiled or loaded after it."""
+    pytest.importorskip("cutlass")
+    from dsl_backend.attention.parts import write_launch
+    from dsl_backend.attention.spec import AttentionSpec
+    from dsl_backend.runtime import compile as compilation
+
+    monkeypatch.setenv("DSL_BACKEND_CACHE_DIR", str(tmp_path))
+    spec = AttentionSpec(
+        heads_q=1,
+        heads_kv=1,
+        head_dim=64,
+        head_dim_v=64,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        page_size=16,
+        scale=1.0,
+    )
+    unit = Unit("of-a-test", write_launch.build, write_launch.key_of(spec), targets.from_arch("sm_90a"))
+    monkeypatch.setattr(precompile, "_families", {"of-a-test": lambda model, target: [unit]})
+    compilation.forget()
+    ahead = precompile.Ahead()
+    assert ahead.add([unit]) == 1
+    ahead.wait()
+    warm_up.install(vllm_config())
+    (theirs,) = ours()
+    theirs.compile()
+    assert [event.source for event in compiles.events] == [Source.DISK]
+    monkeypatch.setattr(jit_monitor, "_active", True)
+    unit.compile()
+    assert compiles.phase is Phase.SERVING
+    assert (compiles.after_warmup, compiles.loads_after_warmup) == (0, 0)
+    compilation.forget()
 
 
 @pytest.mark.parametrize("jit_warmup", [None, True])
