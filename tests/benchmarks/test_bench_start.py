@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts of servers, without a server: what each finds in its caches, and what is made of a server that does not come."""
+"""Starts of servers, without a server: what each finds in its caches, and what becomes of one that does not come."""
 
 import json
 import subprocess
