@@ -113,12 +113,24 @@ def unserved(config: Any) -> list[str]:
     """
     if getattr(config.attention_config.backend, "name", None) != NAME or config.model_config is None:
         return []
-    from vllm import envs as vllm_envs
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
-    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     from dsl_backend.vllm_plugin.router import DSLRouter
+
+    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    try:
+        with set_current_vllm_config(config):
+            return DSLRouter.reasons_against(device_capability=capability, **selection(config))
+    except Exception as error:  # the configuration of an unusual model: its layers are judged by workers
+        logger.debug("what is asked of dsl is not known before there is a model: %r", error)
+        return []
+
+
+def selection(config: Any) -> dict[str, Any]:
+    """What vLLM's selection would ask about an ordinary layer of a VllmConfig."""
+    from vllm import envs as vllm_envs
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     facts = {
@@ -127,15 +139,12 @@ def unserved(config: Any) -> list[str]:
         "kv_cache_dtype": cache.cache_dtype,
         "block_size": cache.block_size if getattr(cache, "user_specified_block_size", False) else None,
         "use_mla": model.use_mla,
-        "use_batch_invariant": bool(vllm_envs.VLLM_BATCH_INVARIANT),
+        "use_batch_invariant": bool(getattr(vllm_envs, "VLLM_BATCH_INVARIANT", False)),
         "use_pcp": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "use_dcp": getattr(parallel, "decode_context_parallel_size", 1) > 1,
     }
     known = {name: value for name, value in facts.items() if name in AttentionSelectorConfig._fields}
-    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    with set_current_vllm_config(config):
-        selection = AttentionSelectorConfig(**known)._asdict()
-        return DSLRouter.reasons_against(device_capability=capability, **selection)
+    return AttentionSelectorConfig(**known)._asdict()
 
 
 def refuse(what: str, reasons: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import AttentionConfig, VllmConfig
+from vllm.config import AttentionConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from dsl_backend.runtime import target as targets
@@ -98,6 +98,15 @@ def test_what_no_kernel_serves(make: Make, arguments: dict[str, Any], words: lis
     assert lines[0] == "attention backend dsl does not serve this configuration:"
     for word in words:
         assert sum(word in line for line in lines) == 1, lines
+
+
+def test_an_unusual_model_is_left_to_workers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(self: ModelConfig) -> int:
+        raise NotImplementedError("no head size")
+
+    monkeypatch.setattr(ModelConfig, "get_head_size", unknown)
+    config = make()
+    assert startup.unserved(config) == []
 
 
 def test_an_architecture_that_the_gpu_is_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
