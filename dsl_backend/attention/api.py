@@ -171,7 +171,8 @@ def run(
         q: [tokens, heads_q, head_dim]; for absorbed MLA also a pair of its first head_dim_v and its other elements.
         keys: [pages, page_size, heads_kv, head_dim], or packed [tokens_kv, heads_kv, head_dim]. Any strides but the
             last, as long as no two elements share memory. What no row of a request sees may hold anything: pages and
-            tokens past its length, and those below its first row's window.
+            tokens past its length, and those below its first row's window. A NaN among the values of a request's later
+            queries is not "unseen": it may reach earlier ones that share a tile with them, as in FlashAttention.
         values: the same with head_dim_v. For absorbed MLA, keys[..., :head_dim_v].
         out: [tokens, heads_q, head_dim_v], written in place and returned; a new tensor by default. Rows that belong
             to no request are left as they are; a row that sees no key becomes 0. May share memory with no other tensor
@@ -298,10 +299,14 @@ def write_kv(
         InvalidInput: a tensor does not fit, or requires a gradient while gradients are on.
         Unsupported: no kernel serves the spec on this device.
     """
-    checks.instance("spec", spec, AttentionSpec)
-    checks.tensor("slot_mapping", slot_mapping)
-    checks.kernel(kernel)
-    writer(spec, slot_mapping.device, kernel)(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    try:
+        found = writer(spec, slot_mapping.device, kernel)
+    except (AttributeError, TypeError):
+        checks.tensor("slot_mapping", slot_mapping)
+        checks.instance("spec", spec, AttentionSpec)
+        checks.kernel(kernel)
+        raise
+    found(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 @cache
@@ -323,6 +328,8 @@ class Writer:
     """
 
     def __init__(self, spec: AttentionSpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
+        checks.instance("spec", spec, AttentionSpec)
+        checks.kernel(kernel)
         self.spec, self.target, self.kernel = spec, target, kernel
         self._by_layout: dict[tuple[Any, ...], Writes] = {}
         self._kernels: dict[str, Writes] = {}
@@ -340,40 +347,13 @@ class Writer:
         """As `write_kv`."""
         if torch.is_grad_enabled():
             self.check_gradients(key, value, key_cache, value_cache)
-        arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-        facts = self.facts_of(*arguments)
-        serving = None if facts is None else self._by_layout.get(facts)
-        if serving is None or min(key.shape[0], value.shape[0]) < slot_mapping.numel():
-            self.check(*arguments)
-            assert facts is not None, "what fits is a tensor"
-            if len(self._by_layout) >= MOST_LAYOUTS:
-                self._by_layout.clear()
-            serving = self._by_layout[facts] = self.kernel_for(key, value, key_cache, value_cache)
-        if slot_mapping.numel():
-            serving(*arguments)
-
-    @staticmethod
-    def check_gradients(*tensors: torch.Tensor) -> None:
-        for name, tensor in zip(("key", "value", "key_cache", "value_cache"), tensors, strict=True):
-            checks.tensor(name, tensor)
-            checks.no_gradient(name, tensor)
-
-    @staticmethod
-    def facts_of(
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-    ) -> tuple[Any, ...] | None:
-        """All that `check` and a kernel's objections look at, but for the number of rows. None: one is no tensor."""
         try:
-            return (
+            tokens, key_shape, value_shape = slot_mapping.numel(), key.shape, value.shape
+            # All that `check` and a kernel's objections look at, but for the number of rows.
+            facts = (
                 (slot_mapping.dtype, slot_mapping.device, slot_mapping.dim(), slot_mapping.is_contiguous()),
-                (key.shape[1:], key.stride(), key.dtype, key.device),
-                (value.shape[1:], value.stride(), value.dtype, value.device),
+                (key_shape[1:], key.stride(), key.dtype, key.device),
+                (value_shape[1:], value.stride(), value.dtype, value.device),
                 (key_cache.shape, key_cache.stride(), key_cache.dtype, key_cache.device),
                 (value_cache.shape, value_cache.stride(), value_cache.dtype, value_cache.device),
                 (key.data_ptr() | value.data_ptr()) % 16,
@@ -381,8 +361,23 @@ class Writer:
                 k_scale is None or (k_scale.shape, k_scale.dtype, k_scale.device),
                 v_scale is None or (v_scale.shape, v_scale.dtype, v_scale.device),
             )
-        except AttributeError:
-            return None
+        except AttributeError:  # one is no tensor: refused here
+            self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+            raise
+        serving = self._by_layout.get(facts)
+        if serving is None or key_shape[0] < tokens or value_shape[0] < tokens:
+            self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+            if len(self._by_layout) >= MOST_LAYOUTS:
+                self._by_layout.clear()
+            serving = self._by_layout[facts] = self.kernel_for(key, value, key_cache, value_cache)
+        if tokens:
+            serving(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+    @staticmethod
+    def check_gradients(*tensors: torch.Tensor) -> None:
+        for name, tensor in zip(("key", "value", "key_cache", "value_cache"), tensors, strict=True):
+            checks.tensor(name, tensor)
+            checks.no_gradient(name, tensor)
 
     def check(
         self,
