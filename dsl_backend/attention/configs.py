@@ -180,3 +180,79 @@ class PrefillConfig(TileConfig):
             shapes = [(64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 2), (16, 16, 4, 1)]
         configs = [cls(block_m=m, block_n=n, num_warps=warps, num_stages=stages) for m, n, warps, stages in shapes]
         return first_fitting(spec, target, configs)
+
+
+# Of partial results in batch-invariant mode, whatever the batch.
+SCRATCH_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInvariantConfig(TileConfig):
+    """Tiles of the batch-invariant kernel. The spec and the target decide them: a batch must not.
+
+    Attributes:
+        split_tiles: key tiles of a split.
+        num_programs: programs that share the batch's splits.
+        resident: of these on each SM.
+        split_factor: a request's splits are work tiles of their own where a row tile has more key tiles than an even
+            share of the batch's over this. Changes no result.
+        scratch_bytes: for partial results. Changes no result.
+        scan: requests whose lengths a program sums at a time.
+    """
+
+    split_tiles: int
+    num_programs: int
+    resident: int = 1
+    split_factor: int = 4
+    scratch_bytes: int = SCRATCH_BYTES
+    scan: int = 128
+
+    @property
+    def programs_per_sm(self) -> int:
+        return self.resident
+
+    @classmethod
+    def default(cls, spec: AttentionSpec, target: Target) -> "BatchInvariantConfig":
+        if target.is_cpu:
+            return cls(
+                block_m=16,
+                block_n=16,
+                num_warps=4,
+                num_stages=1,
+                split_tiles=2,
+                num_programs=4,
+                scratch_bytes=1 << 20,
+                scan=4,
+            )
+        # Twice 64 registers a thread are for accumulators: a split's, and that of the splits after it.
+        width = sum(value_blocks(spec))
+        widest = 64 if width <= 256 else 32
+        block_m = min(32, max(16, power_of_2(spec.group))) if spec.latent else widest
+        config = first_fitting(spec, target, cls.choices(spec, target, block_m, width))
+        # On other chips, what the estimate puts above the limit was seen to fit.
+        while block_m > 8 and not target.native_bf16 and not config.fits(spec, target):
+            block_m //= 2
+            config = first_fitting(spec, target, cls.choices(spec, target, block_m, width))
+        return config
+
+    @classmethod
+    def choices(cls, spec: AttentionSpec, target: Target, block_m: int, width: int) -> list["BatchInvariantConfig"]:
+        """Configurations for tiles of that many rows of `width` value elements, best first."""
+        if width <= 128:
+            shapes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1), (16, 4, 1, 1)]
+        else:
+            shapes = [(64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1), (16, 8, 1, 1)]
+        # One long request of few key heads has fewer row tiles than there are SMs.
+        split_keys = 512 if spec.heads_kv >= 4 else 256
+        return [
+            cls(
+                block_m=block_m,
+                block_n=n,
+                num_warps=warps,
+                num_stages=stages,
+                split_tiles=split_keys // n,
+                num_programs=target.sm_count * resident,
+                resident=resident,
+            )
+            for n, warps, stages, resident in shapes
+        ]

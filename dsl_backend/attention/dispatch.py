@@ -63,13 +63,8 @@ def dense_head_dims(spec: AttentionSpec) -> list[str]:
 LATENT_DIMS = ((576, 512), (320, 256), (288, 256))
 
 
-def shares_of_batch(spec: AttentionSpec) -> list[str]:
-    """What kernels say that cut the keys of all requests together."""
-    return ["is not batch-invariant: where it cuts key ranges depends on all requests"] if spec.batch_invariant else []
-
-
 def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
-    return triton_common(spec, target) + dense_head_dims(spec) + shares_of_batch(spec)
+    return triton_common(spec, target) + dense_head_dims(spec)
 
 
 def latent_only(spec: AttentionSpec) -> list[str]:
@@ -86,7 +81,7 @@ def latent_only(spec: AttentionSpec) -> list[str]:
 
 
 def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
-    return triton_common(spec, target) + latent_only(spec) + shares_of_batch(spec)
+    return triton_common(spec, target) + latent_only(spec)
 
 
 def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
@@ -186,7 +181,7 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dsl_backend.attention.sm100.launch:Prefill",
             on_sm100(cute_dense, sm100.default_config),
         ),
-        Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.prefill:Prefill", triton_dense),
+        Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
     ),
     Operation.DECODE: (
@@ -202,7 +197,7 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dsl_backend.attention.sm100.launch:SplitKV",
             on_sm100(cute_dense, sm100.default_split_config),
         ),
-        Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_dense),
+        Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),
     ),
     Operation.MLA_DECODE: (
@@ -218,7 +213,7 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
             on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
-        Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.split_kv:SplitKV", triton_mla),
+        Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),
     ),
     Operation.WRITE_KV: (

@@ -38,6 +38,7 @@ class Case:
         q_gain: multiplies q, for cases whose feature shows at large scores only.
         nan_request: index of a request with a NaN in its first query's first head.
         split_q: absorbed MLA's q comes in two parts.
+        batch_invariant: `AttentionSpec.batch_invariant`.
         programs: split the keys over that many programs, in shares as small as one tile; None: as the kernel likes.
         tile: query rows and keys of the kernels' tiles; None: as the kernel likes.
         seed: of the numbers.
@@ -65,6 +66,7 @@ class Case:
     q_gain: float = 1.0
     nan_request: int | None = None
     split_q: bool = False
+    batch_invariant: bool = False
     programs: int | None = None
     tile: tuple[int, int] | None = None
     around: Surroundings = field(default_factory=Surroundings)
@@ -88,6 +90,7 @@ class Case:
             sinks=self.sinks,
             alibi=self.alibi,
             latent=self.latent,
+            batch_invariant=self.batch_invariant,
         )
 
     def problem(self, device: torch.device | str = "cpu") -> Problem:

@@ -31,6 +31,7 @@ ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 # as it gets. Decode steps get the smallest tile.
 MIXED: dict[str, Any] = {"q_lens": (64, 1), "kv_lens": (64, 70), "heads": (8, 2)}
 STEP: dict[str, Any] = {"q_lens": (1, 1), "kv_lens": (64, 70), "heads": (32, 8)}
+INVARIANT: dict[str, Any] = {**MIXED, "batch_invariant": True}
 DRAFTS: dict[str, Any] = {"q_lens": (4, 4), "kv_lens": (64, 70)}
 
 ATTENTION: tuple[Case, ...] = (
@@ -59,6 +60,11 @@ ATTENTION: tuple[Case, ...] = (
     mla(128, id="mla-128-fp8", fp8=True, q_lens=(1, 1), kv_lens=(64, 70), why="the same, largest tile"),
     mla(8, id="mla-drafts", **DRAFTS, why="the tile between the two"),
     mla(8, id="mla-drafts-fp8", fp8=True, **DRAFTS, why="the tile between the two, widened"),
+    Case(id="invariant-128", dim=128, **INVARIANT, why="one kernel for all queries: two accumulators"),
+    Case(id="invariant-80", dim=80, window=(100, None), sinks=True, **INVARIANT, why="two blocks of each accumulator"),
+    Case(id="invariant-256-fp8", dim=256, fp8=True, **INVARIANT, why="two accumulators of the largest rows"),
+    Case(id="invariant-512", dim=512, **INVARIANT, why="the largest head"),
+    mla(128, id="invariant-mla", batch_invariant=True, q_lens=(1, 1), kv_lens=(64, 70), why="two latent accumulators"),
     mla(16, (320, 256), id="mla-320", q_lens=(1, 1), kv_lens=(64, 70), why="a smaller latent"),
 )
 WRITES: tuple[WriteCase, ...] = (
@@ -150,7 +156,7 @@ def attention(case: Case, target: Target) -> Iterator[Compiled]:
         with compiling_for(target) as done:
             check.launch(replace(plan, shares=(share,)), problem, check.empty_result(problem), split_q=case.split_q)
         for name, kernel, seconds in done:
-            attends = not name.startswith("merge")  # the merge kernel has no tiles
+            attends = not name.startswith(("merge", "combine"))  # these have no tiles
             yield Compiled(
                 case=case.id,
                 kernel=f"{name} {tile['name']}" if attends else name,
