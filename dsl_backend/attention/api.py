@@ -127,12 +127,17 @@ def check_rows(
 def check_scales(
     spec: AttentionSpec, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
 ) -> None:
-    """An fp8 layer has both scales; for other layers they mean nothing and may be there."""
+    """An fp8 layer has both scales, one number or [heads_kv]; for other layers they mean nothing and may be there."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             require(not spec.is_fp8_kv, f"fp8 keys and values need {name}")
-        elif scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
-            raise InvalidInput(f"{name} must hold one float32 on {device}")
+            continue
+        one_or_heads = scale.numel() == 1 or scale.shape == (spec.heads_kv,)
+        if not (one_or_heads and scale.dtype == torch.float32 and scale.device == device):
+            raise InvalidInput(
+                f"{name} is {short(scale.dtype)} {tuple(scale.shape)} on {scale.device}: one float32, or "
+                f"[heads_kv = {spec.heads_kv}] of them, on {device} is needed"
+            )
 
 
 def check_per_head(
@@ -181,7 +186,7 @@ def run(
             denominator (sinks included).
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
-        k_scale, v_scale: one float32 each, with fp8 keys; real values are stored ones times these.
+        k_scale, v_scale: with fp8 keys, one float32 each, or [heads_kv]; real values are stored ones times these.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -293,7 +298,8 @@ def write_kv(
         slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size, negative: skip. A
             slot beyond the cache is an error: the kernels skip it, since slots are not read on the host, and the
             reference refuses it before it writes anything.
-        k_scale, v_scale: one float32 each, with an fp8 cache, which stores x / scale, saturated at ±448.
+        k_scale, v_scale: with an fp8 cache, one float32 each, or [heads_kv]; it stores x / scale, saturated at the
+            largest number of its dtype (±448 of float8_e4m3fn, ±57344 of float8_e5m2), infinities too.
 
     Raises:
         InvalidInput: a tensor does not fit, or requires a gradient while gradients are on.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dsl_backend.attention.kv_format import FP8
 from dsl_backend.attention.sm90 import configs as sm90
 from dsl_backend.attention.sm90 import latent_configs as latent_sm90
 from dsl_backend.attention.sm100 import configs as sm100
@@ -30,6 +31,13 @@ class Operation(enum.Enum):
     WRITE_KV = "attention.write_kv"
 
 
+def stored_types(spec: AttentionSpec) -> list[str]:
+    """Storage types of keys and values that every kernel for GPUs takes: the queries' own, and fp8."""
+    if spec.kv_dtype == spec.dtype or spec.kv.fp8:
+        return []
+    return [f"keys of {short(spec.kv_dtype)} are none of {short(spec.dtype)}, {', '.join(kind.name for kind in FP8)}"]
+
+
 def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
     """What every Triton kernel of this family needs."""
     reasons = []
@@ -41,8 +49,7 @@ def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
     elif spec.dtype == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
         reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
-    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-        reasons.append(f"keys of {short(spec.kv_dtype)} are neither {short(spec.dtype)} nor float8_e4m3fn")
+    reasons += stored_types(spec)
     if spec.page_size is not None and spec.page_size % 16:
         reasons.append(f"page size {spec.page_size} is not a multiple of 16")
     return reasons
@@ -94,8 +101,7 @@ def cute_storage(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-        reasons.append(f"keys of {short(spec.kv_dtype)} are neither {short(spec.dtype)} nor float8_e4m3fn")
+    reasons += stored_types(spec)
     if spec.page_size is not None and spec.page_size % 16:
         reasons.append(f"page size {spec.page_size} is not a multiple of 16")
     return reasons
@@ -130,8 +136,7 @@ def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     reasons = [*toolkit.missing()]
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
-        reasons.append(f"keys of {short(spec.kv_dtype)} are neither {short(spec.dtype)} nor float8_e4m3fn")
+    reasons += stored_types(spec)
     for name, dim in zip(("key", "value"), spec.written_dims, strict=True):
         if dim % 8:
             reasons.append(f"{name}s of {dim} elements are not a multiple of 8")

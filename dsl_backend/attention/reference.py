@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from dsl_backend.attention.kernel import Launch, Operands, Writes
+from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require
 from dsl_backend.errors import InvalidInput
@@ -37,7 +38,7 @@ def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: 
 
 def indexable(rows: torch.Tensor) -> torch.Tensor:
     """The same bytes in a dtype that torch can gather and scatter: it has no indexing for fp8 on a CPU."""
-    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    return rows.view(torch.uint8) if is_fp8(rows.dtype) else rows
 
 
 def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: torch.device) -> torch.Tensor:
@@ -91,7 +92,7 @@ def attention(
         q: [tokens, heads_q, head_dim].
         keys, values: [pages, page_size, heads_kv, dim] or packed [tokens_kv, heads_kv, dim].
         sinks, alibi_slopes: [heads_q].
-        k_scale, v_scale: scalars that turn stored fp8 values into real ones.
+        k_scale, v_scale: what stored fp8 values are multiplied by to be real ones: one number, or [heads_kv].
         compute_dtype: all arithmetic and every intermediate; float64 makes the result an oracle.
 
     Returns:
@@ -109,9 +110,9 @@ def attention(
         k = gather_keys(keys, spec, batch, request, kv_len).to(compute_dtype)
         v = gather_keys(values, spec, batch, request, kv_len).to(compute_dtype)
         if k_scale is not None and spec.is_fp8_kv:
-            k = k * k_scale.to(compute_dtype)
+            k = k * k_scale.to(compute_dtype).view(-1, 1)
         if v_scale is not None and spec.is_fp8_kv:
-            v = v * v_scale.to(compute_dtype)
+            v = v * v_scale.to(compute_dtype).view(-1, 1)
         # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
         rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
         scores = rows @ k.permute(1, 2, 0)[:, None] * spec.scale
@@ -170,11 +171,15 @@ def write_kv(
 
 
 def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """Rows in the cache's dtype: e4m3 saturates at ±448 after division by scale, NaN stays NaN."""
-    if dtype != torch.float8_e4m3fn:
+    """Rows [tokens, heads_kv, dim] in the cache's dtype: fp8 saturates after division by scale, NaN stays NaN.
+
+    Args:
+        scale: one number, or [heads_kv].
+    """
+    if not is_fp8(dtype):
         return rows.to(dtype)
     limit = torch.finfo(dtype).max
-    scaled = rows.float() if scale is None else rows.float() / scale
+    scaled = rows.float() if scale is None else rows.float() / scale.view(-1, 1)
     return scaled.clamp(-limit, limit).to(dtype)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from dsl_backend import checks
+from dsl_backend.attention.kv_format import KVFormat, format_of, is_fp8
 from dsl_backend.checks import require, short
 
 
@@ -31,7 +32,7 @@ class AttentionSpec:
         head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
         head_dim_v: elements of a value and output row.
         dtype: of queries and outputs.
-        kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn.
+        kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2.
         page_size: tokens a page; None where keys and values are packed without pages.
         scale: multiplies q·k.
         causality: which keys a position may see.
@@ -90,8 +91,13 @@ class AttentionSpec:
         return self.heads_q // self.heads_kv
 
     @property
+    def kv(self) -> KVFormat:
+        """How keys and values are stored."""
+        return format_of(self.kv_dtype)
+
+    @property
     def is_fp8_kv(self) -> bool:
-        return self.kv_dtype == torch.float8_e4m3fn
+        return is_fp8(self.kv_dtype)
 
     @property
     def written_dims(self) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Problem(winners.Problem):
     head_dim: PositiveInt
     head_dim_v: PositiveInt
     dtype: Literal["float16", "bfloat16"]
-    kv_dtype: Literal["float16", "bfloat16", "float8_e4m3fn"]
+    kv_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     group: PositiveInt
     paged: bool = True
     features: tuple[Feature, ...] = Field(default=())

@@ -193,10 +193,38 @@ def widen_e4m3(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tu
 
 
 @dsl_user_op
+def widen_e5m2(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tuple[cutlass.Int32, cutlass.Int32]:
+    """Four e5m2 of a word as two words of two float16 or bfloat16, in order; exact, NaN stays NaN.
+
+    An e5m2 is the upper byte of a float16; that goes to bfloat16 by way of float32.
+    """
+    code = "{ .reg .b32 pair; .reg .b16 first, second; .reg .f32 a, b; "
+    for selector, to in (("0x1404", "{$w0}"), ("0x3424", "{$w1}")):
+        if numeric is cutlass.Float16:
+            code += f"prmt.b32 {to}, {{$r0}}, 0, {selector}; "
+        else:
+            code += f"prmt.b32 pair, {{$r0}}, 0, {selector}; mov.b32 {{first, second}}, pair; "
+            code += f"cvt.f32.f16 a, first; cvt.f32.f16 b, second; cvt.rn.bf16x2.f32 {to}, b, a; "
+    return cute.arch.inline_ptx(
+        code + "}", write_only_types=[cutlass.Int32, cutlass.Int32], read_only_args=[word], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
 def narrow_e4m3(a, b, c, d, *, loc=None, ip=None) -> cutlass.Int32:
     """Four float32 as e4m3 in a word, in order: to nearest, ties to even, saturated at 448; NaN stays NaN."""
-    code = "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
-    code += "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }"
+    return narrow_fp8("e4m3x2", a, b, c, d, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def narrow_e5m2(a, b, c, d, *, loc=None, ip=None) -> cutlass.Int32:
+    """The same as e5m2, saturated at 57344: infinities too."""
+    return narrow_fp8("e5m2x2", a, b, c, d, loc=loc, ip=ip)
+
+
+def narrow_fp8(pair: str, a, b, c, d, *, loc, ip) -> cutlass.Int32:
+    code = f"{{ .reg .b16 low, high; cvt.rn.satfinite.{pair}.f32 low, {{$r1}}, {{$r0}}; "
+    code += f"cvt.rn.satfinite.{pair}.f32 high, {{$r3}}, {{$r2}}; mov.b32 {{$w0}}, {{low, high}}; }}"
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[a, b, c, d], loc=loc, ip=ip)
 
 

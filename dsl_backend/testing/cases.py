@@ -13,7 +13,7 @@ import torch
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings, make_problem
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 FULL, CAUSAL, PER_REQUEST = Causality.FULL, Causality.CAUSAL, Causality.PER_REQUEST
 TIERS = ("smoke", "full", "gpu")
 
@@ -31,7 +31,8 @@ class Case:
         q_lens, kv_lens: tokens of each request; (0, 0) is padding.
         heads: query and key/value heads.
         dim: of a head's queries and keys; dim_v of its values where it differs.
-        fp8: keys and values are stored as e4m3.
+        fp8: keys and values are stored as fp8, of fp8_dtype.
+        scales_by_head: each key head has scales of its own.
         window: keys visible before and after a position.
         causal: of each request, and then Causality.PER_REQUEST.
         scale: of q·k; 1 / sqrt(dim) by default.
@@ -54,6 +55,8 @@ class Case:
     dim_v: int | None = None
     dtype: torch.dtype = BF16
     fp8: bool = False
+    fp8_dtype: torch.dtype = FP8
+    scales_by_head: bool = False
     page: int | None = 16
     scale: float | None = None
     causality: Causality = CAUSAL
@@ -80,7 +83,7 @@ class Case:
             head_dim=self.dim,
             head_dim_v=self.dim if self.dim_v is None else self.dim_v,
             dtype=self.dtype,
-            kv_dtype=FP8 if self.fp8 else self.dtype,
+            kv_dtype=self.fp8_dtype if self.fp8 else self.dtype,
             page_size=self.page,
             scale=1 / math.sqrt(self.dim) if self.scale is None else self.scale,
             causality=self.causality if self.causal is None else PER_REQUEST,
@@ -102,6 +105,7 @@ class Case:
             device=device,
             causal=self.causal,
             around=self.around,
+            scales_by_head=self.scales_by_head,
         )
         problem.q.mul_(self.q_gain)
         if self.nan_request is not None:
@@ -142,6 +146,35 @@ DTYPES = [
         kv_lens=(50, 37, 20),
         fp8=True,
         why="e4m3 keys and values with different scales, bfloat16 queries",
+    ),
+    Case(
+        id="e5m2-bf16",
+        q_lens=(1, 2, 20),
+        kv_lens=(33, 20, 64),
+        fp8=True,
+        fp8_dtype=E5M2,
+        scales_by_head=True,
+        why="e5m2 keys and values, scales of each key head, bfloat16 queries",
+    ),
+    Case(
+        id="e5m2-fp16",
+        q_lens=(1, 2, 20),
+        kv_lens=(33, 20, 64),
+        fp8=True,
+        fp8_dtype=E5M2,
+        dtype=FP16,
+        why="e5m2 keys and values, float16 queries",
+    ),
+    Case(
+        id="by-head-fp8",
+        q_lens=(1, 2, 20),
+        kv_lens=(33, 20, 64),
+        heads=(6, 3),
+        fp8=True,
+        scales_by_head=True,
+        softcap=5.0,
+        alibi=True,
+        why="scales of each key head go into every score change",
     ),
     Case(
         id="fp8-fp16",
@@ -622,6 +655,7 @@ LATENT = [
         why="several row tiles of several pages",
     ),
     mla(16, id="mla-split-q", q_lens=(1, 2), kv_lens=(33, 20), split_q=True, why="latent and rope of q lie apart"),
+    mla(16, id="mla-e5m2", q_lens=(1, 2), kv_lens=(33, 20), fp8=True, fp8_dtype=E5M2, why="a latent cache in e5m2"),
     mla(16, id="mla-fp8", q_lens=(1, 2), kv_lens=(33, 20), fp8=True, why="a latent cache in e4m3"),
     mla(
         16,

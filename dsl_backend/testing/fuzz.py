@@ -18,7 +18,7 @@ import torch
 
 from dsl_backend.errors import Unsupported
 from dsl_backend.testing import sampling, softmax
-from dsl_backend.testing.cases import BF16, CAUSAL, FP16, FULL, Case
+from dsl_backend.testing.cases import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
@@ -99,6 +99,7 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
             latent=True,
             causality=CAUSAL,
             split_q=draw.random() < 0.5,
+            fp8_dtype=draw.choice((FP8, E5M2)),
         )
     heads_kv = draw.choice(sizes.heads_kv)
     dim = draw.choice(DIMS)
@@ -121,6 +122,8 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
         tile=draw.choice(((16, 32), (32, 16), (32, 64))) if draw.random() < 0.2 else None,
         # Drawn anew for every problem of the layer; here it says that it is to be drawn.
         causal=() if draw.random() < 0.15 else None,
+        fp8_dtype=draw.choice((FP8, E5M2)),
+        scales_by_head=draw.random() < 0.5,
     )
 
 
@@ -220,6 +223,8 @@ def write_case(draw: random.Random, sizes: Sizes) -> WriteCase:
         gain=draw.choice((1.0, 1.0, 1e-3, 30.0)),
         specials=draw.random() < 0.3,
         seed=draw.randrange(2**31),
+        fp8_dtype=draw.choice((FP8, E5M2)),
+        scales_by_head=draw.random() < 0.5,
     )
 
 

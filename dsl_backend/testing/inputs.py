@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import reference
+from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
@@ -127,7 +128,7 @@ class Problem:
     def score_magnitude(self) -> torch.Tensor:
         """[rows] bound on the size of what is summed up to a score, times the root of the number of terms."""
         spec, magnitude = self.spec, torch.zeros(self.q.shape[0], dtype=torch.float64, device=self.device)
-        k_scale = 1.0 if self.k_scale is None else float(self.k_scale)
+        k_scale = 1.0 if self.k_scale is None else float(self.k_scale.max())
         first = 0
         for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             rows, first = slice(first, first + q_len), first + q_len
@@ -248,7 +249,7 @@ def pollute(tensor: torch.Tensor) -> None:
     rows = tensor if tensor.dim() < 4 else tensor.transpose(0, 1)  # paged: alternate within a page
     for start, value in ((0, math.nan), (1, huge), (2, math.nan), (3, -huge)):
         part = rows[start::4]
-        if tensor.dtype == torch.float8_e4m3fn:
+        if is_fp8(tensor.dtype):
             reference.indexable(part).fill_(int(torch.tensor(value).to(tensor.dtype).view(torch.uint8)))
         else:
             part.fill_(value)
@@ -286,6 +287,11 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
 
 
+def scale_of(spec: AttentionSpec, scale: float, by_head: bool) -> torch.Tensor:
+    """A scale of fp8 keys or values: [1] float32; by_head: [heads_kv], each twice that of the head before."""
+    return scale * 2.0 ** torch.arange(spec.heads_kv if by_head else 1).remainder(4)
+
+
 def make_problem(
     spec: AttentionSpec,
     q_lens: Sequence[int],
@@ -295,12 +301,14 @@ def make_problem(
     device: torch.device | str = "cpu",
     causal: Sequence[bool] | None = None,
     around: Surroundings | None = None,
+    scales_by_head: bool = False,
 ) -> Problem:
     """A problem with these lengths.
 
     Args:
         q_lens, kv_lens: tokens of each request; (0, 0) is a padding request.
         causal: of each request, where spec.causality is PER_REQUEST.
+        scales_by_head: each key head has fp8 scales of its own.
     """
     around = around or Surroundings()
     device = torch.device(device)
@@ -342,8 +350,8 @@ def make_problem(
         values=values,
         sinks=(normal((spec.heads_q,), random) * 2).to(around.sinks_dtype) if spec.sinks else None,
         alibi_slopes=alibi_slopes(spec.heads_q).to(device) if spec.alibi else None,
-        k_scale=torch.tensor([K_SCALE], device=device) if spec.is_fp8_kv else None,
-        v_scale=torch.tensor([V_SCALE], device=device) if spec.is_fp8_kv else None,
+        k_scale=scale_of(spec, K_SCALE, scales_by_head).to(device) if spec.is_fp8_kv else None,
+        v_scale=scale_of(spec, V_SCALE, scales_by_head).to(device) if spec.is_fp8_kv else None,
         stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)

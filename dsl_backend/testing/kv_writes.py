@@ -9,9 +9,17 @@ import torch
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import Target
-from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number
+from dsl_backend.testing.inputs import (
+    K_SCALE,
+    V_SCALE,
+    Layout,
+    empty_like_cache,
+    normal,
+    not_a_number,
+    scale_of,
+)
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +35,8 @@ class WriteCase:
         heads: key/value heads.
         dim, dim_v: elements of a key and a value; of the latent and the rope part where latent.
         fused: key and value are slices of wider rows, as the output of a fused qkv projection is.
-        gain: multiplies the numbers; a large one saturates e4m3.
+        gain: multiplies the numbers; a large one saturates fp8.
+        fp8_dtype: of an fp8 cache. scales_by_head: each head has scales of its own.
         specials: NaN, infinities, zeros of both signs and subnormals among the numbers.
     """
 
@@ -44,6 +53,8 @@ class WriteCase:
     dim_v: int = 64
     dtype: torch.dtype = BF16
     fp8: bool = False
+    fp8_dtype: torch.dtype = FP8
+    scales_by_head: bool = False
     page: int = 16
     layout: Layout = Layout.SIDE_BY_SIDE
     latent: bool = False
@@ -60,7 +71,7 @@ class WriteCase:
             head_dim=self.dim + self.dim_v if self.latent else self.dim,
             head_dim_v=self.dim if self.latent else self.dim_v,
             dtype=self.dtype,
-            kv_dtype=FP8 if self.fp8 else self.dtype,
+            kv_dtype=self.fp8_dtype if self.fp8 else self.dtype,
             page_size=self.page,
             scale=1.0,
             latent=self.latent,
@@ -76,6 +87,14 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="fp8-saturated", fp8=True, gain=60.0, why="values past 448 saturate, on both sides"),
     WriteCase(id="fp8-subnormal", fp8=True, gain=2e-4, why="e4m3's subnormal numbers, and what rounds to zero"),
     WriteCase(id="fp8-specials", fp8=True, specials=True, why="NaN stays NaN, infinities saturate"),
+    WriteCase(id="fp8-by-head", heads=3, fp8=True, scales_by_head=True, why="each head is divided by its own scales"),
+    WriteCase(id="e5m2", fp8=True, fp8_dtype=E5M2, why="rounded to two bits, to nearest even"),
+    WriteCase(
+        id="e5m2-fp16", heads=3, fp8=True, fp8_dtype=E5M2, scales_by_head=True, dtype=FP16, why="scales of each head"
+    ),
+    WriteCase(id="e5m2-saturated", fp8=True, fp8_dtype=E5M2, gain=6e3, why="values past 57344 saturate, on both sides"),
+    WriteCase(id="e5m2-subnormal", fp8=True, fp8_dtype=E5M2, gain=1e-6, why="e5m2's subnormal numbers, and zero"),
+    WriteCase(id="e5m2-specials", fp8=True, fp8_dtype=E5M2, specials=True, why="NaN stays NaN, infinities saturate"),
     WriteCase(id="all-skipped", skipped=9, why="a step of padding writes nothing"),
     WriteCase(id="beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),
     WriteCase(id="beyond-fp8", beyond=3, fp8=True, page=48, layout=Layout.PADDED, why="the same; a page of any size"),
@@ -178,7 +197,9 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
     within float32's rounding of the midpoint between the two: its division on a GPU may be off by two units in the last
     place.
     """
-    k_scale, v_scale = (torch.tensor([scale], device=device) if case.fp8 else None for scale in (K_SCALE, V_SCALE))
+    k_scale, v_scale = (
+        scale_of(case.spec, scale, case.scales_by_head).to(device) if case.fp8 else None for scale in (K_SCALE, V_SCALE)
+    )
     mine, theirs = build(case, device), build(case, device)
     # The reference refuses slots that are not there, which kernels skip.
     slots = mine.slots.where(mine.slots < case.pages * case.page, -1)
@@ -197,7 +218,8 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
             (mine.key_cache, theirs.key_cache, mine.key, k_scale),
             (mine.value_cache, theirs.value_cache, mine.value, v_scale),
         ):
-            forgive_midpoints(ours, right, rows[: case.tokens][kept].double() / scale.double(), pages, tokens)
+            exact = rows[: case.tokens][kept].double() / scale.double().view(-1, 1)
+            forgive_midpoints(ours, right, exact, pages, tokens)
     for name, ours, right in (
         ("key", mine.key_cache, theirs.key_cache),
         ("value", mine.value_cache, theirs.value_cache),

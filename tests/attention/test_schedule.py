@@ -18,6 +18,7 @@ pytest.importorskip("cutlass")
 from cutlass.cute.runtime import from_dlpack
 
 from dsl_backend.attention.kernel import COUNTERS
+from dsl_backend.attention.kv_format import KVFormat
 from dsl_backend.attention.parts import schedule
 from dsl_backend.attention.parts.schedule import Cut
 from dsl_backend.attention.parts.scores import ScoreKey
@@ -43,7 +44,7 @@ def key_of(**facts: object) -> LayerKey:
         "head_dim_v": 64,
         "pack": 1,
         "page_size": 0,
-        "fp8": False,
+        "kv": KVFormat("bfloat16"),
         "causality": "causal",
         "left": False,
         "right": False,

@@ -38,7 +38,7 @@ class LatentKey(LayerKey):
     @property
     def key_bytes(self) -> int:
         """The value is a part of the key."""
-        return self.head_dim * (1 if self.fp8 else 2)
+        return self.head_dim * self.kv.itemsize
 
 
 MOST_BOXES = 4  # of queries that an item asks for, each a copy of every chunk
@@ -94,7 +94,7 @@ class LatentTiled:
 
     def loaded(self, allocator, sK: cute.Tensor) -> cute.Tensor:
         """Where tensor copies lay keys: where products read them, or where fp8 is widened from."""
-        if not self.key.fp8:
+        if not self.key.kv.fp8:
             return sK
         layout = bytes_staged(self.tile_n, self.dims, self.chunk, self.config.staging)
         return allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
@@ -115,7 +115,7 @@ class LatentTiled:
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
         q_tile = (key.pack, self.box_tokens, self.chunk)
         k_tile = (self.box, self.chunk)
-        k_box = bytes_boxed(*k_tile)[0] if key.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
+        k_box = bytes_boxed(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         return (
@@ -192,9 +192,9 @@ class LatentLoader(Loader):
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.take_boxes(kernel)
-        self.stages = self.config.staging if self.key.fp8 else self.config.stages
-        self.drains = kernel.products_release and cluster > 1 and not self.key.fp8
-        self.chunk_bytes = self.tile_n * kernel.chunk * (1 if self.key.fp8 else 2)
+        self.stages = self.config.staging if self.key.kv.fp8 else self.config.stages
+        self.drains = kernel.products_release and cluster > 1 and not self.key.kv.fp8
+        self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
         # Rows of a chunk lie one after another: [head and token, box, chunk].
         box = query_box(kernel, kernel.box_tokens)
         strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
@@ -276,6 +276,7 @@ class LatentWidener:
         rings, wide = (b.k_loaded, b.k_taken, b.k_full, b.k_empty), kernel.chunk
         self.tiles = [
             Tiles(
+                kernel.key.kv,
                 wide,
                 loaded,
                 sK,

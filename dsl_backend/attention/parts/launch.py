@@ -50,7 +50,7 @@ def facts_of(
         "head_dim_v": spec.head_dim_v,
         "pack": pack,
         "page_size": spec.page_size or 0,
-        "fp8": spec.is_fp8_kv,
+        "kv": spec.kv,
         "causality": spec.causality.value,
         "left": spec.window_left is not None,
         "right": spec.window_right is not None,
@@ -81,6 +81,12 @@ def fake_ledger(key: LayerKey) -> Any:
     return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
 
 
+def fake_scale(heads_kv: int) -> Any:
+    """Of each key head, at any stride: 0 where all have the same."""
+    stride = 1 if heads_kv == 1 else cute.sym_int64()
+    return make_fake_tensor(cutlass.Float32, (heads_kv,), (stride,), assumed_align=4)
+
+
 def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
     """A kernel's arguments. rows: of queries, keys and values."""
     many = cute.sym_int
@@ -104,7 +110,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        *[vector_of(cutlass.Float32, 1) if key.fp8 else None] * 2,
+        *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
         vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
         fake_ledger(key),
         cutlass.Float32(1.0),
@@ -121,7 +127,7 @@ def rows_of(key: LayerKey) -> tuple[Any, ...]:
     """Queries, keys and values."""
     lead = fake_pages(key)
     numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.fp8 else numeric
+    stored = cutlass.Uint8 if key.kv.fp8 else numeric
     return (
         fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *lead),
@@ -132,7 +138,7 @@ def rows_of(key: LayerKey) -> tuple[Any, ...]:
 def latent_rows_of(key: LayerKey) -> tuple[Any, ...]:
     """Queries' two parts, and keys."""
     numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.fp8 else numeric
+    stored = cutlass.Uint8 if key.kv.fp8 else numeric
     return (
         fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
@@ -164,12 +170,19 @@ def check_alignment(**tensors: torch.Tensor) -> None:
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """The scales of fp8 keys and values, each [1]; other layers' mean nothing."""
+    """The scales of fp8 keys and values, each [heads_kv]; other layers' mean nothing."""
     if not spec.is_fp8_kv:
         return None, None
     assert operands.k_scale is not None
     assert operands.v_scale is not None
-    return operands.k_scale.view(1), operands.v_scale.view(1)
+    return by_head(operands.k_scale, spec.heads_kv), by_head(operands.v_scale, spec.heads_kv)
+
+
+def by_head(scale: torch.Tensor, heads_kv: int) -> torch.Tensor:
+    """A scale as kernels take it, [heads_kv]; one that all heads share has a stride of 0."""
+    if scale.dim() == 1 and scale.shape[0] == heads_kv:
+        return scale
+    return scale.as_strided((heads_kv,), (1 if heads_kv == 1 else 0,))
 
 
 def stored(spec: AttentionSpec, rows: torch.Tensor) -> torch.Tensor:

@@ -53,9 +53,9 @@ class Loader:
         self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.copied
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
-        self.stages = self.config.staging if self.key.fp8 else self.config.stages
+        self.stages = self.config.staging if self.key.kv.fp8 else self.config.stages
         self.take_boxes(kernel)
-        size = 1 if self.key.fp8 else 2
+        size = self.key.kv.itemsize
         self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
         if self.key.pack == 1:
             self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)

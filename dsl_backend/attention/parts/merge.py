@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.schedule import CUT_FIELDS, Cut, Requests, lengths_of, own_range, row_tile_of
-from dsl_backend.attention.parts.scores import Scoring
+from dsl_backend.attention.parts.scores import Scoring, value_scale
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.work import head_of, slice_of
 from dsl_backend.primitives.copy import load_vector, store_vector
@@ -281,7 +281,7 @@ class Merger:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
+        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, unit))
         place = column
         if cutlass.const_expr(self.key.value_slices > 1):
             place += slice_of(self.key, unit) * self.key.columns

@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.attention.parts.scores import scores_of, value_scale
 from dsl_backend.attention.parts.work import head_of
 from dsl_backend.primitives.accumulators import packed, words_of
 from dsl_backend.primitives.copy import store_vector
@@ -26,7 +26,7 @@ class Rows:
     def __init__(self, key, tile_n: int, requests, scoring, row, column):
         self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
         self.row, self.column = row, column
-        self.scores = scores_of(key.scores, scoring)
+        self.scores = scores_of(key, scoring)
         self.slope = cute.make_rmem_tensor(self.count, cutlass.Float32)
 
     def place(self, j: int) -> int:
@@ -36,6 +36,7 @@ class Rows:
     @cute.jit
     def start(self, work):
         """Before the scores of an item."""
+        self.scores.of_head.start(work.unit)
         if cutlass.const_expr(self.key.scores.alibi):
             for row in cutlass.range_constexpr(self.count):
                 self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
@@ -56,6 +57,11 @@ class Rows:
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[self.head(work, row)].to(cutlass.Float32)
         return sink
+
+    @cute.jit
+    def v_scale(self, work):
+        """What stored values are multiplied by; None where they are real ones."""
+        return value_scale(self.key, self.scoring, work.unit)
 
     @cute.jit
     def bend(self, scores, work, tile):

@@ -220,7 +220,7 @@ class ClaimedTiles(QueryTiles):
     def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, claims):
         super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
         self.claims = claims
-        key_bytes = key.heads_kv * (key.head_dim + key.head_dim_v) * (1 if key.fp8 else 2)
+        key_bytes = key.heads_kv * (key.head_dim + key.head_dim_v) * key.kv.itemsize
         self.section_keys = max(SECTION_BYTES // key_bytes, 1)
 
     @cute.jit

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.parts.work import key_head_of
 from dsl_backend.primitives.math import LOG2_E, exp2
 
 
@@ -24,7 +25,10 @@ class ScoreKey:
 
 
 class Scoring(NamedTuple):
-    """Their values: sinks [heads_q], slopes [heads_q] float32; of fp8 keys and values, the scales [1] float32."""
+    """Their values: sinks [heads_q], slopes [heads_q] float32; of fp8 keys and values, the scales [heads_kv] float32.
+
+    Where all heads have one scale, it is there once, with a stride of 0.
+    """
 
     scale: cutlass.Float32
     softcap: cutlass.Float32
@@ -34,9 +38,39 @@ class Scoring(NamedTuple):
     v_scale: cute.Tensor | None
 
 
-def factor_of(scoring: Scoring):
+def factor_of(scoring: Scoring, head_kv=0):
     """What a product of a query and a stored key is multiplied by."""
-    return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[0]
+    return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[head_kv]
+
+
+def value_scale(key, scoring: Scoring, unit):
+    """What stored values of a unit's key head are multiplied by; None where they are real ones."""
+    if scoring.v_scale is None:
+        return None
+    return scoring.v_scale[key_head_of(key, unit) if key.scaled_by_head else 0]
+
+
+class HeadFactor:
+    """`factor_of` times a constant: found once where all key heads have the same, else for every item."""
+
+    def __init__(self, key, scoring: Scoring, constant: float):
+        self.key, self.scoring, self.constant = key, scoring, constant
+        self.held = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_head else None
+        self.shared = None if key.scaled_by_head else self.times(0)
+
+    def times(self, head_kv):
+        factor = factor_of(self.scoring, head_kv)
+        return factor if self.constant == 1.0 else factor * self.constant
+
+    @cute.jit
+    def start(self, unit):
+        """Before the scores of an item."""
+        if cutlass.const_expr(self.key.scaled_by_head):
+            self.held[0] = self.times(key_head_of(self.key, unit))
+
+    @property
+    def value(self):
+        return self.shared if self.held is None else self.held[0]
 
 
 class PlainScores:
@@ -44,8 +78,13 @@ class PlainScores:
 
     bends = False
 
-    def __init__(self, scoring: Scoring):
-        self.factor = factor_of(scoring) * LOG2_E
+    def __init__(self, key, scoring: Scoring):
+        self.of_head = HeadFactor(key, scoring, LOG2_E)
+
+    @property
+    def factor(self):
+        """What products are multiplied by to be base-2 scores."""
+        return self.of_head.value
 
 
 class BentScores:
@@ -53,13 +92,13 @@ class BentScores:
 
     bends = True
 
-    def __init__(self, key: ScoreKey, scoring: Scoring):
-        self.key, self.scoring, self.scale = key, scoring, factor_of(scoring)
+    def __init__(self, key, scoring: Scoring):
+        self.key, self.scoring, self.of_head = key.scores, scoring, HeadFactor(key, scoring, 1.0)
         self.factor = cutlass.Float32(1.0)
 
     def bend(self, score, slope, distance):
         """The base-2 score; slope times log2(e), distance = position - key."""
-        value = score * self.scale
+        value = score * self.of_head.value
         if self.key.softcap:
             # c tanh(s / c) = c (1 - 2 / (e^(2s/c) + 1)); where that overflows it still gives c or -c.
             cap = self.scoring.softcap
@@ -72,6 +111,7 @@ class BentScores:
         return value
 
 
-def scores_of(key: ScoreKey, scoring: Scoring):
-    bends = key.softcap or key.alibi or key.signed
-    return BentScores(key, scoring) if bends else PlainScores(scoring)
+def scores_of(key, scoring: Scoring):
+    """What a layer's scores are made by; key: a LayerKey."""
+    bends = key.scores.softcap or key.scores.alibi or key.scores.signed
+    return BentScores(key, scoring) if bends else PlainScores(key, scoring)

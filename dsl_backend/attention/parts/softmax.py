@@ -12,12 +12,19 @@ class OnlineSoftmax:
 
     `top` is the largest score so far as the products give it, before `factor`; `total` this thread's sum of weights.
     With `slack`, top stays while it is exceeded by less: weights grow to 2^slack, and sums need not be shrunk.
+
+    Args:
+        scores: what products become, as `scores_of` makes it.
     """
 
-    def __init__(self, rows: int, lanes: int, factor: cutlass.Float32, slack: float = 0.0):
-        self.rows, self.lanes, self.factor, self.slack = rows, lanes, factor, slack
+    def __init__(self, rows: int, lanes: int, scores, slack: float = 0.0):
+        self.rows, self.lanes, self.scores, self.slack = rows, lanes, scores, slack
         self.top = cute.make_rmem_tensor(rows, cutlass.Float32)
         self.total = cute.make_rmem_tensor(rows, cutlass.Float32)
+
+    @property
+    def factor(self):
+        return self.scores.factor
 
     def start(self):
         self.top.fill(-cutlass.Float32.inf)
@@ -70,7 +77,7 @@ def normalized(top, total, sink, v_scale):
     Args:
         top, total: the row's largest base-2 score, and its sum of 2^(score - top).
         sink: a logit that joins the denominator; None where there is none.
-        v_scale: [1], which stored values are multiplied by; None where they are real ones.
+        v_scale: what stored values are multiplied by; None where they are real ones.
     """
     shrink = cutlass.Float32(1.0)
     if cutlass.const_expr(sink is not None):
@@ -81,5 +88,5 @@ def normalized(top, total, sink, v_scale):
     # The total is 0 where a row saw no key; a NaN stays one.
     factor = cutlass.Float32(0.0) if total == 0.0 else shrink / total
     if cutlass.const_expr(v_scale is not None):
-        factor *= v_scale[0]
+        factor *= v_scale
     return factor, (top + cute.math.log2(total, fastmath=True)) * LN_2

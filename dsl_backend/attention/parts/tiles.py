@@ -8,6 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from dsl_backend.attention.kv_format import KVFormat
 from dsl_backend.attention.parts.load import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, OwnShares, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
@@ -34,7 +35,7 @@ class LayerKey:
         heads_q, heads_kv: of the layer.
         pack: query heads whose rows share a tile.
         page_size: tokens of a page; 0 where keys are packed.
-        fp8: keys and values are stored as e4m3; dtype is then that of queries and outputs alone.
+        kv: how keys and values are stored; where as fp8, dtype is that of queries and outputs alone.
         causality: `full`, `causal` or `per_request`.
         left, right: whether a window ends before or after a position.
         split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
@@ -49,7 +50,7 @@ class LayerKey:
     head_dim_v: int
     pack: int
     page_size: int
-    fp8: bool
+    kv: KVFormat
     causality: str
     left: bool
     right: bool
@@ -64,6 +65,11 @@ class LayerKey:
         return not self.split
 
     @property
+    def scaled_by_head(self) -> bool:
+        """Whether scales may differ from one key head to the next."""
+        return self.kv.fp8 and self.heads_kv > 1
+
+    @property
     def value_slices(self) -> int:
         """Slices of a value row, each multiplied as if it were a head's own."""
         return value_slices(self.head_dim_v)
@@ -76,7 +82,7 @@ class LayerKey:
     @property
     def key_bytes(self) -> int:
         """Of a key and the slice of its value."""
-        return (self.head_dim + self.columns) * (1 if self.fp8 else 2)
+        return (self.head_dim + self.columns) * self.kv.itemsize
 
     @property
     def units(self) -> int:
@@ -114,9 +120,9 @@ class TiledKernel:
         self.rows_loaded = self.box_tokens * key.pack
         self.math_clears = self.box_tokens < self.tokens_per_tile
         self.box = box_rows(key.page_size, self.tile_n)
-        self.dtype_v = cutlass.Float16 if key.fp8 else self.dtype
-        self.copied = fp8_chunk(key.head_dim) if key.fp8 else self.chunk
-        self.copied_v = fp8_chunk(key.columns) if key.fp8 else self.chunk_v
+        self.dtype_v = cutlass.Float16 if key.kv.fp8 else self.dtype
+        self.copied = fp8_chunk(key.head_dim) if key.kv.fp8 else self.chunk
+        self.copied_v = fp8_chunk(key.columns) if key.kv.fp8 else self.chunk_v
 
     def atom(self, width: int):
         """The swizzled atom of rows `width` elements wide."""
@@ -140,7 +146,7 @@ class TiledKernel:
 
     def loaded(self, allocator, sK: cute.Tensor, sV: cute.Tensor):
         """Where tensor copies lay keys and values: where products read them, or where fp8 is widened from."""
-        if not self.key.fp8:
+        if not self.key.kv.fp8:
             return sK, sV
         widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
         layouts = [bytes_staged(self.tile_n, width, copied, self.config.staging) for width, copied in widths]
@@ -151,7 +157,7 @@ class TiledKernel:
 
     def key_box(self, width: int):
         """The box of one tensor copy of keys or values, and how it lies in shared memory."""
-        if self.key.fp8:
+        if self.key.kv.fp8:
             return bytes_boxed(self.box, fp8_chunk(width))
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 

@@ -8,12 +8,14 @@ bits: who multiplies sees no difference. A kernel's barriers of the first have `
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.kv_format import E4M3, E5M2
 from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.primitives.math import widen_e4m3
+from dsl_backend.primitives.math import widen_e4m3, widen_e5m2
 
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes
 AT_A_TIME = 8  # vectors of a thread, in registers at once
+WIDENERS = {E4M3: widen_e4m3, E5M2: widen_e5m2}
 USUAL = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
 
 
@@ -41,6 +43,7 @@ class Tiles:
     row beside it: so the reads and the writes of eight lanes fall on all banks once.
 
     Args:
+        kv: what the bytes are.
         copied: elements of a row in one tensor copy.
         source: [rows, width, stages] of bytes, as tensor copies wrote them; target: of 16 bits, swizzled.
         rings: barriers (loaded, taken) of the source's, (full, empty) of the target's.
@@ -49,9 +52,10 @@ class Tiles:
         blocks: that write to each other's sources.
     """
 
-    def __init__(self, copied, source, target, rings, columns=None, part=(0, 1), blocks=1):
+    def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), blocks=1):
         self.rows, width, self.staging = (cute.size(source, mode=[i]) for i in range(3))
         self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
+        self.widen_word = WIDENERS[kv]
         which, self.parts = part
         self.loaded, self.taken, self.full, self.empty = (ring + which for ring in rings)
         self.blocks, self.thread = blocks, cute.arch.thread_idx()[0] % WARPGROUP
@@ -114,7 +118,7 @@ class Tiles:
         """16 elements; the swizzle has the second half of them beside the first one."""
         words = cute.make_rmem_tensor((VECTOR, 2), cutlass.Int32)
         for i in cutlass.range_constexpr(VECTOR):
-            low, high = widen_e4m3(stored[i], self.numeric)
+            low, high = self.widen_word(stored[i], self.numeric)
             words[2 * i], words[2 * i + 1] = low, high
         cute.autovec_copy(words[None, 0], self.target[None, to, stage])
         cute.autovec_copy(words[None, 1], self.target[None, to ^ 1, stage])
@@ -129,8 +133,8 @@ class Widener:
 
     def __init__(self, kernel, mailbox, barriers, loaded_k, sK, loaded_v, sV):
         self.mailbox, b = mailbox, barriers
-        self.keys = Tiles(kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
-        self.values = Tiles(kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty))
+        self.keys = Tiles(kernel.key.kv, kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
+        self.values = Tiles(kernel.key.kv, kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty))
 
     @cute.jit
     def run(self):

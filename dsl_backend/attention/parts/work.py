@@ -58,6 +58,11 @@ def packed_of(key, unit):
     return unit if key.value_slices == 1 else unit // key.value_slices
 
 
+def key_head_of(key, unit):
+    """The key head that a unit's queries share."""
+    return packed_of(key, unit) // (key.heads_q // key.heads_kv // key.pack)
+
+
 def slice_of(key, unit):
     """Which slice of value rows, and of outputs, a unit has."""
     return 0 if key.value_slices == 1 else unit % key.value_slices

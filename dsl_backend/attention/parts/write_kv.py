@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.kv_format import E4M3, E5M2, KVFormat
 from dsl_backend.attention.parts.tiles import NUMERIC, VECTOR
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import narrow_e4m3
+from dsl_backend.primitives.math import narrow_e4m3, narrow_e5m2
 
+NARROWERS = {E4M3: narrow_e4m3, E5M2: narrow_e5m2}
 THREADS = 256  # of a block, at most
 WARP = 32
 
@@ -23,14 +25,14 @@ class WriteKey:
 
     Attributes:
         dtype: of keys and values; the cache's too, unless fp8.
-        fp8: the cache holds e4m3.
+        kv: what the cache holds.
         heads: of keys and of values.
         dim, dim_v: elements of a key and of a value; of MLA's latent and rope parts.
         page_size: tokens of a page.
     """
 
     dtype: str
-    fp8: bool
+    kv: KVFormat
     heads: int
     dim: int
     dim_v: int
@@ -44,7 +46,7 @@ class WriteRows:
     """
 
     def __init__(self, key: WriteKey):
-        self.heads, self.page_size, self.fp8 = key.heads, key.page_size, key.fp8
+        self.heads, self.page_size, self.kv = key.heads, key.page_size, key.kv
         self.dtype = NUMERIC[key.dtype]
         self.vectors_k, self.vectors_v = key.dim // VECTOR, key.dim_v // VECTOR  # of a row
         self.of_keys = self.heads * self.vectors_k  # vectors of a token's keys
@@ -113,18 +115,18 @@ class WriteRows:
         head, column = vector // vectors, vector % vectors * VECTOR
         held = cute.make_rmem_tensor(VECTOR, self.dtype)
         load_vector(rows.iterator, offset((token, head), rows.stride) + column, held)
-        if cutlass.const_expr(self.fp8):
-            divisor = scale[0]
+        if cutlass.const_expr(self.kv.fp8):
+            divisor = scale[head]
         # Unsigned, so that a page size that is a power of two is a shift, and a negative slot beyond the last page.
         place = cutlass.Uint64(slot)
         page, inner = cutlass.Int64(place // self.page_size), cutlass.Int64(place % self.page_size)
         if cutlass.Uint64(page) < cutlass.Uint64(cache.shape[0]):
             to = offset((page, inner, head), cache.stride) + column
-            if cutlass.const_expr(self.fp8):
+            if cutlass.const_expr(self.kv.fp8):
                 quotients = held.load().to(cutlass.Float32) / divisor
                 words = cute.make_rmem_tensor(VECTOR // 4, cutlass.Int32)
                 for i in cutlass.range_constexpr(VECTOR // 4):
-                    words[i] = narrow_e4m3(*(quotients[4 * i + j] for j in range(4)))
+                    words[i] = NARROWERS[self.kv](*(quotients[4 * i + j] for j in range(4)))
                 store_vector(cute.recast_tensor(words, cutlass.Uint8), cache.iterator, to)
             else:
                 store_vector(held, cache.iterator, to)

@@ -9,6 +9,7 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.attention.kernel import Writes
+from dsl_backend.attention.parts.launch import by_head, fake_scale
 from dsl_backend.attention.parts.tiles import NUMERIC, VECTOR
 from dsl_backend.attention.parts.write_kv import WriteKey, WriteRows
 from dsl_backend.attention.spec import AttentionSpec
@@ -20,14 +21,14 @@ from dsl_backend.runtime.target import Target
 def fake_args(key: WriteKey) -> tuple[Any, ...]:
     """The function's arguments. Strides may be any: that vectors are aligned is looked at before a call."""
     numeric, many = NUMERIC[key.dtype], cute.sym_int
-    stored = cutlass.Uint8 if key.fp8 else numeric
+    stored = cutlass.Uint8 if key.kv.fp8 else numeric
 
     def rows_of(dtype: Any, dim: int, *lead: Any) -> Any:
         strides = tuple(cute.sym_int64() for _ in (*lead, key.heads))
         align = VECTOR * dtype.width // 8
         return make_fake_tensor(dtype, (*lead, key.heads, dim), (*strides, 1), assumed_align=align)
 
-    scale = make_fake_tensor(cutlass.Float32, (1,), (1,), assumed_align=4) if key.fp8 else None
+    scale = fake_scale(key.heads) if key.kv.fp8 else None
     pages = many()
     return (
         rows_of(numeric, key.dim, many()),
@@ -46,7 +47,7 @@ def key_of(spec: AttentionSpec) -> WriteKey:
     assert spec.page_size is not None
     return WriteKey(
         dtype=short(spec.dtype),
-        fp8=spec.is_fp8_kv,
+        kv=spec.kv,
         heads=spec.heads_kv,
         dim=dim,
         dim_v=dim_v,
@@ -96,8 +97,8 @@ class WriteKV(Writes):
             key_cache.view(torch.uint8),
             value_cache.view(torch.uint8),
             slot_mapping,
-            k_scale if k_scale.dim() == 1 else k_scale.view(1),
-            v_scale if v_scale.dim() == 1 else v_scale.view(1),
+            by_head(k_scale, self.spec.heads_kv),
+            by_head(v_scale, self.spec.heads_kv),
         )
 
 

@@ -5,6 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.scores import value_scale
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR, store_rows
@@ -226,7 +227,7 @@ class Corrector:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
+        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, work.unit))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < lse_rows(self.key, work):

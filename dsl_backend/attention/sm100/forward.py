@@ -229,7 +229,7 @@ class Forward(TiledKernel):
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1] + [halves] * 2
-        if cutlass.const_expr(self.key.fp8):
+        if cutlass.const_expr(self.key.kv.fp8):
             sizes += [config.staging] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
         launches: Any = LaunchControl.allocate(allocator) if config.launch_control else None
@@ -239,7 +239,7 @@ class Forward(TiledKernel):
         if warp == LOAD:
             with cute.arch.elect_one():
                 # Copies and products arrive once, threads that end a tile each for itself; the mailbox is read by all.
-                widening = group if self.key.fp8 else 0
+                widening = group if self.key.kv.fp8 else 0
                 readers = (halves + 1) * group + 2 + widening
                 writers = widening or 1
                 counts = [1, group, writers, 1, writers, 1, 1, readers, 1, 2 * WARPGROUP, 1, WARPGROUP, WARPGROUP]
@@ -273,7 +273,7 @@ class Forward(TiledKernel):
                 self, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
             ).run()
         elif warp >= WIDEN:
-            if cutlass.const_expr(self.key.fp8):
+            if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.registers.widen)
                 Widener(self, mailbox, barriers, loaded_k, places.keys[0], loaded_v, places.values).run()
         else:

@@ -177,7 +177,7 @@ class LatentForward(LatentTiled):
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, STATISTICS)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
-        if cutlass.const_expr(self.key.fp8):
+        if cutlass.const_expr(self.key.kv.fp8):
             sizes += [PARTS * config.staging] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
@@ -187,8 +187,8 @@ class LatentForward(LatentTiled):
             with cute.arch.elect_one():
                 # Copies and products arrive once, where key tiles are shared in each block of the cluster; the
                 # warpgroups by a lane of each warp; the mailbox's readers are all roles but its writer.
-                widening = group if self.key.fp8 else 0
-                empties = 1 if self.key.fp8 else config.cluster
+                widening = group if self.key.kv.fp8 else 0
+                empties = 1 if self.key.kv.fp8 else config.cluster
                 counts = [1, 1, widening or 1, empties, 1, group + 2 + widening, 1, group, 1]
                 counts += [1, config.cluster * widening]
                 for pointer, size, count in zip(barriers, sizes, counts, strict=False):
@@ -220,7 +220,7 @@ class LatentForward(LatentTiled):
             LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
         if warp == SCHEDULE:
             self.schedule(mailbox, requests, ledger).run()
-        if cutlass.const_expr(self.key.fp8):
+        if cutlass.const_expr(self.key.kv.fp8):
             if warp >= WIDEN:
                 LatentWidener(self, mailbox, barriers, loaded, sK).run()
         # A block's memory and barriers are there until the others have done with them.

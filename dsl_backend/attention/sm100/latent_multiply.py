@@ -21,7 +21,7 @@ class LatentMultiplier:
     def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
         self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
         # Every block of a cluster may write to a place of keys: each hears that it was read. Widened ones are its own.
-        cluster = 1 if kernel.key.fp8 else self.config.cluster
+        cluster = 1 if kernel.key.kv.fp8 else self.config.cluster
         self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n, cluster=cluster)
         self.weighing = TensorProduct(dtype=kernel.dtype, rows=BLOCK, columns=ROWS, rows_inside=True, cluster=cluster)
         mine, weighs = product.get_slice(0), weighing.get_slice(0)

@@ -232,8 +232,8 @@ class PairMultiplier(LatentMultiplier):
 class PairSoftmax(OnlineSoftmax):
     """Two threads of the warpgroup share a row: each has half of its keys. Two keys an instruction."""
 
-    def __init__(self, factor, statistics, thread):
-        super().__init__(1, 1, factor, SLACK)
+    def __init__(self, scores, statistics, thread):
+        super().__init__(1, 1, scores, SLACK)
         self.statistics, self.thread = statistics, thread
 
     @cute.jit
@@ -276,7 +276,7 @@ class PairWeigher:
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // PAIR
         self.rows = WholeRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
-        self.softmax = PairSoftmax(self.rows.scores.factor, statistics, self.thread)
+        self.softmax = PairSoftmax(self.rows.scores, statistics, self.thread)
         self.S = cute.make_rmem_tensor(self.keys, cutlass.Float32)
         self.P = cute.make_rmem_tensor((VECTOR, self.keys // VECTOR), kernel.dtype)
         self.shrink = cute.make_rmem_tensor(1, cutlass.Float32)
@@ -385,7 +385,7 @@ class PairWeigher:
     def store_whole(self, work, top, total):
         columns = cutlass.const_expr(self.kernel.dims_v)
         token, head = work.query + self.row // self.key.pack, self.rows.head(work, 0)
-        factor, lse = normalized(top, total, self.rows.sink(work, 0), self.rows.scoring.v_scale)
+        factor, lse = normalized(top, total, self.rows.sink(work, 0), self.rows.v_scale(work))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if self.row < work.rows and self.half == 0:

@@ -41,7 +41,7 @@ class LatentWeigher:
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
         self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
         held = THREAD_ROWS * kernel.tile_n // QUAD
         self.S = cute.make_rmem_tensor(held, cutlass.Float32)
         self.P = cute.make_rmem_tensor(held, kernel.dtype)
@@ -208,7 +208,7 @@ class LatentWeigher:
         factors = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factors[row], lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
+            factors[row], lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):
                 to = self.lse

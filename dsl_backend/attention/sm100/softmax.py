@@ -34,7 +34,7 @@ class Softmax:
     def __init__(self, kernel, mailbox, barriers, base, statistics, requests, scoring, half):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
-        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key.scores, scoring)
+        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key, scoring)
         self.half = half
         # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
         self.polynomial = 0 if kernel.key.lse else kernel.config.polynomial
@@ -93,6 +93,7 @@ class Softmax:
     def start(self, work):
         self.top.fill(-cutlass.Float32.inf)
         self.total.fill(0.0)
+        self.scores.of_head.start(work.unit)
         if cutlass.const_expr(self.key.scores.alibi):
             self.slope[0] = self.scoring.slopes[self.head(work)] * LOG2_E
 

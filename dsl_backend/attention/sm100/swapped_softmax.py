@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.scores import scores_of
+from dsl_backend.attention.parts.scores import scores_of, value_scale
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR
@@ -54,7 +54,7 @@ class SwappedSoftmax(Softmax):
         self.mailbox, self.barriers, self.base = mailbox, barriers, base
         self.sP, self.told, self.places = sP, told, places
         self.out, self.lse, self.partials = out, lse, partials
-        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key.scores, scoring)
+        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key, scoring)
         self.half, self.rows = half, kernel.tile_m
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.warp, lane = self.thread // 32, self.thread % 32
@@ -310,7 +310,7 @@ class SwappedSoftmax(Softmax):
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, self.scoring.v_scale)
+        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, work.unit))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < work.rows:

@@ -179,10 +179,10 @@ class Forward(TiledKernel):
         loaded_k, loaded_v = self.loaded(allocator, sK, sV)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
-        warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.fp8 else 0
+        warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.kv.fp8 else 0
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2
         counts = [1, warps, *[widening or 1, warps] * 2, 1, warps + widening + 1]
-        if cutlass.const_expr(self.key.fp8):
+        if cutlass.const_expr(self.key.kv.fp8):
             sizes, counts = sizes + [config.staging] * 4, counts + [1, widening] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
@@ -211,7 +211,7 @@ class Forward(TiledKernel):
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, ledger).run()
         elif warp >= WARPGROUP // 32 + warps:
-            if cutlass.const_expr(self.key.fp8):
+            if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)
                 Widener(self, mailbox, barriers, loaded_k, sK, loaded_v, sV).run()
         else:

@@ -165,7 +165,7 @@ class LatentForward(LatentTiled):
         totals = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
         items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2
-        if cutlass.const_expr(self.key.fp8):
+        if cutlass.const_expr(self.key.kv.fp8):
             sizes += [PARTS * config.staging] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
@@ -177,8 +177,8 @@ class LatentForward(LatentTiled):
                 # A loading warp fills by bytes. One group's warps empty a part of a key tile, in all blocks of a
                 # cluster; both groups' the queries; the mailbox has the load warp as well. Of fp8 it is the widening
                 # group's warps that fill, for the block alone, and that empty what the loading ones filled.
-                widening = group if self.key.fp8 else 0
-                empties = group if self.key.fp8 else config.cluster * group
+                widening = group if self.key.kv.fp8 else 0
+                empties = group if self.key.kv.fp8 else config.cluster * group
                 counts = [1, GROUPS * group, widening or 1, empties, 1, GROUPS * group + 1 + widening]
                 counts += [1, config.cluster * widening]
                 for pointer, size, count in zip(barriers, sizes, counts, strict=False):
@@ -202,7 +202,7 @@ class LatentForward(LatentTiled):
             if warp == SCHEDULE_WARP:
                 self.schedule(mailbox, requests, ledger).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
-            if cutlass.const_expr(self.key.fp8):
+            if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(widen)
                 LatentWidener(self, mailbox, barriers, loaded, sK).run()
         else:

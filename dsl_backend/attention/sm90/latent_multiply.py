@@ -78,7 +78,7 @@ class LatentMultiplier:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
 
     @cute.jit
     def run(self):
@@ -198,7 +198,7 @@ class LatentMultiplier:
     def release_part(self, count, part):
         """This warp has read a part of the count-th tile; every block of a cluster may write to it."""
         empty = self.barriers.k_empty + count % self.config.stages * PARTS + part
-        if cutlass.const_expr(self.config.cluster == 1 or self.key.fp8):
+        if cutlass.const_expr(self.config.cluster == 1 or self.key.kv.fp8):
             self.release(empty)
         else:
             cute.arch.sync_warp()
@@ -350,7 +350,7 @@ class LatentMultiplier:
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
+            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             m, to = self.row + 8 * row, self.lse

@@ -71,7 +71,7 @@ class Multiplier:
         # Weights on their way to P, while products read it.
         self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores.factor, SLACK)
+        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
 
     @cute.jit
     def run(self):
@@ -314,7 +314,7 @@ class Multiplier:
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.scoring.v_scale)
+            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):

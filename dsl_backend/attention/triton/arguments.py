@@ -12,11 +12,14 @@ import triton.language as tl
 
 from dsl_backend.attention.configs import TileConfig, key_blocks, value_blocks
 from dsl_backend.attention.kernel import Operands
+from dsl_backend.attention.kv_format import E4M3, E5M2
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.runtime.target import Target
 
 # Change from step to step: a kernel compiled for one value of these serves them all.
 STEP_ARGUMENTS = ["num_requests", "shortest", "longest"]
+# From one key head's fp8 scale to the next one's: what a checkpoint has, which is known when layers are loaded.
+SCALE_STRIDES = ["k_scale_stride", "v_scale_stride"]
 CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
 
 
@@ -41,6 +44,7 @@ class Layer(NamedTuple):
     right: Any
     softcap: Any
     latent: Any
+    e5m2: Any
 
 
 class Tiles(NamedTuple):
@@ -114,6 +118,7 @@ def layer_of(spec: AttentionSpec) -> Layer:
         window(spec.window_right),
         float(spec.softcap),
         spec.latent,
+        spec.kv == E5M2,
     )
     return layer
 
@@ -124,8 +129,11 @@ def tiles_of(config: TileConfig, scan: int) -> Tiles:
 
 
 def key_storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
-    """fp8 keys as the target reads them: bytes where it has no conversion of its own."""
-    if tensor.dtype == torch.float8_e4m3fn and not target.native_fp8:
+    """fp8 keys as the target reads them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
+
+    An e5m2 is the upper byte of a float16: a shift converts it on every target, infinities and NaN included.
+    """
+    if tensor.dtype == E5M2.dtype or (tensor.dtype == E4M3.dtype and not target.native_fp8):
         return tensor.view(torch.uint8)
     return tensor
 
@@ -149,6 +157,15 @@ def scoring_of(spec: AttentionSpec, operands: Operands) -> Scoring:
     )
 
 
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Elements from one key head's scale to the next one's: 0 where there is one for all, or none."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def scale_strides(operands: Operands) -> tuple[int, int]:
+    return scale_stride(operands.k_scale), scale_stride(operands.v_scale)
+
+
 def launch_arguments(spec: AttentionSpec, target: Target, batch: Batch, operands: Operands) -> tuple[Any, ...]:
     """The arguments that the kernels begin with, in their order."""
     q2 = operands.q[..., key_blocks(spec)[0] :] if operands.q_rope is None else operands.q_rope
@@ -169,5 +186,6 @@ def launch_arguments(spec: AttentionSpec, target: Target, batch: Batch, operands
             batch.causal if spec.causality is Causality.PER_REQUEST else None,
         ),
         scoring_of(spec, operands),
+        *scale_strides(operands),
         batch.num_requests,
     )

@@ -139,9 +139,11 @@ def load_queries(q, q2, token, head, keep, LAYER):
 
 
 @triton.jit
-def widen(x, dtype: tl.constexpr):
-    """Stored keys in the queries' dtype; uint8 holds e4m3 bits where the target cannot convert them itself."""
-    if x.dtype == tl.uint8:
+def widen(x, dtype: tl.constexpr, E5M2: tl.constexpr):
+    """Stored keys in the queries' dtype; uint8 holds e5m2 bits, or e4m3's where the target has no conversion."""
+    if x.dtype == tl.uint8 and E5M2:
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+    elif x.dtype == tl.uint8:
         # e4m3's exponent and mantissa, moved under float32's, make the value times 2^-120; the product is exact.
         bits = x.to(tl.uint32)
         magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -209,10 +211,12 @@ def attend(
         # Pages in front of the first row's window may be another request's by now: a weight of 0 keeps a NaN.
         inside = inside & (n >= tl.min(position, 0) - LAYER.left)
     k_rows = key_rows(keys, head, pages, n0, packed_first, LAYER, BLOCK_N)
-    k1 = widen(load_rows(keys.ptr, k_rows, inside, 0, LAYER.d1, LAYER.head_dim, MASKED), q1.dtype)
+    k1 = widen(load_rows(keys.ptr, k_rows, inside, 0, LAYER.d1, LAYER.head_dim, MASKED), q1.dtype, LAYER.e5m2)
     scores = dot(q1, tl.trans(k1), tl.zeros([q1.shape[0], BLOCK_N], tl.float32))
     if LAYER.d2 > 0:
-        k2 = widen(load_rows(keys.ptr, k_rows, inside, LAYER.d1, LAYER.d2, LAYER.head_dim, MASKED), q1.dtype)
+        k2 = widen(
+            load_rows(keys.ptr, k_rows, inside, LAYER.d1, LAYER.d2, LAYER.head_dim, MASKED), q1.dtype, LAYER.e5m2
+        )
         scores = dot(q2, tl.trans(k2), scores)
     distance = n[None, :] - position[:, None]
     scores = bend_scores(scores, scale, distance, scoring, slopes, LAYER)
@@ -230,16 +234,20 @@ def attend(
         acc1 = dot(weights, k1, acc1)
     else:
         v_rows = key_rows(values, head, pages, n0, packed_first, LAYER, BLOCK_N)
-        v1 = widen(load_rows(values.ptr, v_rows, inside, 0, LAYER.dv1, LAYER.head_dim_v, MASKED), q1.dtype)
+        v1 = widen(load_rows(values.ptr, v_rows, inside, 0, LAYER.dv1, LAYER.head_dim_v, MASKED), q1.dtype, LAYER.e5m2)
         acc1 = dot(weights, v1, acc1)
         if LAYER.dv2 > 0:
-            v2 = widen(load_rows(values.ptr, v_rows, inside, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v, MASKED), q1.dtype)
+            v2 = widen(
+                load_rows(values.ptr, v_rows, inside, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v, MASKED),
+                q1.dtype,
+                LAYER.e5m2,
+            )
             acc2 = dot(weights, v2, acc2 * shrink[:, None])
     return acc1, acc2, new_top, total
 
 
 @triton.jit
-def normalizer(top, total, keep, head, scoring):
+def normalizer(top, total, keep, head, scoring, v_scale_stride, LAYER):
     """What turns a row's accumulator into its output, sinks and fp8 scale included; and the row's LSE."""
     shrink = 1.0
     if scoring.sinks is not None:
@@ -251,7 +259,7 @@ def normalizer(top, total, keep, head, scoring):
     # total is 0 where a row saw no key; a NaN stays one.
     factor = tl.where(total == 0.0, 0.0, shrink / total)
     if scoring.v_scale is not None:
-        factor *= tl.load(scoring.v_scale)
+        factor *= tl.load(scoring.v_scale + head // LAYER.group * v_scale_stride, mask=keep, other=1.0)
     return factor, (top + tl.log2(total)) * LN2
 
 
@@ -263,9 +271,9 @@ def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, LAYER):
+def finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, v_scale_stride, LAYER):
     """Divide by the softmax's denominator and store the rows that are kept; token, head [m]."""
-    factor, row_lse = normalizer(top, total, keep, head, scoring)
+    factor, row_lse = normalizer(top, total, keep, head, scoring, v_scale_stride, LAYER)
     token = token.to(tl.int64)
     rows = token * out.token_stride + head * out.head_stride
     store_rows(out.ptr, rows, acc1 * factor[:, None], keep, 0, LAYER.dv1, LAYER.head_dim_v)

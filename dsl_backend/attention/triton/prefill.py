@@ -14,7 +14,7 @@ import triton.language as tl
 from dsl_backend.attention.configs import PrefillConfig
 from dsl_backend.attention.kernel import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
-from dsl_backend.attention.triton.arguments import STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
+from dsl_backend.attention.triton.arguments import SCALE_STRIDES, STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
 from dsl_backend.attention.triton.parts import (
     FULL,
     LOG2E,
@@ -57,7 +57,7 @@ def key_tiles(first_position, last_position, right, kv_len, LAYER, BLOCK_N: tl.c
     return start, tl.minimum(whole_start, whole_stop), whole_stop, tl.cdiv(stop, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=STEP_ARGUMENTS)
+@triton.jit(do_not_specialize=[*STEP_ARGUMENTS, *SCALE_STRIDES])
 def prefill_kernel(
     q,
     q2,
@@ -67,6 +67,8 @@ def prefill_kernel(
     lse,
     requests,
     scoring,
+    k_scale_stride,
+    v_scale_stride,
     num_requests,
     shortest,
     longest,
@@ -100,7 +102,7 @@ def prefill_kernel(
         slopes += tl.load(scoring.slopes + head) * LOG2E
     scale = scoring.scale_log2
     if scoring.k_scale is not None:
-        scale *= tl.load(scoring.k_scale)
+        scale *= tl.load(scoring.k_scale + head // LAYER.group * k_scale_stride)
     table_row, packed_first = key_source(requests, request, LAYER)
 
     acc1 = tl.zeros([TILES.m, LAYER.dv1], tl.float32)
@@ -142,7 +144,7 @@ def prefill_kernel(
                 phase != 1,
             )
             pages = next_pages
-    finish(acc1, acc2, top, total, keep, first_query + m, heads, out, lse, scoring, LAYER)
+    finish(acc1, acc2, top, total, keep, first_query + m, heads, out, lse, scoring, v_scale_stride, LAYER)
 
 
 class Prefill:

@@ -18,10 +18,12 @@ from dsl_backend.attention.configs import SplitKVConfig
 from dsl_backend.attention.kernel import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import (
+    SCALE_STRIDES,
     STEP_ARGUMENTS,
     launch_arguments,
     layer_of,
     rows_of,
+    scale_stride,
     scoring_of,
     tiles_of,
 )
@@ -88,7 +90,7 @@ def store_partial(acc1, acc2, top, total, keep, partial, LAYER, TILES):
     tl.store(partial + TILES.m * (DV + 1) + rows, total)
 
 
-@triton.jit(do_not_specialize=STEP_ARGUMENTS)
+@triton.jit(do_not_specialize=[*STEP_ARGUMENTS, *SCALE_STRIDES])
 def split_kv_kernel(
     q,
     q2,
@@ -98,6 +100,8 @@ def split_kv_kernel(
     lse,
     requests,
     scoring,
+    k_scale_stride,
+    v_scale_stride,
     num_requests,
     shortest,
     longest,
@@ -124,10 +128,6 @@ def split_kv_kernel(
     merge_ptr = merges_ptr + program * MERGE_FIELDS
     parts = 0
 
-    scale = scoring.scale_log2
-    if scoring.k_scale is not None:
-        scale *= tl.load(scoring.k_scale)
-
     while place < end:
         work = work_of(request, True, requests, shortest, longest, LAYER, TILES)
         if place - base >= work:
@@ -142,6 +142,9 @@ def split_kv_kernel(
             tile = (place - base) % tiles
             count = tl.minimum(tiles - tile, end - place)
             head_kv = item // row_tiles
+            scale = scoring.scale_log2
+            if scoring.k_scale is not None:
+                scale *= tl.load(scoring.k_scale + head_kv * k_scale_stride)
 
             first_row = (item % row_tiles) * TILES.m
             m = first_row + tl.arange(0, TILES.m)
@@ -190,7 +193,7 @@ def split_kv_kernel(
                 pages = next_pages
 
             if count == tiles:
-                finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, LAYER)
+                finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, v_scale_stride, LAYER)
             else:
                 # A program holds at most two unfinished ranges: one that began before it, one that goes on after it.
                 item_first = base + item * tiles
@@ -207,11 +210,12 @@ def split_kv_kernel(
     tl.store(merge_ptr, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SCALE_STRIDES)
 def merge_kernel(
     out,
     lse,
     scoring,
+    v_scale_stride,
     partials_ptr,
     merges_ptr,
     LAYER,
@@ -261,7 +265,7 @@ def merge_kernel(
     m = first_row + row
     token = (first_query + m // LAYER.group).to(tl.int64)
     head = (head_kv * LAYER.group + m % LAYER.group).to(tl.int64)
-    factor, row_lse = normalizer(top, total, True, head, scoring)
+    factor, row_lse = normalizer(top, total, True, head, scoring, v_scale_stride, LAYER)
     pointers = out.ptr + token * out.token_stride + head * out.head_stride + column
     tl.store(pointers, (acc * factor).to(out.ptr.dtype.element_ty), mask=column < LAYER.head_dim_v)
     if lse.ptr is not None:
@@ -337,6 +341,7 @@ class SplitKV:
             rows_of(operands.out),
             rows_of(operands.lse),
             scoring_of(self.spec, operands),
+            scale_stride(operands.v_scale),
             partials,
             merges,
             *constants,
