@@ -29,7 +29,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal(id="fp8_e5m2 cache", engine={"kv_cache_dtype": "fp8_e5m2"}, says=("fp8_e5m2",)),
+    Refusal(id="nvfp4 cache", engine={"kv_cache_dtype": "nvfp4"}, says=("nvfp4",)),
     Refusal(
         id="unknown option",
         engine={"additional_config": {"dsl": {"atention_kernel": "triton"}}},

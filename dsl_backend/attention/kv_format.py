@@ -10,7 +10,7 @@ import torch
 class KVFormat:
     """A storage type of keys and values.
 
-    fp8 values are real ones divided by a scale; `spec.check_scales` has what a scale may be. float8_e4m3fn has NaN and
+    fp8 values are real ones divided by a scale; `api.check_scales` has what a scale may be. float8_e4m3fn has NaN and
     no infinity, float8_e5m2 both; what is too large for either is stored as its largest number, infinities too.
 
     Attributes:

@@ -36,6 +36,7 @@ class DSLAttentionBackend(AttentionBackend):
     """Answers vLLM's questions out of the dispatch table."""
 
     forward_includes_kv_cache_update: bool = False
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
 
     @staticmethod
     def get_name() -> str:
@@ -86,8 +87,13 @@ class DSLAttentionBackend(AttentionBackend):
             kv_dtype = validation.torch_kv_dtype(kv_cache_dtype, torch.float16)
         except ValueError:
             return False
-        model_dtype = torch.float16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
+        model_dtype = validation.model_dtype_of(kv_dtype)
         return not validation.probe(validation.current_target(), dtype=model_dtype, kv_dtype=kv_dtype)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        # Every kernel that reads fp8 takes a scale for each key head, of e4m3 as vLLM stores such checkpoints.
+        return cls.supports_kv_cache_dtype("fp8")
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -361,8 +367,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
     def split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [pages, page_size, heads_kv, dim] in vLLM's cache [pages, heads_kv, page_size, both dims]."""
         pages = kv_cache.transpose(1, 2)
-        if self.base_spec.is_fp8_kv and pages.dtype != torch.float8_e4m3fn:
-            pages = pages.view(torch.float8_e4m3fn)
+        if self.base_spec.is_fp8_kv and pages.dtype != self.base_spec.kv_dtype:
+            pages = pages.view(self.base_spec.kv_dtype)
         # One operation of torch, and not two: every layer waits for it in every step.
         keys, values = pages.split_with_sizes((self.head_size, pages.shape[-1] - self.head_size), -1)
         return keys, values

@@ -41,6 +41,8 @@ def latent_probe(**changes: Any) -> list[str]:
 class DSLMLABackend(MLACommonBackend):
     """Answers vLLM's questions out of the dispatch table."""
 
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
+
     @staticmethod
     def get_name() -> str:
         return NAME
@@ -80,7 +82,7 @@ class DSLMLABackend(MLACommonBackend):
             kv_dtype = validation.torch_kv_dtype(kv_cache_dtype, torch.float16)
         except ValueError:
             return False
-        model_dtype = torch.float16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
+        model_dtype = validation.model_dtype_of(kv_dtype)
         return not latent_probe(dtype=model_dtype, kv_dtype=kv_dtype)
 
     @classmethod
@@ -331,8 +333,8 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
 
     def split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, latent parts and rope parts, each [pages, page_size, 1, dim], of a cache [pages, page_size, dim]."""
-        if self.base_spec.is_fp8_kv and kv_cache.dtype != torch.float8_e4m3fn:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        if self.base_spec.is_fp8_kv and kv_cache.dtype != self.base_spec.kv_dtype:
+            kv_cache = kv_cache.view(self.base_spec.kv_dtype)
         keys = kv_cache.unsqueeze(2)
         return keys, keys[..., : self.kv_lora_rank], keys[..., self.kv_lora_rank :]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
@@ -19,6 +20,7 @@ KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 # vLLM's base class judges what its selection asks for; these are its objections that the dispatch table words better.
@@ -29,8 +31,8 @@ ADVICE = {
     "partial multimodal token full attention not supported": "bidirectional attention within a causal prompt "
     "(prefix-LM, multimodal tokens) is not served: use --attention-backend TRITON_ATTN",
     "sparse not supported": "sparse MLA is not served: use --attention-backend FLASHMLA_SPARSE",
-    "per-head quant scales not supported": "fp8 keys with a scale for each head are not served: use "
-    "--kv-cache-dtype auto, or a checkpoint with one scale for each layer",
+    "per-head quant scales not supported": "fp8 keys with a scale for each head are not served (MLA has one head): "
+    "use --kv-cache-dtype auto, or a checkpoint with one scale for each layer",
     "R-SWA not supported": "sliding windows with a globally visible prefix (R-SWA) are not served: use "
     "--attention-backend TRITON_ATTN",
     "batch invariance not supported": "batch invariance is not promised: unset VLLM_BATCH_INVARIANT, or use "
@@ -66,6 +68,15 @@ def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtyp
         accepted = ", ".join(["auto", *KV_DTYPES])
         raise ValueError(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
     return KV_DTYPES[kv_cache_dtype]
+
+
+# What `--kv-cache-dtype` may be, for vLLM's questions and tests that read a list.
+SERVED_KV_DTYPES = ["auto", *KV_DTYPES]
+
+
+def model_dtype_of(kv_dtype: torch.dtype) -> torch.dtype:
+    """A dtype of queries that a cache of this dtype is served with."""
+    return torch.float16 if is_fp8(kv_dtype) else kv_dtype
 
 
 def reasons_against(spec: AttentionSpec, target: Target, kernel: str | None = None) -> list[str]:

@@ -75,13 +75,16 @@ def test_served(plain_config: VllmConfig, capability: DeviceCapability, changes:
     [
         ({"head_size": 100}, ["head size 100", "64 to 256"]),
         ({"dtype": torch.float32}, ["float32", "float16, bfloat16"]),
-        ({"kv_cache_dtype": "fp8_e5m2"}, ["fp8_e5m2", "fp8_e4m3"]),
+        ({"kv_cache_dtype": "fp8_inc"}, ["fp8_inc", "fp8_e4m3", "fp8_e5m2"]),
         ({"kv_cache_dtype": "nvfp4"}, ["nvfp4", "fp8_e4m3"]),
         ({"kv_cache_dtype": "float16"}, ["keys of float16", "bfloat16"]),
         ({"block_size": 24}, ["page size 24", "multiple of 16"]),
         ({"use_mm_prefix": True}, ["prefix-LM", "TRITON_ATTN"]),
         ({"use_sparse": True, "use_mla": True, "head_size": 576}, ["sparse MLA", "FLASHMLA_SPARSE"]),
-        ({"use_per_head_quant_scales": True}, ["scale for each head", "--kv-cache-dtype auto"]),
+        (
+            {"use_per_head_quant_scales": True, "use_mla": True, "head_size": 576},
+            ["scale for each head", "--kv-cache-dtype auto"],
+        ),
         ({"use_pcp": True}, ["--prefill-context-parallel-size 1"]),
         ({"use_pcp": True, "use_mla": True, "head_size": 576}, ["--prefill-context-parallel-size 1"]),
         ({"use_dcp": True}, ["--decode-context-parallel-size 1"]),
@@ -108,13 +111,12 @@ def test_every_reason_is_given(plain_config: VllmConfig) -> None:
         reasons(
             head_size=100,
             dtype=torch.float32,
-            kv_cache_dtype="fp8_e5m2",
+            kv_cache_dtype="fp8_inc",
             block_size=24,
             use_mm_prefix=True,
-            use_per_head_quant_scales=True,
         )
     )
-    for word in ("head size 100", "float32", "fp8_e5m2", "page size 24", "prefix-LM", "scale for each head"):
+    for word in ("head size 100", "float32", "fp8_inc", "page size 24", "prefix-LM"):
         assert word in text
 
 
@@ -184,10 +186,10 @@ class TestCpuPlatform:
             assert path == ".".join(backend.full_cls_name())
 
     def test_refusal_lists_every_reason(self, plain_config: VllmConfig) -> None:
-        config = AttentionSelectorConfig(**selection(kv_cache_dtype="fp8_e5m2", use_sparse=True, use_mla=True))
+        config = AttentionSelectorConfig(**selection(kv_cache_dtype="fp8_inc", use_sparse=True, use_mla=True))
         with pytest.raises(ValueError) as error:
             CpuPlatform.get_attn_backend_cls(ensure_member(), attn_selector_config=config)
-        for word in ("fp8_e5m2", "sparse MLA"):
+        for word in ("fp8_inc", "sparse MLA"):
             assert word in str(error.value)
 
     @pytest.mark.parametrize("use_mla", [False, True])
@@ -244,7 +246,10 @@ def test_questions_without_a_configuration(backend: Any) -> None:
         lambda: backend.supports_dtype(torch.float32),
         lambda: backend.supports_kv_cache_dtype("fp8"),
         lambda: backend.supports_kv_cache_dtype(None),
-        lambda: not backend.supports_kv_cache_dtype("fp8_e5m2"),
+        lambda: backend.supports_kv_cache_dtype("fp8_e5m2"),
+        lambda: not backend.supports_kv_cache_dtype("fp8_inc"),
+        lambda: set(backend.supported_kv_cache_dtypes) > {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"},
+        lambda: backend.supports_per_head_quant_scales() == (backend is not DSLMLABackend),
         lambda: backend.supports_block_size(128),
         lambda: backend.supports_non_causal(),
         lambda: backend.supports_batch_invariance(),
