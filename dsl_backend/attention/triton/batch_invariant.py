@@ -29,10 +29,12 @@ from dsl_backend.attention.configs import BatchInvariantConfig
 from dsl_backend.attention.kernel import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import (
+    SCALE_STRIDES,
     STEP_ARGUMENTS,
     launch_arguments,
     layer_of,
     rows_of,
+    scale_stride,
     scoring_of,
     tiles_of,
 )
@@ -185,7 +187,7 @@ def store_partial(acc1, acc2, top, total, keep, partial, rows_of_slot, LAYER, TI
     tl.store(partial + rows_of_slot * (DV + 1) + rows, total, mask=keep)
 
 
-@triton.jit(do_not_specialize=[*STEP_ARGUMENTS, "slots", "rows_of_slot"])
+@triton.jit(do_not_specialize=[*STEP_ARGUMENTS, *SCALE_STRIDES, "slots", "rows_of_slot"])
 def batch_invariant_kernel(
     q,
     q2,
@@ -195,6 +197,8 @@ def batch_invariant_kernel(
     lse,
     requests,
     scoring,
+    k_scale_stride,
+    v_scale_stride,
     num_requests,
     shortest,
     longest,
@@ -229,10 +233,6 @@ def batch_invariant_kernel(
     request, base, item_base, _, _ = locate_work(
         place, whole, requests, num_requests, shortest, longest, share, slots, LAYER, TILES, SPLIT, FACTOR
     )
-    scale = scoring.scale_log2
-    if scoring.k_scale is not None:
-        scale *= tl.load(scoring.k_scale)
-
     while place < end:
         items, first, last = request_tiles(request, True, requests, shortest, longest, LAYER, TILES)
         wanted, splits = slots_wanted(items, first, last, share, slots, SPLIT, FACTOR)
@@ -248,6 +248,9 @@ def batch_invariant_kernel(
             item = tl.where(whole, place - base, (place - base) // splits)
             # The last row tiles of a request see the most keys: they start first.
             head_kv = item % LAYER.heads_kv
+            scale = scoring.scale_log2
+            if scoring.k_scale is not None:
+                scale *= tl.load(scoring.k_scale + head_kv * k_scale_stride)
             first_row = (items // LAYER.heads_kv - 1 - item // LAYER.heads_kv) * TILES.m
             m = first_row + tl.arange(0, TILES.m)
             keep = m < q_len * LAYER.group
@@ -309,7 +312,7 @@ def batch_invariant_kernel(
                 acc1, acc2, top, total = fold(acc1, acc2, top, total, part1, part2, part_top, part_total, LAYER)
 
             if whole:
-                finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, LAYER)
+                finish(acc1, acc2, top, total, keep, token, head, out, lse, scoring, v_scale_stride, LAYER)
             elif begin_split < end_split:
                 floats = rows_of_slot * (LAYER.dv1 + LAYER.dv2 + 2)
                 partial = partials_ptr + place.to(tl.int64) * floats
@@ -337,11 +340,12 @@ def load_part(partial, row, rows_of_slot, LAYER):
     return part1, part2, top, tl.load(partial + rows_of_slot * (DV + 1) + row)
 
 
-@triton.jit(do_not_specialize=["rows_of_slot"])
+@triton.jit(do_not_specialize=[*SCALE_STRIDES, "rows_of_slot"])
 def combine_kernel(
     out,
     lse,
     scoring,
+    v_scale_stride,
     partials_ptr,
     combines_ptr,
     rows_of_slot,
@@ -372,7 +376,7 @@ def combine_kernel(
             m = tl.load(combine_ptr + 4) + row
             token = tl.load(combine_ptr + 2) + m // LAYER.group
             head = (tl.load(combine_ptr + 3) * LAYER.group + m % LAYER.group).to(tl.int64)
-            finish(acc1, acc2, top, total, row >= 0, token, head, out, lse, scoring, LAYER)
+            finish(acc1, acc2, top, total, row >= 0, token, head, out, lse, scoring, v_scale_stride, LAYER)
 
 
 class BatchInvariant:
@@ -456,6 +460,7 @@ class BatchInvariant:
             rows_of(operands.out),
             rows_of(operands.lse),
             scoring_of(self.spec, operands),
+            scale_stride(operands.v_scale),
             partials,
             combines,
             rows,
