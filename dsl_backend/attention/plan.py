@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsl_backend import checks
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.kernel import Kernel, Launch, Misaligned, Operands
@@ -40,6 +41,7 @@ class Planner:
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec.
 
     Raises:
+        InvalidInput: an argument is of another type, or the dispatch table has no kernel of that name.
         Unsupported: no kernel serves the spec on the target.
     """
 
@@ -50,6 +52,10 @@ class Planner:
         workspace: Workspace,
         kernel: str | None = None,
     ) -> None:
+        checks.instance("spec", spec, AttentionSpec)
+        checks.instance("target", target, Target)
+        checks.instance("workspace", workspace, Workspace)
+        checks.kernel(kernel)
         self.spec, self.target, self.workspace, self.kernel = spec, target, workspace, kernel
         self._unaligned: Planner | None = None
         # Of operands that fit the spec, by layout: `api.run` looks at each once.

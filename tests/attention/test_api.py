@@ -186,6 +186,21 @@ def test_plan_refuses_options(changed: dict[str, Any], message: str) -> None:
         api.plan(arguments.pop("spec"), arguments.pop("batch"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"spec": "bf16"}, "spec is 'bf16': an AttentionSpec is needed"),
+        ({"target": "sm_90a"}, "target is 'sm_90a': a Target is needed"),
+        ({"workspace": None}, "workspace is None: a Workspace is needed"),
+        ({"kernel": b"cute"}, "kernel is b'cute': a name from the dispatch table or None is needed"),
+    ],
+)
+def test_planner_refuses(changed: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"spec": CASE.spec, "target": CPU, "workspace": Workspace(torch.device("cpu")), **changed}
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        Planner(**options)
+
+
 @pytest.mark.parametrize("page", [-2, 6, 2**31 - 1])
 def test_the_reference_refuses_pages_that_are_not_there(page: int) -> None:
     problem = CASE.problem()
