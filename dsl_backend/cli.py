@@ -212,6 +212,9 @@ def compile_kernels(
     ],
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share the model.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="The dtype to serve in, by default the model's own.")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="The cache's dtype, as vLLM's: auto, float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2.")
+    ] = "auto",
     family: Annotated[list[str] | None, typer.Option(help="Only this operator's kernels; may be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes, by default one for each core.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object with every kernel.")] = False,
@@ -225,6 +228,7 @@ def compile_kernels(
             arch,
             tensor_parallel=tensor_parallel,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             only=family or (),
             jobs=jobs,
             as_json=json,

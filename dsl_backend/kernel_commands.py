@@ -6,6 +6,7 @@ import datetime
 import json
 import pathlib
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import typer
@@ -32,6 +33,7 @@ def compile_model(
     *,
     tensor_parallel: int,
     dtype: str | None,
+    kv_cache_dtype: str = "auto",
     only: Sequence[str],
     jobs: int | None,
     as_json: bool,
@@ -43,7 +45,10 @@ def compile_model(
         InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
     """
     families.load_units()
-    shape = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
+    if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
+        accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
+        raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
+    shape = replace(model.read(config, tensor_parallel=tensor_parallel, dtype=dtype), kv_cache_dtype=kv_cache_dtype)
     chips = [compilable(arch) for arch in arches]
     todo = [unit for chip in chips for unit in precompile.units(shape, chip, only)]
     if toolkit.missing():

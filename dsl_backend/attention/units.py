@@ -13,7 +13,7 @@ from dsl_backend.attention import dispatch
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
-from dsl_backend.runtime.model import ModelShape, text_of
+from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
@@ -29,8 +29,9 @@ WITH_SINKS = ("gpt_oss",)
 def specs(model: ModelShape) -> Iterator[AttentionSpec]:
     """Of all layers of a decoder, each once."""
     dtype, text = getattr(torch, model.dtype), text_of(model.config)
+    stored = getattr(torch, KV_CACHE_DTYPES.get(model.kv_cache_dtype, model.dtype))
     # Any that is positive: kernels take it as an argument.
-    shared: dict[str, Any] = {"dtype": dtype, "kv_dtype": dtype, "scale": model.head_dim**-0.5}
+    shared: dict[str, Any] = {"dtype": dtype, "kv_dtype": stored, "scale": model.head_dim**-0.5}
     if model.latent_rank is not None and model.rope_dim is not None:
         width = text.get("v_head_dim") or model.head_dim - model.rope_dim
         for causality in (Causality.CAUSAL, Causality.FULL):
@@ -41,7 +42,7 @@ def specs(model: ModelShape) -> Iterator[AttentionSpec]:
                 head_dim_v=width,
                 page_size=None,
                 causality=causality,
-                **shared,
+                **(shared | {"kv_dtype": dtype}),  # no cache: keys and values as they are computed
             )
         yield AttentionSpec(
             heads_q=model.heads_q,

@@ -14,6 +14,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
+# Names of a cache's dtype, as vLLM has them -> torch's.
+KV_CACHE_DTYPES = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model as one of its tensor-parallel ranks sees it.
@@ -25,6 +35,7 @@ class ModelShape:
             there are such.
         vocab_size: of the logits, of all ranks together.
         latent_rank, rope_dim: of MLA; None elsewhere.
+        kv_cache_dtype: of its cache, one of KV_CACHE_DTYPES; auto is dtype.
         config: all of the model's own words, for what stands nowhere else.
     """
 
@@ -38,6 +49,7 @@ class ModelShape:
     latent_rank: int | None = None
     rope_dim: int | None = None
     tensor_parallel: int = 1
+    kv_cache_dtype: str = "auto"
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
 
     @property

@@ -10,18 +10,13 @@ from dsl_backend.attention import dispatch
 from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.model import KV_CACHE_DTYPES
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 
 # The page size that stands for "not decided yet": the largest that vLLM's own choices are multiples of.
 ANY_PAGE_SIZE = 16
-KV_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+KV_DTYPES = {name: getattr(torch, stored) for name, stored in KV_CACHE_DTYPES.items()}
 
 # vLLM's base class judges what its selection asks for; these are its objections that the dispatch table words better.
 SPOKEN_FOR = frozenset(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernels a model's attention needs, by its configuration."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def test_short_and_long_queries(arch: str) -> None:
         (split, 16, 4, 128, 16) for split in splits
     ]
     assert not any(key.lse for key in found)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_fp8_caches(arch: str) -> None:
+    """What reads and writes the cache has its dtype; MLA's prefills have no cache."""
+    for name, stored in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"), ("auto", "bfloat16")):
+        for config in (LLAMA, DEEPSEEK):
+            shape = replace(model.shape_of(config), kv_cache_dtype=name)
+            found = [unit.key for unit in units.units(shape, from_arch(arch))]
+            assert any(isinstance(key, WriteKey) for key in found)
+            for key in found:
+                assert key.kv.name == (stored if key.page_size else "bfloat16"), (name, key)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
