@@ -36,7 +36,7 @@ def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int6
 
 
 @cute.jit
-def clear_rows(tensor, first, end, thread, threads: cutlass.Constexpr[int]):
+def clear_rows(tensor, first, end, thread, threads):
     """Zero the rows first ... end - 1 of shared memory, 16 bytes a thread."""
     vector = cutlass.const_expr(VECTOR_BYTES * 8 // tensor.element_type.width)
     vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // vector)

@@ -18,6 +18,7 @@ from dsl_backend.testing.cases import CASES, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from emulator.machine.profile import Profile
 from emulator.profile import summary
+from tests.attention.unseen import expected_of
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -34,6 +35,7 @@ def emulate(
     *,
     with_lse: bool = True,
     spoil: Callable[[Problem], None] | None = None,
+    nan_below: bool = False,
     **device: Any,
 ) -> Profile:
     """Run a case on kernels of the maker's, and judge the result; any finding or warning raises.
@@ -41,10 +43,12 @@ def emulate(
     Args:
         with_lse: ask for an LSE: the kernel is another one, without exponentials by polynomial.
         spoil: changes the problem's numbers first.
+        nan_below: there is NaN below the windows of all of a request's rows.
     """
     problem = case.problem()
     if spoil is not None:
         spoil(problem)
+    expected, magnitude = expected_of(problem, nan_below)
 
     def adjust(planner: Planner) -> None:
         planner.short = (*planner.short[:2], make(planner, True))
@@ -54,7 +58,7 @@ def emulate(
     schedule = SCHEDULES[index % len(SCHEDULES)]
     with emulator.device(arch=arch, sms=sms, schedule=schedule, seed=index, strict=True, **device) as machine:
         result = check.run(problem, "cute", adjust=adjust, target=target, with_lse=with_lse)
-    check.judge(result, problem.expected(), problem.score_magnitude(), with_lse=with_lse)
+    check.judge(result, expected, magnitude, with_lse=with_lse)
     assert machine.profile is not None
     return machine.profile
 

@@ -15,6 +15,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, LATENT, Case, by_id, mla
 from emulator.machine.profile import Profile
+from tests.attention.unseen import expected_of
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -34,13 +35,17 @@ class Run:
         return f"{self.case.id}-{self.schedule}-{'split' if self.split else 'whole'}"
 
 
-def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any) -> Profile:
+def emulate(
+    run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any, nan_below: bool = False
+) -> Profile:
     """Run a case and judge the result; any finding or warning raises.
 
     Args:
         config: the kernel's, where the run names none.
+        nan_below: there is NaN below the windows of all of a request's rows.
     """
     problem = run.case.problem()
+    expected, magnitude = expected_of(problem, nan_below)
     result = check.empty_result(problem)
     q, q_rope = problem.split_q if run.case.split_q else (problem.q, None)
     target = replace(from_arch(arch), sm_count=SMS)
@@ -52,7 +57,7 @@ def emulate(run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], con
             q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales
         )
         kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
-    check.judge(result, problem.expected(), problem.score_magnitude())
+    check.judge(result, expected, magnitude)
     assert machine.profile is not None
     return machine.profile
 

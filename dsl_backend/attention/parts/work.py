@@ -117,3 +117,21 @@ class Mailbox:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + slot)
         return work
+
+
+@cute.jit
+def unseen_before(key: cutlass.Constexpr, work: Work, requests, tile_n: cutlass.Constexpr[int], tile):
+    """Keys of a tile that lie below the windows of all of an item's rows; 0 or less where there are none.
+
+    Their page may be another request's by now: they are anything, and a weight of 0 does not take away a NaN.
+    """
+    below = cutlass.Int32(0)
+    if cutlass.const_expr(key.left):
+        below = cutlass.min(work.position - requests.left - tile * tile_n, tile_n)
+    return below
+
+
+@cute.jit
+def cuts_first_tile(work: Work):
+    """Whether there may be such keys: some row does not see all of the item's first tile."""
+    return work.whole_begin > work.begin or work.whole_end <= work.begin

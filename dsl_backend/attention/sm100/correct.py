@@ -9,10 +9,10 @@ from dsl_backend.attention.parts.scores import value_scale
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR, store_rows
-from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows
+from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows, unseen_before
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.multiply import sums_at
-from dsl_backend.attention.sm100.rest import arrivals_of, arrive
+from dsl_backend.attention.sm100.rest import WARP, arrivals_of, arrive
 from dsl_backend.attention.sm100.softmax import SHRINK, TOP
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows, store_vector
@@ -32,7 +32,7 @@ class Corrector:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
         self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
-        self.scoring, self.held = scoring, requests.rows
+        self.scoring, self.requests, self.held = scoring, requests, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.rests = kernel.rests
         self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
@@ -71,19 +71,25 @@ class Corrector:
         count = work.end - work.begin
         if cutlass.const_expr(self.kernel.alternate):
             even = tiles - odd
+            self.clear_before(work, tiles, 0)
             self.begin(0, even + items)
             if count > 1:
+                self.clear_before(work, tiles, 1)
                 self.begin(1, odd + items)
             for step in cutlass.range(1, (count + 1) // 2, unroll=1):
+                self.clear_before(work, tiles, 2 * step)
                 self.correct(0, even + step + items)
                 if 2 * step + 1 < count:
+                    self.clear_before(work, tiles, 2 * step + 1)
                     self.correct(1, odd + step + items)
             self.finish_together(work, stage, items, even + (count + 1) // 2 + items, odd + count // 2 + items)
         else:
+            self.clear_before(work, tiles, 0)
             for g in cutlass.range_constexpr(self.kernel.halves):
                 self.begin(g, tiles + items)
             told = tiles + items
             for message in cutlass.range(told + 1, told + count, unroll=1):
+                self.clear_before(work, tiles, message - told)
                 for g in cutlass.range_constexpr(self.kernel.halves):
                     self.correct(g, message)
             self.wait_sums(items)
@@ -265,11 +271,31 @@ class Corrector:
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
         kept = work.keys - (work.end - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            buffer = stage_of(count, self.config.stages)
-            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
+            self.wait_values(count)
             values = self.places.values[None, None, self.places.of_values(count)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(self.rests):
                 # Others arrive for warps that rest.
                 self.meet()
+
+    @cute.jit
+    def clear_before(self, work, tiles, step):
+        """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
+        if cutlass.const_expr(self.key.left):
+            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.begin)
+            if step == work.end - work.begin - 1 and below > 0:
+                count = tiles + step
+                self.wait_values(count)
+                # By the warps that do not rest: each arrives behind what it cleared, and the first one for the others.
+                threads = cutlass.Int32(WARPGROUP)
+                if cutlass.const_expr(self.rests):
+                    threads = cutlass.min((work.rows + WARP - 1) // WARP * WARP, WARPGROUP)
+                values = self.places.values[None, None, self.places.of_values(count)]
+                clear_rows(values, 0, below, self.thread, threads)
+                cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def wait_values(self, count):
+        stages = self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage_of(count, stages), phase_of(count, stages))

@@ -47,10 +47,15 @@ class LatentMultiplier:
                 if step + 1 < count:
                     self.score(work, tiles + step + 1, False, step + 2 == count)
                 self.sum(tiles + step, step > 0)
+                if step + 2 == count:
+                    self.tell_late(work, tiles + step + 1)
             tiles += count
             items += 1
             work = self.mailbox.read(items)
             valid = work.valid
+
+    def tell_late(self, work, tile):
+        """Of the scores of an item's last tile, where they were not told of when they were issued."""
 
     @cute.jit
     def score(self, work, tile, first: cutlass.Constexpr[bool], last):

@@ -22,7 +22,7 @@ from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.parts.tiles import VECTOR
-from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox
+from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox, cuts_first_tile, unseen_before
 from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.sm100.latent import LatentForward
 from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
@@ -191,17 +191,26 @@ class PairMultiplier(LatentMultiplier):
         S = self.base + place * (self.kernel.tile_n // PAIR)
         told = self.barriers.s_full + place
         queries, keys = self.fQ[None, None, None, 0], self.fK[None, None, None, stage]
+        windowed = cutlass.const_expr(self.kernel.key.left)
         for part in cutlass.range_constexpr(PARTS):
             cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
-            done = [told] if part == PARTS - 1 and not first else []
+            done = [told] if part == PARTS - 1 and not first and not windowed else []
             done.append(self.barriers.k_empty + stage * PARTS + part)
             self.product.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
         if cutlass.const_expr(first):
             if work.keys < work.end * self.kernel.tile_n:
                 # Who is told of these scores clears values behind the last key.
-                for block in cutlass.range_constexpr(self.kernel.blocks):
-                    self.wait_values(stage * self.kernel.blocks + block, round_)
+                self.wait_all_values(stage, round_)
+            if cutlass.const_expr(windowed):
+                if last and cuts_first_tile(work):
+                    self.wait_all_values(stage, round_)
             self.commit(told)
+        elif cutlass.const_expr(windowed):
+            if last and cuts_first_tile(work):
+                # Who is told of these clears values below the window. With one stage they come behind the next sums.
+                pass
+            else:
+                self.commit(told)
         if last:
             self.commit(self.barriers.q_empty)
 
@@ -218,6 +227,18 @@ class PairMultiplier(LatentMultiplier):
                 done.append(self.barriers.o_full)
             sums, values = self.base + sums_at(self.kernel) + block * BLOCK, self.fV[block][None, None, None, stage]
             self.weighing.issue(sums, self.fP, [values], adds, everywhere=done)
+
+    @cute.jit
+    def tell_late(self, work, tile):
+        if cutlass.const_expr(self.kernel.key.left):
+            if cuts_first_tile(work):
+                self.wait_all_values(stage_of(tile, self.config.stages), phase_of(tile, self.config.stages))
+                self.commit(self.barriers.s_full + stage_of(tile, SCORES))
+
+    @cute.jit
+    def wait_all_values(self, stage, round_):
+        for block in cutlass.range_constexpr(self.kernel.blocks):
+            self.wait_values(stage * self.kernel.blocks + block, round_)
 
     @cute.jit
     def wait_values(self, place, round_):
@@ -333,13 +354,16 @@ class PairWeigher:
 
     @cute.jit
     def clear_past(self, work, tile, count):
-        """Zero the values behind the last key: a weight of 0 does not take away a NaN. Scores are told of when they are
-        there.
+        """Zero the values behind the last key, and those below the windows of all rows: a weight of 0 does not take
+        away a NaN. Scores are told of when they are there.
         """
         kept = work.keys - tile * self.kernel.tile_n
-        if kept < self.kernel.tile_n:
+        below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        if kept < self.kernel.tile_n or below > 0:
             values = self.sV[None, None, stage_of(count, self.config.stages)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+            if cutlass.const_expr(self.key.left):
+                clear_rows(values, 0, below, self.thread, WARPGROUP)
 
     @cute.jit
     def sums(self, first, factor):

@@ -14,7 +14,7 @@ from dsl_backend.attention.parts.merge import partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
-from dsl_backend.attention.parts.work import WHOLE
+from dsl_backend.attention.parts.work import WHOLE, unseen_before
 from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
 from dsl_backend.attention.sm100.latent_multiply import sums_at
 from dsl_backend.primitives import tensor_memory
@@ -111,18 +111,21 @@ class LatentWeigher:
 
     @cute.jit
     def clear_past(self, work, tile, count):
-        """Zero the values behind the last key, when nobody reads them as keys any more.
+        """Zero the values behind the last key and below the windows of all rows, when nobody reads them as keys.
 
         They may be anything: a weight of 0 does not take away a NaN.
         """
         kept = work.keys - tile * self.kernel.tile_n
-        if kept < self.kernel.tile_n:
+        below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        if kept < self.kernel.tile_n or below > 0:
             stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
             # Not of what is only key: its room may be full of a later tile already.
             for part in cutlass.range_constexpr(1, PARTS):
                 cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
             values = self.sV[None, None, stage]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+            if cutlass.const_expr(self.key.left):
+                clear_rows(values, 0, below, self.thread, WARPGROUP)
 
     # ------------------------------------------------------------------ sums
 

@@ -5,6 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.parts.work import unseen_before
 from dsl_backend.attention.sm100.configs import PAIR
 from dsl_backend.attention.sm100.correct import Corrector
 from dsl_backend.attention.sm100.pair_softmax import END
@@ -26,10 +27,12 @@ class PairCorrector(Corrector):
             stage = stage_of(items, self.config.query_stages)
             self.wait_shrink(tiles)
             self.clear_past(work, tiles)
-            self.ready(tiles)
             through = tiles + work.end - work.begin
+            if tiles + 1 == through:
+                self.clear_below(work, tiles)
+            self.ready(tiles)
             for tile in cutlass.range(tiles + 1, through, unroll=1):
-                self.correct_for(tile)
+                self.correct_for(work, tile, tile + 1 == through)
             tiles = through
             self.wait_summed(tiles - 1)
             tensor_memory.after_sync()
@@ -56,8 +59,8 @@ class PairCorrector(Corrector):
         cute.arch.mbarrier_arrive(self.barriers.p_full + stage_of(tile, PAIR), 0)
 
     @cute.jit
-    def correct_for(self, tile):
-        """The sums are brought to the scale of the weights of a tile."""
+    def correct_for(self, work, tile, last):
+        """The sums are brought to the scale of the weights of a tile; last: of the item."""
         self.wait_shrink(tile)
         factor = self.statistics[self.thread, SHRINK, stage_of(tile, PAIR)]
         if cute.arch.vote_all_sync(factor == 1.0):
@@ -65,6 +68,8 @@ class PairCorrector(Corrector):
         else:
             self.wait_summed(tile - 1)
             self.scale(0, factor)
+        if last:
+            self.clear_below(work, tile)
         self.ready(tile)
 
     @cute.jit
@@ -75,3 +80,16 @@ class PairCorrector(Corrector):
             values = self.places.values[None, None, self.places.of_values(tile)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def clear_below(self, work, tile):
+        """Zero the values of an item's last tile that lie below the windows of all rows of the pair."""
+        if cutlass.const_expr(self.key.left):
+            # Both blocks' rows are multiplied by the values of each: what counts is the first row of the pair.
+            first = cute.arch.block_idx_in_cluster() * self.kernel.tokens_per_tile
+            pair = work._replace(position=work.position - first)
+            below = unseen_before(self.key, pair, self.requests, self.kernel.tile_n, work.begin)
+            if below > 0:
+                values = self.places.values[None, None, self.places.of_values(tile)]
+                clear_rows(values, 0, below, self.thread, WARPGROUP)
+                cute.arch.fence_proxy("async.shared", space="cta")

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
+from dsl_backend.attention.parts.work import cuts_first_tile
 from dsl_backend.attention.sm100.configs import PAIR, ROWS
 from dsl_backend.attention.sm100.multiply import Multiplier, sums_at
 from dsl_backend.primitives import tensor_memory
@@ -50,13 +51,16 @@ class PairMultiplier(Multiplier):
             if work.keys < work.end * self.kernel.tile_n:
                 # Who is told of these scores clears values behind the last key.
                 self.wait_values(tiles)
+            if cutlass.const_expr(self.kernel.key.left):
+                if count == 1 and cuts_first_tile(work):
+                    self.wait_values(tiles)
             self.commit(self.barriers.s_full + stage_of(tiles, PAIR))
             if count > 1:
-                self.go_on(stage, tiles + 1)
+                self.go_on(work, stage, tiles + 1, count == 2)
             self.issue_sums(tiles, False)
             for tile in cutlass.range(tiles + 1, tiles + count, unroll=1):
                 if tile + 1 < tiles + count:
-                    self.go_on(stage, tile + 1)
+                    self.go_on(work, stage, tile + 1, tile + 2 == tiles + count)
                 self.issue_sums(tile, True)
             tiles += count
             items += 1
@@ -64,8 +68,12 @@ class PairMultiplier(Multiplier):
             valid = work.valid
 
     @cute.jit
-    def go_on(self, stage, tile):
+    def go_on(self, work, stage, tile, last):
         self.wait_keys(tile)
+        if cutlass.const_expr(self.kernel.key.left):
+            if last and cuts_first_tile(work):
+                # Who is told of these scores clears values below the window.
+                self.wait_values(tile)
         self.issue_scores(stage, tile, [self.barriers.s_full + stage_of(tile, PAIR)])
 
     @cute.jit

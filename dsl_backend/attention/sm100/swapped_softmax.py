@@ -14,7 +14,7 @@ from dsl_backend.attention.parts.scores import scores_of, value_scale
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.tiles import VECTOR
-from dsl_backend.attention.parts.work import WHOLE, head_of
+from dsl_backend.attention.parts.work import WHOLE, head_of, unseen_before
 from dsl_backend.attention.sm100.configs import ROWS
 from dsl_backend.attention.sm100.softmax import Softmax, hidden
 from dsl_backend.primitives import tensor_memory
@@ -65,6 +65,7 @@ class SwappedSoftmax(Softmax):
             cute.make_rmem_tensor(self.rows, cutlass.Float32) for _ in range(5)
         )
         self.total.fill(0.0)
+        self.before = cute.make_rmem_tensor(1, cutlass.Int32)  # tiles of earlier items
 
     @cute.jit
     def run(self):
@@ -80,6 +81,7 @@ class SwappedSoftmax(Softmax):
             own = self.own(count)
             if self.half == 0:
                 self.clear_past(work, tiles)
+            self.before.fill(tiles)
             self.weigh_all(work, mine, own)
             cute.arch.mbarrier_wait(self.barriers.o_full, items & 1)
             tensor_memory.after_sync()
@@ -125,6 +127,7 @@ class SwappedSoftmax(Softmax):
             ]
         if cutlass.const_expr(masked):
             scores = self.masked(scores, work, key)
+            self.clear_before(work, 2 * (count - tiles) + half)
         # What is not a number outgrows nothing, and stays one in its weight.
         growth = in_pairs(sub_pair, scores, [self.bound[n] for n in range(self.rows)])
         if self.any_of_half(largest_of(growth) > 0.0):
@@ -238,10 +241,25 @@ class SwappedSoftmax(Softmax):
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
         kept = work.keys - (work.end - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
-            buffer = stage_of(count, self.config.stages)
-            cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
+            self.wait_values(count)
             values = self.places.values[None, None, self.places.of_values(count)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+
+    @cute.jit
+    def clear_before(self, work, step):
+        """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
+        if cutlass.const_expr(self.key.left):
+            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.begin)
+            if step == work.end - work.begin - 1 and below > 0:
+                count = self.before[0] + step
+                self.wait_values(count)
+                values = self.places.values[None, None, self.places.of_values(count)]
+                clear_rows(values, 0, below, self.thread, WARPGROUP)
+
+    @cute.jit
+    def wait_values(self, count):
+        stages = self.config.stages
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage_of(count, stages), phase_of(count, stages))
 
     @cute.jit
     def finish(self, work, count):

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies below a window may be another request's by now: NaN there reaches no row of the SM100 kernels.
+
+A page that no row of a request sees shares a tile of keys with pages that some do. Such keys have a weight of 0, and 0
+times NaN is NaN, unless the values are cleared.
+"""
+
+from typing import Any
+
+import pytest
+
+from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.sm100.configs import ForwardConfig
+from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
+from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
+from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.testing.cases import Case, mla
+from tests.attention import latent
+from tests.attention.emulated import emulate, scratch
+from tests.attention.latent import Run
+
+FACTS: dict[str, Any] = {"window": (70, None), "why": "tiles straddle the beginning of windows"}
+LONG = Case(q_lens=(20, 140, 33), kv_lens=(300, 260, 115), heads=(2, 1), **FACTS)
+SHORT = Case(q_lens=(1, 3, 1, 2, 1), kv_lens=(300, 260, 90, 75, 210), heads=(8, 2), **FACTS)
+WIDE = Case(q_lens=(20, 140), kv_lens=(200, 330), heads=(2, 1), dim=256, **FACTS)
+FP8 = Case(q_lens=(1, 40), kv_lens=(300, 150), heads=(4, 2), fp8=True, **FACTS)
+RING = Case(q_lens=(20, 140), kv_lens=(300, 260), heads=(2, 2), dim=192, dim_v=128, **FACTS)
+
+# Of long queries (Prefill) or of short ones (SplitKV).
+DENSE: dict[str, tuple[Case, type[Prefill] | type[SplitKV], ForwardConfig]] = {
+    "two-halves": (LONG, Prefill, ForwardConfig(tile_n=64)),
+    "one-half": (LONG, Prefill, ForwardConfig(halves=1, tile_n=128)),
+    "shared-ring": (RING, Prefill, ForwardConfig(shared_ring=True, tile_n=64)),
+    "pair": (WIDE, Prefill, ForwardConfig(halves=1, pair=True, tile_n=64, stages=3)),
+    "pair-two-stages": (WIDE, Prefill, ForwardConfig(halves=1, pair=True, tile_n=128, stages=2)),
+    "alternate": (SHORT, SplitKV, ForwardConfig(alternate=True, tile_n=64, polynomial=0, least_share=1)),
+    "swapped": (SHORT, SplitKV, ForwardConfig(alternate=True, swapped=16, polynomial=0, stages=2, least_share=1)),
+    "split-one-half": (SHORT, SplitKV, ForwardConfig(halves=1, tile_n=32, polynomial=0, least_share=1)),
+    "fp8": (FP8, Prefill, ForwardConfig(tile_n=64, staging=2)),
+    "fp8-alternate": (FP8, SplitKV, ForwardConfig(alternate=True, tile_n=64, polynomial=0, staging=3)),
+}
+QUICK_DENSE = ("two-halves", "pair", "alternate", "swapped", "fp8-alternate")
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        pytest.param(i, name, id=name, marks=() if name in QUICK_DENSE else pytest.mark.full)
+        for i, name in enumerate(DENSE)
+    ],
+)
+@pytest.mark.parametrize(
+    "schedule", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
+def test_dense(index: int, name: str, schedule: int) -> None:
+    case, kind, config = DENSE[name]
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        if issubclass(kind, SplitKV) == short:
+            assert config.objections(planner.spec, planner.target.smem_bytes) == []
+            return kind(planner.spec, planner.target, scratch(), config)
+        return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch())
+
+    emulate(case, "sm_100a", make, index + schedule, sms=2, nan_below=True)
+
+
+MLA = mla(16, q_lens=(1, 2, 1), kv_lens=(300, 150, 75), **FACTS)
+MLA_128 = mla(128, q_lens=(1, 1), kv_lens=(300, 90), page=64, **FACTS)
+LATENT = {
+    "mla": Run(MLA, "random", config=LatentConfig(tile_n=32, stages=3, least_share=1)),
+    "mla-tiles-of-64": Run(MLA, "eager", config=LatentConfig(stages=2, least_share=1)),
+    "mla-fp8": Run(
+        mla(16, q_lens=(1, 2), kv_lens=(300, 150), fp8=True, **FACTS),
+        "lazy",
+        config=LatentConfig(tile_n=32, stages=2, staging=3, least_share=1),
+    ),
+    "mla-pairs": Run(MLA_128, "lazy", config=PairConfig(least_share=1)),
+    "mla-pairs-three-stages": Run(MLA_128, "random", config=PairConfig(tile_n=32, stages=3, least_share=1)),
+    "mla-clusters": Run(MLA_128, "lazy", config=LatentConfig(stages=2, least_share=1, cluster=2)),
+}
+QUICK_LATENT = ("mla", "mla-pairs")
+
+
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        pytest.param(i, name, id=name, marks=() if name in QUICK_LATENT else pytest.mark.full)
+        for i, name in enumerate(LATENT)
+    ],
+)
+def test_latent(seed: int, name: str) -> None:
+    run = LATENT[name]
+    latent.emulate(run, seed, "sm_100a", LatentSplitKV, run.config, nan_below=True)
