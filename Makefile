@@ -2,6 +2,7 @@
 # What each target does is in tools/; this file only gives it a name.
 
 PORT ?= 8000
+HOST ?= 127.0.0.1
 MODEL ?=
 SERVE_FLAGS ?=
 PYTEST_WORKERS ?= 2
@@ -17,11 +18,11 @@ PYTHON = $(VENV)/bin/python
 help: ## This list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 	@echo
-	@echo "Variables: PORT=$(PORT), MODEL (default: a small random model), SERVE_FLAGS, PYTEST_WORKERS=$(PYTEST_WORKERS),"
+	@echo "Variables: PORT=$(PORT), HOST=$(HOST), MODEL (default: a small random model), SERVE_FLAGS, PYTEST_WORKERS=$(PYTEST_WORKERS),"
 	@echo "           PYTHON, VENV=$(VENV), ACCELERATOR=cpu|cuda, TORCH_CPU_INDEX (see tools/setup_env.py)"
 
 serve: setup-serve ## Serve MODEL on PORT through dsl; sets up what it needs
-	$(PYTHON) tools/serve.py --port $(PORT) $(if $(MODEL),--model $(MODEL)) -- $(SERVE_FLAGS)
+	$(PYTHON) tools/serve.py --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) -- $(SERVE_FLAGS)
 
 test: lint unit e2e ## Lint, types, unit tests and end-to-end checks; sets up what it needs
 

@@ -43,8 +43,23 @@ th.name, td.name { text-align: left; }
 .better { color: var(--good); font-weight: 600; }
 .worse { color: var(--bad); font-weight: 600; }
 .range { color: var(--faint); font-weight: 400; }
+.again { visibility: hidden; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; max-width: 1000px; font-size: 13px; }
 dt { font-weight: 600; } dd { margin: 0; }
+@media (max-width: 700px) {
+  body { padding: 16px 12px 40px; }
+  h1 { font-size: 22px; }
+  p, .facts, caption { overflow-wrap: anywhere; }
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: 8px; }
+  /* A row becomes a card: its cells one below another, each with the head of its column. */
+  thead { display: none; }
+  table, caption, tbody, tr, td { display: block; width: 100%; }
+  tr { border-top: 1px solid var(--line); padding: 6px 0; }
+  td, tr.first td, tbody tr:last-child td { display: flex; justify-content: space-between; gap: 12px; border: 0;
+    padding: 2px 0; text-align: right; white-space: normal; overflow-wrap: anywhere; }
+  td::before { content: attr(data-label); color: var(--faint); text-align: left; flex: none; max-width: 50%; }
+  .again { visibility: visible; }
+}
 """
 
 
@@ -105,14 +120,26 @@ def table(caption: str, names: Sequence[str], heads: Sequence[str], rows: Sequen
     top += "".join(f"<th>{text(name)}</th>" for name in heads)
     return (
         f'<div class="scroll"><table class="figures"><caption>{text(caption)}</caption>'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<thead><tr>{top}</tr></thead><tbody>{''.join(cards(rows, [*names, *heads]))}</tbody></table></div>"
     )
+
+
+def cards(rows: Sequence[str], heads: Sequence[str]) -> list[str]:
+    """Rows whose cells know the heads of their columns, which a narrow page shows beside them."""
+    labelled_rows = []
+    for row in rows:
+        first, *cells = row.split("<td")
+        pairs = zip(heads, cells, strict=True)
+        labelled_rows.append(first + "".join(f'<td data-label="{text(head)}"{cell}' for head, cell in pairs))
+    return labelled_rows
 
 
 def labelled(group: str, row: str, first: bool) -> str:
     """The beginning of a row; a group's name stands in its first one."""
     start = '<tr class="first">' if first else "<tr>"
-    return f'{start}<td class="name">{text(group) if first else ""}</td><td class="name">{text(row)}</td>'
+    # Said again where rows are cards, each of which is read alone.
+    name = text(group) if first else f'<span class="again">{text(group)}</span>'
+    return f'{start}<td class="name">{name}</td><td class="name">{text(row)}</td>'
 
 
 def charts(figures: Sequence[Any], wide: bool = False) -> str:

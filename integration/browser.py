@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class Shown:
         return sum('class="main-svg"' in part and 'class="cartesianlayer"' in part for part in parts)
 
 
-def show(page: Path, picture: Path, width: int = 1440, height: int = 2000) -> Shown:
+def show(page: Path, picture: Path, width: int = 1440, height: int = 2000, flags: Sequence[str] = ()) -> Shown:
     """Open a page twice, once for its document and once for its picture.
 
     Raises:
@@ -60,7 +61,7 @@ def show(page: Path, picture: Path, width: int = 1440, height: int = 2000) -> Sh
     for wish in ("--dump-dom", f"--screenshot={picture}"):
         # A profile of its own: two browsers never share one.
         with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
-            command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", wish]
+            command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}", wish]
             done = subprocess.run(
                 [*command, page.as_uri()], capture_output=True, text=True, timeout=LIMIT_S, check=True
             )

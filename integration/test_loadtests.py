@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 
 PEER = device().dense
 SCENARIOS = ("128-128", "chat-shared-prefix")
+CHARTS = 9  # of a scenario
 GROUPS = 4  # of prompts that share a prefix
 # Small answers from a small model, two users, a window of seconds; the prefix stays longer than a page of the cache.
 SMALL = ("--scale", "0.1", "--users", "2", "--warm-seconds", "1", "--window-seconds", "4")
@@ -79,8 +80,12 @@ def test_tokens_are_those_that_the_server_counted(compared: Compared) -> None:
         assert figures["errors"] == {}
         assert figures["done"] == figures["sent"] > 0
         assert figures["all_tokens"] == line["server"]["generated"]
-        assert figures["ttft"]["p50"] > 0
-        assert figures["tpot"]["p50"] > 0
+        assert bool(figures["ttft"]["p50"]) != bool(figures["untold"].get("ttft"))
+        # A machine that the server keeps busy leaves the client too late for it, which is then said.
+        assert bool(figures["tpot"]["p50"]) != bool(figures["untold"].get("tpot"))
+        assert bool(figures["per_user"]) == bool(figures["tpot"]["p50"])
+        assert figures["requests_per_s"] > 0
+        assert figures["input_per_s"] > 0
         assert figures["output_per_s"] > 0
 
 
@@ -106,7 +111,8 @@ def test_what_the_figures_were_taken_with(compared: Compared) -> None:
 
 def test_progress_is_shown(compared: Compared) -> None:
     assert f"round {compared.rounds} of {compared.rounds}, ready after" in compared.output
-    assert f"dsl over {PEER}: tokens/s" in compared.output
+    limited = any(line["figures"]["client"]["limit"] for line in compared.of_kind("run"))
+    assert f"dsl over {PEER}: {'' if limited else 'tokens/s'}" in compared.output
 
 
 def test_page(compared: Compared) -> None:
@@ -115,13 +121,14 @@ def test_page(compared: Compared) -> None:
     rounds = "1 round, interleaved" if compared.rounds == 1 else f"{compared.rounds} rounds, interleaved"
     for words in ("demo on", *SCENARIOS, rounds, f"over {PEER}", "goodput interactive, 450/40 ms"):
         assert words in body
-    assert body.count('class="plotly-graph-div"') == 3 * len(SCENARIOS)
-    assert body.count("<td>-</td>") == 0
+    assert body.count('class="plotly-graph-div"') == CHARTS * len(SCENARIOS)
+    if not any(line["figures"]["untold"] for line in compared.of_kind("run")):
+        assert body.count(">-</td>") == 0
 
 
 @needs_chromium
 def test_page_in_a_browser(compared: Compared) -> None:
-    require_shown(compared.folder / "page.html", compared.folder / "page.png", 3 * len(SCENARIOS))
+    require_shown(compared.folder / "page.html", compared.folder / "page.png", CHARTS * len(SCENARIOS))
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

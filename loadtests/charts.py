@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 
 from benchmarks import document
 from benchmarks.document import FAINT, INK, dress, escaped, look
-from loadtests.figures import PERCENTS, frontier
-from loadtests.results import PER_DEVICE, PER_USER, Cell, Results, Value, percentile_of
+from loadtests.figures import BINS, PERCENTS, frontier
+from loadtests.results import PER_DEVICE, PER_USER, Cell, Metric, Results, Value, percentile_of
 from loadtests.scenario import Level, Scenario
 
 
@@ -20,6 +20,8 @@ def style(results: Results, backend: str) -> dict[str, str]:
 
 
 def device_word(results: Results) -> str:
+    if results.environment.get("urls"):
+        return "server"
     return "GPU" if results.environment["on_gpu"] else "CPU"
 
 
@@ -27,18 +29,17 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
     """Tokens/s of a device against what each user sees; the line joins what no other level of the backend beats."""
     figure = go.Figure()
     for backend in results.backends:
-        found, doubtful = [], []
+        found = []
         for level in results.levels(scenario.name):
             cell = results.cells.get((scenario.name, level, backend), Cell())
+            # Without a time between tokens there is nothing that a user sees: the level is not drawn.
             per_user, per_device = cell.value(PER_USER.of), cell.value(PER_DEVICE.of)
             if per_user and per_device:
                 found.append((level, per_user, per_device))
-                doubtful.append(cell.limited)
         if not found:
             continue
         shown = style(results, backend)
-        symbols = [shown["symbol"] + "-open" * doubt for doubt in doubtful]
-        line = frontier([(x.median, y.median) for (_, x, y), doubt in zip(found, doubtful, strict=True) if not doubt])
+        line = frontier([(x.median, y.median) for _, x, y in found])
         figure.add_scatter(
             x=[x for x, _ in line],
             y=[y for _, y in line],
@@ -58,7 +59,7 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
             text=[short(level) for level, _, _ in found],
             textposition="top right",
             textfont={"size": 11, "color": shown["color"]},
-            marker={"size": 9, "color": shown["color"], "symbol": symbols},
+            marker={"size": 9, "color": shown["color"], "symbol": shown["symbol"]},
             error_x=bars([x for _, x, _ in found], shown["color"]),
             error_y=bars([y for _, _, y in found], shown["color"]),
             hovertemplate="%{text}: %{y:.1f} tokens/s, %{x:.1f} a user<extra>" + escaped(backend) + "</extra>",
@@ -92,13 +93,14 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
     count = len(results.backends)
     for index, backend in enumerate(results.backends):
         shown = style(results, backend)
-        places, values = [], []
+        places, values, symbols = [], [], []
         for place, level in enumerate(levels):
             cell = results.cells.get((scenario.name, level, backend), Cell())
             found = [cell.value(percentile_of(name, percent)) for percent in PERCENTS]
             if all(found):
                 places.append(place + (index - (count - 1) / 2) * 0.6 / count)
                 values.append([value.median for value in found if value])
+                symbols.append(shown["symbol"] + "-open" * cell.limited)
         if not values:
             continue
         figure.add_scatter(
@@ -106,7 +108,7 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
             y=[row[0] for row in values],
             name=backend,
             mode="markers",
-            marker={"size": 9, **shown},
+            marker={"size": 9, "color": shown["color"], "symbol": symbols},
             error_y={
                 "type": "data",
                 "symmetric": False,
@@ -146,6 +148,73 @@ def latency_chart(results: Results, scenario: Scenario, name: str, title: str, l
     figure.update_xaxes(tickvals=list(range(len(levels))), ticktext=[level.label for level in levels], showgrid=False)
     figure.update_xaxes(range=[-0.5, max(len(levels), 1) - 0.5])
     return figure.update_yaxes(rangemode="tozero")
+
+
+def rate_chart(results: Results, scenario: Scenario, metric: Metric) -> Any:
+    """A rate at every level, a line for each backend."""
+    figure = go.Figure()
+    levels = results.levels(scenario.name)
+    for backend in results.backends:
+        cells = [results.cells.get((scenario.name, level, backend), Cell()) for level in levels]
+        found = [
+            (level, cell, value) for level, cell in zip(levels, cells, strict=True) if (value := cell.value(metric.of))
+        ]
+        if not found:
+            continue
+        shown = style(results, backend)
+        figure.add_scatter(
+            x=[level.label for level, _, _ in found],
+            y=[value.median for _, _, value in found],
+            name=backend,
+            mode="lines+markers",
+            line={"color": shown["color"], "width": 1},
+            marker={
+                "size": 9,
+                "color": shown["color"],
+                "symbol": [shown["symbol"] + "-open" * cell.limited for _, cell, _ in found],
+            },
+            error_y=bars([value for _, _, value in found], shown["color"]),
+        )
+    return dress(figure, metric.name[0].upper() + metric.name[1:], "load", metric.name).update_yaxes(rangemode="tozero")
+
+
+def distribution_chart(results: Results, scenario: Scenario, name: str, title: str) -> Any:
+    """Share of values by time, a line for each backend; a menu chooses the level.
+
+    Args:
+        name: of the figures' histograms.
+    """
+    figure = go.Figure()
+    drawn: list[Level] = []
+    for level in results.levels(scenario.name):
+        for backend in results.backends:
+            counts = results.cells.get((scenario.name, level, backend), Cell()).histogram(name)
+            if not counts:
+                continue
+            places = range(min(counts) - 1, max(counts) + 2)
+            total = sum(counts.values())
+            drawn.append(level)
+            figure.add_scatter(
+                x=[10 ** ((place + 0.5) / BINS) for place in places],
+                y=[100 * counts.get(place, 0) / total for place in places],
+                name=backend,
+                mode="lines",
+                line={"color": style(results, backend)["color"], "width": 2, "shape": "hvh"},
+                visible=level == drawn[0],
+                hovertemplate="%{x:.3g} ms: %{y:.1f}%<extra>" + escaped(backend) + "</extra>",
+            )
+    figure = dress(figure, title, "ms", "% of values")
+    ticks = [step * 10.0**power for power in range(-3, 7) for step in (1, 2, 5)]
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    buttons = [
+        {"label": level.label, "method": "restyle", "args": [{"visible": [one == level for one in drawn]}]}
+        for level in dict.fromkeys(drawn)
+    ]
+    if not buttons:
+        note = {"text": "no load told it", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
+        return figure.add_annotation(**note)
+    menu = {"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}}
+    return figure.update_layout(updatemenus=[menu])
 
 
 def batch_chart(results: Results, scenario: Scenario) -> Any:

@@ -2,6 +2,7 @@
 """Runs locust in processes of its own against a server, at one level of one scenario."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from dsl_backend.testing.processes import ROOT, free_port, stop_group
 from loadtests import records
+from loadtests.exposure import KEY
 from loadtests.figures import Figures, summarize, window_of
 from loadtests.records import Tick
 from loadtests.scenario import Level, Scenario
@@ -41,6 +43,7 @@ class Load:
         scenario: lengths are final; a scenario file in `folder` tells locust.
         processes: of the client, at most; never more than there are users.
         folder: for records and locust's log.
+        key: for the Authorization header; may be empty.
     """
 
     url: str
@@ -52,6 +55,7 @@ class Load:
     seed: str
     processes: int
     folder: Path
+    key: str = ""
 
     @property
     def seconds(self) -> float:
@@ -119,7 +123,14 @@ def run(load: Load, alive: Callable[[], bool], told: Callable[[float, list[Tick]
     log = load.folder / "locust.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            load.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            load.command(),
+            cwd=ROOT,
+            # Not among the words, which every user of the machine sees.
+            env=os.environ | ({KEY: load.key} if load.key else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     began = time.monotonic()
     limit = START_S + load.seconds + load.scenario.drain_s + START_S

@@ -2,8 +2,9 @@
 """Backends side by side: the same load on a server of each in turn, a file of results and a page.
 
     python -m loadtests.compare --model llama-8b --backends dsl FLASH_ATTN --scenario 1k-1k -- --max-num-seqs 256
+    python -m loadtests.compare --url dsl=http://127.0.0.1:8000 other=http://127.0.0.1:8001 --scenario 1k-1k
 
-What follows `--` goes to every server as it is.
+What follows `--` goes to every server as it is. With --url nothing is started: the servers run already.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +26,21 @@ from rich.console import Console
 from benchmarks import facts
 from benchmarks.engine.command import end
 from benchmarks.report import JsonLines
-from loadtests import client, offline, page, servers
+from loadtests import client, offline, page, remote, servers
 from loadtests.client import ClientError, Load, ServerGoneError
-from loadtests.figures import milliseconds
+from loadtests.exposure import KEY, ExposureError, mask, scrub, secrets_of
+from loadtests.figures import checked, milliseconds
 from loadtests.progress import Reporter
 from loadtests.records import Tick
+from loadtests.remote import Remote, UrlError
 from loadtests.scenario import Level, Scenario, ScenarioError, load_all, names
-from loadtests.servers import BackendError, Served
+from loadtests.servers import BackendError, Served, check_flags, server_tpot_ms
 from loadtests.subjects import Subject, SubjectError, resolve
 
 Record = dict[str, Any]
 WRONG_USE = 2
 INTERRUPTED = 130
+VOCABULARY = 1000  # any model has so many tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +48,22 @@ class Plan:
     """What is compared.
 
     Attributes:
+        subject: what is served; None for servers that run already.
+        urls: name -> address of these.
+        vocabulary: token ids are below.
         flags: of every server.
         rounds: each starts every backend once, another one first.
         processes: of the client, at most.
         start_s: seconds until a server has to answer.
         offline: engines without servers.
         out: folder of results.jsonl, page.html and the logs.
+        served_model, key: of servers that run already: None for their first model, and the key that they want.
         keep_samples: keep what the client wrote about every request.
     """
 
-    subject: Subject
+    subject: Subject | None
+    urls: dict[str, str]
+    vocabulary: int
     backends: tuple[str, ...]
     scenarios: tuple[Scenario, ...]
     flags: tuple[str, ...]
@@ -63,6 +74,8 @@ class Plan:
     offline: bool
     out: Path
     keep_samples: bool
+    served_model: str | None = None
+    key: str = ""
 
     @property
     def loads(self) -> list[tuple[Scenario, Level]]:
@@ -84,18 +97,20 @@ class Comparison:
 
     Attributes:
         dropped: backend -> why it is not started again.
+        secrets: that nothing which is written has.
         faults: loads that failed or had requests that did.
     """
 
     plan: Plan
     reporter: Reporter
     lines: JsonLines
+    secrets: Sequence[str] = ()
     records: list[Record] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     faults: int = 0
 
     def add(self, kind: str, **fields: Any) -> None:
-        record = {"kind": kind, **fields}
+        record = scrub({"kind": kind, **fields}, self.secrets)
         self.records.append(record)
         self.lines.write(record)
 
@@ -106,7 +121,8 @@ class Comparison:
                 continue
             before = self.reporter.finished
             try:
-                (self.engine if self.plan.offline else self.server)(backend, number)
+                way = self.engine if self.plan.offline else self.reached if self.plan.urls else self.server
+                way(backend, number)
             except BackendError as error:
                 self.dropped[backend] = str(error)
                 self.fail(backend, number, str(error), log_tail=error.log_tail)
@@ -127,20 +143,48 @@ class Comparison:
     def server(self, backend: str, number: int) -> None:
         """One round of one backend, with a server of its own."""
         plan = self.plan
+        assert plan.subject is not None
         log = plan.out / "logs" / f"{backend}-{number}.log"
         self.reporter.status(f"{backend}: starting")
-        with servers.serve(backend, plan.subject, plan.flags, log, plan.start_s) as served:
+        with self.scrubbed(log), servers.serve(backend, plan.subject, plan.flags, log, plan.start_s) as served:
             self.started(backend, number, served.ready_s, served.facts, served.told)
-            for scenario, level in plan.loads:
-                if scenario.longest > served.facts["max_model_len"]:
-                    most = served.facts["max_model_len"]
-                    why = f"{scenario.longest} tokens a request, the server takes {most}: see --scale, --max-model-len"
-                    self.fail(backend, number, why, scenario.name)
-                else:
-                    self.load(backend, number, served, scenario, level)
-                self.reporter.step()
+            self.loads(backend, number, served, plan.subject.tokenizer)
 
-    def load(self, backend: str, number: int, served: Served, scenario: Scenario, level: Level) -> None:
+    def reached(self, backend: str, number: int) -> None:
+        """One round of a server that runs already."""
+        plan = self.plan
+        try:
+            remote_server = remote.reach(backend, plan.urls[backend], plan.served_model, plan.key)
+        except UrlError as error:
+            raise BackendError(str(error), "") from None
+        at = f"{remote_server.url}, model {remote_server.model}"
+        self.reporter.say(f"{backend}: round {number + 1} of {plan.rounds}, {at}")
+        self.add("server", backend=backend, round=number, ready_s=0.0, facts=remote_server.facts, told=[])
+        self.loads(backend, number, remote_server, remote_server.detokenize)
+
+    def loads(self, backend: str, number: int, served: Served | Remote, detokenize: bool) -> None:
+        """All levels of all scenarios, on a running server."""
+        most = served.facts["max_model_len"]
+        for scenario, level in self.plan.loads:
+            if most is not None and scenario.longest > most:
+                why = f"{scenario.longest} tokens a request, the server takes {most}: see --scale, --max-model-len"
+                self.fail(backend, number, why, scenario.name)
+            else:
+                self.load(backend, number, served, scenario, level, detokenize)
+            self.reporter.step()
+
+    @contextlib.contextmanager
+    def scrubbed(self, log: Path) -> Iterator[None]:
+        """Take secrets out of a log when its server has ended: vLLM writes its flags down."""
+        try:
+            yield
+        finally:
+            if self.secrets and log.exists():
+                log.write_text(scrub(log.read_text(errors="replace"), self.secrets))
+
+    def load(
+        self, backend: str, number: int, served: Served | Remote, scenario: Scenario, level: Level, detokenize: bool
+    ) -> None:
         """One level of one scenario on a running server."""
         plan = self.plan
         what = f"{backend}: round {number + 1}, {scenario.name}, {level.label}"
@@ -156,16 +200,17 @@ class Comparison:
             f"{backend}-{number}-{scenario.name}-{level.label}".replace("/", "-").replace(" ", "-")
         ) as folder:
             load = Load(
-                url=served.server.url,
-                model=servers.MODEL,
-                vocabulary=plan.subject.vocabulary,
-                detokenize=plan.subject.tokenizer,
+                url=served.url,
+                model=served.model,
+                vocabulary=plan.vocabulary,
+                detokenize=detokenize,
                 scenario=scenario,
                 level=level,
                 # The same requests for every backend, and others in each round and level.
                 seed=f"{plan.seed}/{number}/{scenario.name}/{level.label}",
                 processes=plan.processes,
                 folder=folder,
+                key=served.key,
             )
             before = served.counters()
             try:
@@ -179,6 +224,7 @@ class Comparison:
                 raise served.ended()
             after = served.counters()
         counted = {name: after[name] - value for name, value in before.items() if name in after}
+        found = checked(found, server_tpot_ms(counted))
         # A window without an answer measured nothing.
         self.faults += bool(found.errors) or not found.done
         self.add(
@@ -193,10 +239,11 @@ class Comparison:
             server=counted,
         )
         errors = ", ".join(f"{count} x {kind} ({found.details[kind]})" for kind, count in found.errors.items())
-        limit = f"; THE CLIENT IS THE LIMIT: {found.client.limit}" if found.client.limit else ""
+        limit = "".join(f"; no {name.upper()}: {why}" for name, why in found.untold.items() if not found.client.limit)
+        limit = f"; THE CLIENT WAS THE LIMIT: {found.client.limit}" if found.client.limit else limit
         times = f"TTFT p50 {milliseconds(found.ttft.p50)} ms, TPOT p50 {milliseconds(found.tpot.p50)} ms"
-        rates = f"{found.output_per_s:.1f} tokens/s, {times}, {found.done}/{found.sent} done"
-        self.reporter.say(f"{what}: {rates}; errors: {errors or 'none'}{limit}")
+        rates = f"{found.requests_per_s:.2f} requests/s, {found.output_per_s:.1f} tokens/s, {times}"
+        self.reporter.say(f"{what}: {rates}, {found.done}/{found.sent} done; errors: {errors or 'none'}{limit}")
 
     @contextlib.contextmanager
     def folder(self, name: str) -> Iterator[Path]:
@@ -212,6 +259,7 @@ class Comparison:
     def engine(self, backend: str, number: int) -> None:
         """One round of one backend, as an engine without a server."""
         plan = self.plan
+        assert plan.subject is not None
         seed = plan.seed * 1000 + number
         with self.folder(f"{backend}-{number}") as folder:
             events = offline.run(backend, plan.scenarios, plan.subject, plan.flags, plan.start_s, seed, folder)
@@ -255,7 +303,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Attention backends of vLLM under the same load: results.jsonl and page.html in a folder.",
         epilog="What follows -- goes to every server (vLLM's own flags).",
     )
-    parser.add_argument("--model", required=True, help="a shape (llama-8b, ...), demo, a folder, or a name on a hub")
+    parser.add_argument(
+        "--model",
+        help="a shape (llama-8b, ...), demo, a folder, or a name on a hub; with --url the name that servers give "
+        "theirs "
+        "(default: the first of /v1/models)",
+    )
+    parser.add_argument(
+        "--url",
+        nargs="+",
+        action="extend",
+        metavar="NAME=URL",
+        help=f"servers that run already, instead of --backends; {KEY} in the environment is the key that they want",
+    )
     parser.add_argument("--backends", nargs="+", help="of vLLM (default: dsl and its peers on this device)")
     parser.add_argument(
         "--scenario", nargs="+", default=["128-128"], dest="scenarios", help=f"of {', '.join(names())}, or .toml files"
@@ -270,13 +330,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, help="of the client, at most (default: half of the cores, up to 16)")
     parser.add_argument("--offline", action="store_true", help="engines without servers: tokens/s of batches")
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/load-TIME)")
-    parser.add_argument("--vocabulary", type=int, help="token ids are below (default: as the model's config says)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument(
+        "--vocabulary", type=int, help="token ids are below (default: as the model's config says; --url: 1000)"
+    )
+    parser.add_argument("--seed", type=int, help="of the requests (default: 0; with --url another one each time)")
     parser.add_argument("--start-seconds", type=float, default=600, help="until a server is given up")
     parser.add_argument("--keep-samples", action="store_true", help="keep the records of every request")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     options = parser.parse_args(own)
     options.flags = flags
+    if not options.url and not options.model:
+        parser.error("--model is needed, or --url NAME=URL for servers that run already")
+    if options.url:
+        given = {"--backends": options.backends, "--offline": options.offline, "flags after --": flags}
+        for name in (name for name, value in given.items() if value):
+            parser.error(f"{name} with --url: no server is started, those that run are loaded as they are")
     for name in ("rounds", "processes"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -288,7 +356,7 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
     """The plan that the options ask for.
 
     Raises:
-        ScenarioError, SubjectError: they ask for what there is not.
+        ScenarioError, SubjectError, ExposureError, UrlError: they ask for what there is not, or must not be.
     """
     users, rates = options.users, options.rates
     # Who names levels of one kind wants no others.
@@ -302,10 +370,17 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
         window_s=options.window_seconds,
         drain_s=options.drain_seconds,
     )
-    subject = resolve(options.model, scratch, options.flags, options.vocabulary)
-    backends = tuple(options.backends or subject.backends)
+    urls = remote.parse(options.url or [])
+    key = os.environ.get(KEY, "")
+    for name, url in urls.items():
+        remote.reach(name, url, options.model, key)
+    subject = None if urls else resolve(options.model, scratch, options.flags, options.vocabulary)
+    backends = tuple(urls or options.backends or (subject.backends if subject else ()))
+    # A server that runs on may still have the prompts of an earlier run in its prefix cache.
+    seed = time.time_ns() % 10**9 if urls else 0
     if len(set(backends)) < len(backends):
         raise ScenarioError(f"--backends {' '.join(backends)}: one is named twice")
+    check_flags(options.flags)
     if options.offline:
         offline.engine_arguments(options.flags)
         for scenario in scenarios:
@@ -313,12 +388,16 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
     now = datetime.datetime.now(datetime.timezone.utc)
     return Plan(
         subject=subject,
+        urls=urls,
+        vocabulary=subject.vocabulary if subject else options.vocabulary or VOCABULARY,
+        served_model=options.model if urls else None,
+        key=key if urls else "",
         backends=backends,
         scenarios=tuple(scenarios),
         flags=tuple(options.flags),
         rounds=options.rounds,
         processes=options.processes or max(1, min(16, (os.cpu_count() or 2) // 2)),
-        seed=options.seed,
+        seed=seed if options.seed is None else options.seed,
         start_s=options.start_seconds,
         offline=options.offline,
         out=options.out or Path("results") / now.strftime("load-%Y%m%d-%H%M%S"),
@@ -335,13 +414,14 @@ def environment_of(plan: Plan, arguments: Sequence[str], commit: str | None) -> 
         **gathered,
         "on_gpu": torch.cuda.is_available(),
         "cores": os.cpu_count(),
-        "command": ["python", "-m", "loadtests.compare", *arguments],
-        "model": plan.subject.name,
+        "command": ["python", "-m", "loadtests.compare", *mask(arguments)],
+        "model": plan.subject.name if plan.subject else plan.served_model or "what servers serve",
+        "urls": plan.urls,
         "backends": list(plan.backends),
         "rounds": plan.rounds,
         "processes": plan.processes,
         "seed": plan.seed,
-        "flags": [*plan.subject.flags, *plan.flags],
+        "flags": mask([*(plan.subject.flags if plan.subject else ()), *plan.flags]),
         "offline": plan.offline,
         "scenarios": [scenario.model_dump() for scenario in plan.scenarios],
     }
@@ -354,7 +434,7 @@ def run(plan: Plan, arguments: Sequence[str], commit: str | None) -> int:
     steps = len(plan.loads) * len(plan.backends) * plan.rounds
     status, reason = 1, "it raised"
     with Reporter(console, steps) as reporter:
-        comparison = Comparison(plan, reporter, JsonLines(plan.out / "results.jsonl"))
+        comparison = Comparison(plan, reporter, JsonLines(plan.out / "results.jsonl"), secrets_of(arguments))
         comparison.add("environment", **environment_of(plan, arguments, commit))
         try:
             comparison.run()
@@ -382,7 +462,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="dsl-models-") as scratch:
         try:
             plan = plan_of(options, Path(scratch))
-        except (ScenarioError, SubjectError) as error:
+        except (ScenarioError, SubjectError, ExposureError, UrlError) as error:
             print(error, file=sys.stderr)
             return WRONG_USE
         return run(plan, arguments, options.commit)

@@ -4,8 +4,9 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from loadtests.records import Process, Tick
@@ -13,10 +14,17 @@ from loadtests.scenario import MLPERF, Limits
 from loadtests.stream import Sample
 
 PERCENTS = (50, 90, 99)
+BINS = 20  # of a histogram, for each factor of ten: 12 % wide
 # A process's share of a core from which locust's own event loop is known to fall behind.
 BUSY = 0.9
-# How late the client may look at the clock, beside the time between tokens, before it spoils the times.
-LATE_SHARE, LATE_LEAST_MS = 0.2, 5.0
+# A time is told where the client looks at its clock late by at most this share of it.
+LATE_SHARE = 0.2
+# Answers of which more pieces than this share came with others in one read tell nothing about the time between tokens.
+TOGETHER_SHARE = 0.5
+# Of the server's own time between tokens: what a client sees may be longer, and is not shorter by so much.
+SEEN_SHARE = 0.5
+# Between two looks of the client at its event loop's lateness.
+NAP_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Spread:
     """
 
     n: int
+    mean: float | None
     p50: float | None
     p90: float | None
     p99: float | None
@@ -53,14 +62,14 @@ class Goodput:
     """Requests that kept limits.
 
     Attributes:
-        per_s: of those sent in the window, by its seconds.
-        share: of those sent in the window, failed ones included; None where none was sent.
+        per_s: of those sent in the window, by its seconds; None where the time between tokens is not told.
+        share: of those sent in the window, failed ones included; None where none was sent, likewise.
     """
 
     name: str
     ttft_ms: float
     tpot_ms: float
-    per_s: float
+    per_s: float | None
     share: float | None
 
 
@@ -70,8 +79,8 @@ class Health:
 
     Attributes:
         busy: share of a core that its busiest process took.
-        late_ms: the 99th percentile of how late its event loops were.
-        limit: why the client and not the server may be what was measured; empty where it was not.
+        late_ms: the 99th percentile of how late its event loops were, over time: a stall counts by its length.
+        limit: why the client and not the server is what was measured; empty where it was not.
     """
 
     processes: int
@@ -86,9 +95,12 @@ class Figures:
 
     Attributes:
         sent, done: requests sent in the window, and how many of these got their whole answer.
+        requests_per_s: answers that ended well in the window, by its seconds.
         output_per_s, input_per_s: tokens that came in the window, and prompt tokens of answers that began in it.
         ttft, tpot, itl, e2e: milliseconds, of good requests sent in the window: until the first token, between tokens
-            on a request's average, between pieces, until the last token.
+            on a request's average, between pieces, until the last token. Empty where they are untold.
+        histograms: the names of these -> bin -> values, see `histogram`.
+        untold: name of a time that the client could not tell -> why.
         per_user: tokens a second that a user sees come: 1000 over the median TPOT.
         errors: kind -> requests of the whole load, warm-up included.
         details: kind -> the first one's words.
@@ -98,12 +110,15 @@ class Figures:
     window_s: float
     sent: int
     done: int
+    requests_per_s: float
     output_per_s: float
     input_per_s: float
     ttft: Spread
     tpot: Spread
     itl: Spread
     e2e: Spread
+    histograms: dict[str, dict[int, int]]
+    untold: dict[str, str]
     per_user: float | None
     goodput: list[Goodput]
     errors: dict[str, int]
@@ -127,8 +142,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def spread(values: Iterable[float]) -> Spread:
     ordered = sorted(values)
     if not ordered:
-        return Spread(0, None, None, None)
-    return Spread(len(ordered), *(percentile(ordered, percent) for percent in PERCENTS))
+        return Spread(0, None, None, None, None)
+    percentiles = (percentile(ordered, percent) for percent in PERCENTS)
+    return Spread(len(ordered), sum(ordered) / len(ordered), *percentiles)
+
+
+def histogram(values: Iterable[float]) -> dict[int, int]:
+    """Bin -> values in it; bin b is from 10^(b / BINS) to 10^((b + 1) / BINS). Values are positive."""
+    return dict(sorted(Counter(math.floor(BINS * math.log10(value)) for value in values if value > 0).items()))
 
 
 def window_of(processes: Sequence[Process], warm_s: float, window_s: float | None = None) -> Window:
@@ -169,7 +190,14 @@ def keeps(sample: Sample, limits: Limits) -> bool:
     return sample.ttft_ms <= limits.ttft_ms and (tpot is None or tpot <= limits.tpot_ms)
 
 
-def goodput(sent: Sequence[Sample], window: Window, limits: Limits) -> Goodput:
+def goodput(sent: Sequence[Sample], window: Window, limits: Limits, told: bool = True) -> Goodput:
+    """Requests within limits.
+
+    Args:
+        told: whether the time between tokens is.
+    """
+    if not told:
+        return Goodput(limits.name, limits.ttft_ms, limits.tpot_ms, None, None)
     good = sum(keeps(sample, limits) for sample in sent)
     share = good / len(sent) if sent else None
     return Goodput(limits.name, limits.ttft_ms, limits.tpot_ms, good / window.seconds, share)
@@ -182,23 +210,62 @@ def busy_share(ticks: Sequence[Tick]) -> float:
     return (ticks[-1].cpu_s - ticks[0].cpu_s) / (ticks[-1].at - ticks[0].at)
 
 
-def health(processes: Sequence[Process], window: Window, between_ms: float | None) -> Health:
+def lateness(ticks: Iterable[Tick]) -> float:
+    """How late the client looked at its clock, in ms: what 99 % of all moments were below.
+
+    A nap counts by its length: a stall of seconds is one nap among hundreds, and whatever comes meanwhile waits for it.
+    """
+    naps = sorted(late_us / 1e6 for tick in ticks for late_us in tick.late_us)
+    left = 0.99 * sum(NAP_S + late for late in naps)
+    for late in naps:
+        left -= NAP_S + late
+        if left <= 0:
+            return 1000 * late
+    return 0.0
+
+
+def blurred(late_ms: float, name: str, time_ms: float | None) -> str:
+    """Why a client that is so late cannot tell a time; empty where it can."""
+    if time_ms is None or late_ms <= LATE_SHARE * time_ms:
+        return ""
+    return f"the client looked at its clock up to {late_ms:.3g} ms late (p99), and {name} took {time_ms:.3g} ms (p50)"
+
+
+def health(processes: Sequence[Process], window: Window, answer_ms: float | None) -> Health:
     """Judge the client.
 
     Args:
-        between_ms: median time between pieces, which the client must be able to tell.
+        answer_ms: median time from an answer's first token to its last, which the client must be able to tell.
     """
     within = [[tick for tick in process.ticks if window.holds(tick.at)] for process in processes]
     busy = max(map(busy_share, within), default=0.0)
-    late = sorted(late_us / 1000 for ticks in within for tick in ticks for late_us in tick.late_us)
-    late_ms = percentile(late, 99) if late else 0.0
-    allowed = max(LATE_LEAST_MS, LATE_SHARE * (between_ms or 0.0))
-    reasons = []
-    if busy > BUSY:
-        reasons.append(f"a client process took {busy:.0%} of a core")
-    if late_ms > allowed:
-        reasons.append(f"the client looked at its clock up to {late_ms:.1f} ms late (p99; {allowed:.1f} are fine)")
+    late_ms = lateness(tick for ticks in within for tick in ticks)
+    reasons = [f"a client process took {busy:.0%} of a core"] if busy > BUSY else []
+    if reason := blurred(late_ms, "answers, from the first token to the last,", answer_ms):
+        reasons.append(reason)
     return Health(processes=len(processes), busy=busy, late_ms=late_ms, limit="; ".join(reasons))
+
+
+def untold_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
+    """Times that the client could not tell -> why."""
+    if client.limit:
+        why = f"the client was the limit: {client.limit}"
+        return {"tpot": why, "itl": why}
+    found = {}
+    together = spread(share for sample in good if (share := sample.together) is not None).p50
+    if together is not None and together > TOGETHER_SHARE:
+        burst = f"tokens came in bursts: {together:.0%} of an answer's pieces (p50) came in one read with others"
+        found |= {"tpot": burst, "itl": burst}
+    elif gaps := blurred(client.late_ms, "the time between two pieces", spread(gaps_of(good)).p50):
+        found["itl"] = gaps
+    if first := blurred(client.late_ms, "the first token", spread(sample.ttft_ms for sample in good).p50):
+        found["ttft"] = first
+    return found
+
+
+def gaps_of(samples: Iterable[Sample]) -> Iterator[float]:
+    """Milliseconds between the pieces of answers."""
+    return ((b - a) / 1000 for sample in samples for a, b in pairwise(sample.at_us))
 
 
 def summarize(processes: Sequence[Process], window: Window, limits: Sequence[Limits] = MLPERF) -> Figures:
@@ -207,26 +274,60 @@ def summarize(processes: Sequence[Process], window: Window, limits: Sequence[Lim
     sent = [sample for sample in samples if window.holds(sample.sent)]
     good = [sample for sample in sent if not sample.failure]
     began = [s for s in samples if s.at_us and window.holds(s.sent + s.at_us[0] / 1e6)]
-    tpot = spread(value for sample in good if (value := sample.tpot_ms) is not None)
-    gaps = spread((b - a) / 1000 for s in good for a, b in zip(s.at_us, s.at_us[1:], strict=False))
+    ended = [s for s in samples if not s.failure and window.holds(s.sent + s.at_us[-1] / 1e6)]
+    client = health(processes, window, spread(s.answer_ms for s in good if len(s.at_us) > 1).p50)
+    untold = untold_times(good, client)
+    values = {
+        "ttft": [sample.ttft_ms for sample in good],
+        "tpot": [value for sample in good if (value := sample.tpot_ms) is not None],
+        "itl": list(gaps_of(good)),
+        "e2e": [sample.e2e_ms for sample in good],
+    }
+    told = {name: [] if name in untold else found for name, found in values.items()}
+    tpot = spread(told["tpot"])
     failed = [sample for sample in samples if sample.failure]
     return Figures(
         window_s=window.seconds,
         sent=len(sent),
         done=len(good),
+        requests_per_s=len(ended) / window.seconds,
         output_per_s=sum(tokens_within(sample, window) for sample in samples) / window.seconds,
         input_per_s=sum(sample.prompt_tokens for sample in began) / window.seconds,
-        ttft=spread(sample.ttft_ms for sample in good),
+        ttft=spread(told["ttft"]),
         tpot=tpot,
-        itl=gaps,
-        e2e=spread(sample.e2e_ms for sample in good),
+        itl=spread(told["itl"]),
+        e2e=spread(told["e2e"]),
+        histograms={name: histogram(found) for name, found in told.items()},
+        untold=untold,
         per_user=1000 / tpot.p50 if tpot.p50 else None,
-        goodput=[goodput(sent, window, one) for one in limits],
+        goodput=[goodput(sent, window, one, "tpot" not in untold) for one in limits],
         errors=dict(Counter(sample.failure for sample in failed)),
         details={sample.failure: sample.detail for sample in reversed(failed)},
-        client=health(processes, window, gaps.p50),
+        client=client,
         all_sent=len(samples),
         all_tokens=sum(sample.tokens[-1] for sample in samples if sample.tokens),
+    )
+
+
+def checked(found: Figures, server_ms: float | None) -> Figures:
+    """The figures without a time between tokens that the server's own contradicts.
+
+    Args:
+        server_ms: mean time between the tokens of a request, as the server counted; None where it does not say.
+    """
+    seen = found.tpot.mean
+    if seen is None or server_ms is None or seen >= SEEN_SHARE * server_ms:
+        return found
+    why = f"tokens came in bursts: {seen:.3g} ms apart at the client, where the server counted {server_ms:.3g} ms"
+    nothing = spread([])
+    return replace(
+        found,
+        tpot=nothing,
+        itl=nothing,
+        per_user=None,
+        goodput=[replace(one, per_s=None, share=None) for one in found.goodput],
+        histograms=found.histograms | {"tpot": {}, "itl": {}},
+        untold=found.untold | {"tpot": why, "itl": why},
     )
 
 
@@ -289,17 +390,19 @@ def text(processes: Sequence[Process], warm_s: float = 0.0, limits: Sequence[Lim
     except ValueError as error:
         return f"nothing to sum up: {error}"
     rows = [
-        f"{found.done} of {found.sent} requests in {found.window_s:.1f} s, "
+        f"{found.done} of {found.sent} requests in {found.window_s:.1f} s, {found.requests_per_s:.2f} requests/s, "
         f"{found.output_per_s:.1f} output and {found.input_per_s:.1f} input tokens/s (from the first request on)"
     ]
     for name in ("ttft", "tpot", "itl", "e2e"):
         one: Spread = getattr(found, name)
         values = ", ".join(f"p{percent} {milliseconds(getattr(one, f'p{percent}'))}" for percent in PERCENTS)
-        rows.append(f"{name.upper():4} ms: {values} (n = {one.n})")
+        values += f", mean {milliseconds(one.mean)} (n = {one.n})"
+        rows.append(f"{name.upper():4} ms: {f'not told: {found.untold[name]}' if name in found.untold else values}")
     for kept in found.goodput:
         share = "-" if kept.share is None else f"{kept.share:.0%}"
-        rows.append(f"goodput, {kept.name} ({kept.ttft_ms:g}/{kept.tpot_ms:g} ms): {kept.per_s:.2f}/s, {share}")
+        rate = "-" if kept.per_s is None else f"{kept.per_s:.2f}/s"
+        rows.append(f"goodput, {kept.name} ({kept.ttft_ms:g}/{kept.tpot_ms:g} ms): {rate}, {share}")
     rows += [f"error: {kind}: {count} ({found.details[kind]})" for kind, count in found.errors.items()]
     if found.client.limit:
-        rows.append(f"the client is the limit: {found.client.limit}; give it more --processes, or cores of its own")
+        rows.append(f"the client was the limit: {found.client.limit}; give it more --processes, or cores of its own")
     return "\n".join(rows)

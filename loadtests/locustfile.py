@@ -35,11 +35,12 @@ from locust.runners import MasterRunner, WorkerRunner
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from loadtests import figures, records
+from loadtests.exposure import KEY
+from loadtests.figures import NAP_S
 from loadtests.prompts import Request, Source
 from loadtests.scenario import ScenarioError, load_all
 from loadtests.stream import Failure, Reader, Sample
 
-NAP_S = 0.01
 TICK_S = 0.25
 SILENCE_S = 300  # without a byte until a request is given up
 CONNECTIONS = 4096
@@ -151,7 +152,7 @@ class Client:
             tell_locust(environment, self.scenario.name, sample)
 
     def stream(self, body: bytes, reader: Reader) -> None:
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **authorization()}
         response = self.http.request("POST", "/v1/completions", body=body, headers=headers)
         try:
             if response.status_code != 200:
@@ -159,12 +160,29 @@ class Client:
                 reader.sample.fail(Failure.STATUS, f"{response.status_code}: {text}")
                 return
             before = 0
+            arrived = clock_of(response)
             while not reader.sample.failure and (line := response.readline(b"\n")):
-                reader.line(time.monotonic(), line)
+                reader.line(arrived[0], line)
                 self.tokens += reader.total - before
                 before = reader.total
         finally:
             response.release()
+
+
+def clock_of(response: Any) -> list[float]:
+    """The time of the latest read from a response's socket, kept up to date.
+
+    A line's own time would be that of its parsing, and lines that lay in a buffer would seem to come as fast as that.
+    """
+    latest, feed = [time.monotonic()], response.feed
+
+    def stamped(data: bytes) -> None:
+        latest[0] = time.monotonic()
+        feed(data)
+
+    # The hook between the socket and the buffer of lines; the client has no option for it.
+    vars(response)["feed"] = stamped
+    return latest
 
 
 def send_at_once(connection: Any) -> None:
@@ -172,8 +190,16 @@ def send_at_once(connection: Any) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def authorization() -> dict[str, str]:
+    """The header of servers that want a key."""
+    key = os.environ.get(KEY, "")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def first_model(host: str) -> str:
-    with urllib.request.urlopen(f"{host}/v1/models", timeout=30) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{host}/v1/models", None, authorization()), timeout=30
+    ) as response:
         name: str = json.load(response)["data"][0]["id"]
     return name
 

@@ -14,21 +14,44 @@ from benchmarks import document
 from benchmarks.document import facts_line, labelled, table, text
 from loadtests import charts
 from loadtests.figures import PERCENTS, Ratio, milliseconds
-from loadtests.results import COMPARED, PER_DEVICE, PER_USER, Cell, Record, Results, Value, gather, percentile_of, read
+from loadtests.results import (
+    COMPARED,
+    INPUT,
+    PER_DEVICE,
+    PER_USER,
+    REQUESTS,
+    Cell,
+    Record,
+    Results,
+    Value,
+    gather,
+    percentile_of,
+    read,
+)
 from loadtests.scenario import Scenario
 
 LEGEND = (
-    "Left: the number at a symbol is the level, bars go from the lowest round to the highest, the line joins what no "
-    "other level beats; hollow: the client may be the limit. Right: symbol p50, line up to p90, dash p99; dots: limits."
+    "Throughput against what a user sees: the number at a symbol is the level, bars go from the lowest round to the "
+    "highest, the line joins what no other level beats. Times: symbol p50, line up to p90, dash p99; dots: limits; "
+    "hollow: the client was the limit. Distributions: the menu of a picture chooses the level."
 )
 DOUBT = "†"
+DISTRIBUTIONS = {
+    "ttft": "Distribution of TTFT",
+    "tpot": "Distribution of TPOT",
+    "itl": "Distribution of ITL",
+    "e2e": "Distribution of whole answers",
+}
 FEW = 100  # requests below which a 99th percentile is little more than the slowest one
 MEANING = {
     "tokens": "counted by the server (usage in the stream), at the moment they arrive; never guessed from pieces.",
+    "requests/s": "answers that ended well in the window, by its seconds.",
+    "input tokens/s": "prompt tokens of the answers that began in the window, by its seconds.",
     "tokens/s": "output tokens that arrived in the window, by its seconds and the devices that the server uses.",
     "tokens/s/user": "1000 over the median TPOT in ms: how fast an answer is written once it has begun.",
     "TTFT": "from when a request was sent (open loop: was due) to its first token.",
-    "TPOT": "time from the first to the last token, by the tokens after the first; one value a request.",
+    "TPOT": "time from the first to the last token, by the tokens after the first; one value a request. Not told where "
+    "the client was the limit, or where tokens came in bursts.",
     "ITL": "time between two pieces of a stream; many values a request.",
     "goodput": "share of the requests sent in the window that kept both limits; failed ones count as not.",
     "cached": "prompt tokens that the prefix cache answered, of all that were looked up, warm-up included.",
@@ -49,13 +72,26 @@ def render(records: Sequence[Record]) -> str:
         records: the lines of results.jsonl, of a run that may not have ended.
     """
     results = gather(records)
-    title = f"{results.environment['model']} on {results.environment['device']}"
+    title = title_of(results.environment)
     parts = [header(results), document.notes(complaints(results))]
     if results.ours and results.peers:
         parts.append(summary(results))
     parts += [section(results, scenario) for scenario in results.scenarios]
     parts.append(document.words(MEANING))
     return document.document(title, parts)
+
+
+def title_of(facts: Record) -> str:
+    return (
+        f"Servers that run already: {facts['model']}" if facts.get("urls") else f"{facts['model']} on {facts['device']}"
+    )
+
+
+def every_server(facts: Record) -> str:
+    """The flags of servers that were started, or the addresses of others."""
+    if facts.get("urls"):
+        return "; ".join(f"{name}: {url}" for name, url in facts["urls"].items())
+    return shlex.join(facts["flags"]) or "vLLM’s defaults"
 
 
 def header(results: Results) -> str:
@@ -73,18 +109,21 @@ def header(results: Results) -> str:
     ]
     backends = ", ".join(results.backends)
     return (
-        f"<h1>{text(facts['model'])} on {text(facts['device'])}</h1>"
+        f"<h1>{text(title_of(facts))}</h1>"
         f"<p>Attention backends under the same load: {text(backends)}.</p>"
         + "".join(map(facts_line, lines))
         + f'<p class="facts"><code>{text(shlex.join(facts["command"]))}</code></p>'
-        + f'<p class="facts">Every server: <code>{text(shlex.join(facts["flags"]) or "vLLM’s defaults")}</code></p>'
+        + f'<p class="facts">{"Servers" if facts.get("urls") else "Every server"}: '
+        f"<code>{text(every_server(facts))}</code></p>"
     )
 
 
 def complaints(results: Results) -> list[str]:
     """What a reader has to know before believing a figure."""
     found = []
-    if not results.environment["on_gpu"]:
+    if results.environment.get("urls"):
+        found.append("The servers ran already: their devices, flags and backends are what their names say, unchecked.")
+    elif not results.environment["on_gpu"]:
         found.append("This ran on a CPU: it shows that serving works, and says nothing about speed on a GPU.")
     if results.environment["rounds"] < 2:
         found.append("One round: ratios have no spread, and no difference is shown to be one.")
@@ -108,7 +147,7 @@ def complaints(results: Results) -> list[str]:
 
 
 def client_limits(results: Results) -> list[str]:
-    """One line, however many loads the client may have held up."""
+    """What the client could not tell, and why: one line for all loads that it held up, one for each other one."""
     runs = [
         (f"{backend}, {scenario}, {level.label}", figures["client"])
         for (scenario, level, backend), cell in results.cells.items()
@@ -116,19 +155,27 @@ def client_limits(results: Results) -> list[str]:
         if "client" in figures
     ]
     limited = [(where, client) for where, client in runs if client["limit"]]
-    if not limited:
-        return []
-    where, worst = max(limited, key=lambda pair: pair[1]["late_ms"])
-    of = f"{len(limited)} of {len(runs)} loads"
-    return [f"In {of} the client, not the server, may be the limit; most in {where}: {worst['limit']}"]
+    found = []
+    if limited:
+        where, worst = max(limited, key=lambda pair: pair[1]["late_ms"])
+        of = f"{len(limited)} of {len(runs)} loads"
+        found.append(
+            f"In {of} the client, not the server, was the limit: they have no TPOT, no tokens/s/user, no goodput and "
+            f"no ratio. Worst in {where}: {worst['limit']}. Give the client cores of its own, or more --processes"
+        )
+    for (scenario, level, backend), cell in results.cells.items():
+        reasons: dict[str, list[str]] = {}
+        for name, why in cell.untold.items() if not cell.limited else ():
+            reasons.setdefault(why, []).append(name.upper())
+        found += [f"{backend}, {scenario}, {level.label}: no {', '.join(n)}: {why}" for why, n in reasons.items()]
+    return found
 
 
 def ratio_cell(found: Ratio | None, doubtful: bool) -> str:
     if found is None:
-        return "<td>-</td>"
+        return f"<td>{'client limited' if doubtful else '-'}</td>"
     spread = f"{found.low:.2f}–{found.high:.2f}" if found.rounds > 1 else "one round"
-    verdict, mark = ("open", DOUBT) if doubtful else (found.verdict, "")
-    return f'<td class="{verdict}">{found.median:.2f}×{mark} <span class="range">{spread}</span></td>'
+    return f'<td class="{found.verdict}">{found.median:.2f}× <span class="range">{spread}</span></td>'
 
 
 def summary(results: Results) -> str:
@@ -149,14 +196,15 @@ def summary(results: Results) -> str:
             rows.append(labelled(scenario.name, level.label, index == 0) + cells + "</tr>")
     if not rows:
         return ""
+    labels = ["scenario", "load", *(f"{metric.name} over {peer}" for peer in results.peers for metric in metrics)]
     return (
         f"<h2>{text(results.ours)} beside the others</h2>"
         '<div class="scroll"><table class="ratios"><caption>Above 1 it is better, for times too: median over rounds, '
-        f"then the lowest and the highest. Coloured where all rounds agree. {DOUBT} the client may be "
-        "the limit.</caption>"
+        "then the lowest and the highest. Coloured where all rounds agree. A round in which the client was the limit "
+        "gives none.</caption>"
         f'<thead><tr><th class="group"></th><th class="group"></th>{peers}</tr>'
         f'<tr><th class="name">scenario</th><th class="name">load</th>{names}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<tbody>{''.join(document.cards(rows, labels))}</tbody></table></div>"
     )
 
 
@@ -170,9 +218,10 @@ def ratio_lines(records: Sequence[Record]) -> list[str]:
             for peer in results.peers if results.ours else []:
                 found = [(metric.name, results.ratio(scenario.name, level, peer, metric)) for metric in metrics]
                 texts = [f"{name} {one.median:.2f}x ({one.low:.2f} to {one.high:.2f})" for name, one in found if one]
-                doubt = "; THE CLIENT MAY BE THE LIMIT" * results.doubtful(scenario.name, level, peer)
                 where = f"{scenario.name}, {level.label}: {results.ours} over {peer}"
-                lines += [f"{where}: {', '.join(texts)}{doubt}"] if texts else []
+                if not texts and results.doubtful(scenario.name, level, peer):
+                    texts = ["no ratio, the client was the limit"]
+                lines += [f"{where}: {', '.join(texts)}"] if texts else []
     return lines
 
 
@@ -204,6 +253,9 @@ def section(results: Results, scenario: Scenario) -> str:
             charts.frontier_chart(results, scenario),
             charts.latency_chart(results, scenario, "ttft", "Time to first token", "ttft_ms"),
             charts.latency_chart(results, scenario, "tpot", "Time per output token", "tpot_ms"),
+            charts.rate_chart(results, scenario, REQUESTS),
+            charts.rate_chart(results, scenario, INPUT),
+            *(charts.distribution_chart(results, scenario, name, title) for name, title in DISTRIBUTIONS.items()),
         ]
     legend = "" if results.environment["offline"] else facts_line(LEGEND)
     rows = offline_table(results, scenario) if results.environment["offline"] else served_table(results, scenario)
@@ -240,34 +292,54 @@ def cached(cell: Cell) -> str:
 
 
 def served_table(results: Results, scenario: Scenario) -> str:
-    """All figures, a row for each level and backend."""
+    """All figures in three tables, a row for each level and backend."""
     limits = [f"goodput {one.name}, {one.ttft_ms:g}/{one.tpot_ms:g} ms" for one in scenario.limits]
     device = charts.device_word(results)
-    heads = [f"tokens/s/{device}", PER_USER.name, "TTFT ms", "TPOT ms", "ITL p99 ms", "whole answer s", *limits]
-    heads += ["cached", "preempted", "requests", "errors"]
-    rows = []
+    rates: list[str] = []
+    spans: list[str] = []
+    counts: list[str] = []
     for level in results.levels(scenario.name):
         kept = [name for name in results.backends if (scenario.name, level, name) in results.cells]
         for backend in kept:
             cell = results.cells[scenario.name, level, backend]
-            cells = [ranged(cell.value(PER_DEVICE.of)), ranged(cell.value(PER_USER.of))]
-            cells += [times(cell, "ttft"), times(cell, "tpot")]
-            cells += [f"<td>{number(cell, 'itl', 99)}</td>", times(cell, "e2e", 1000)]
-            cells += [share(cell, index) for index in range(len(limits))]
-            preempted = sum(counted.get("preemptions", 0) for counted in cell.server.values())
-            few = "*" if cell.sent < FEW else ""
-            errors = sum(cell.errors.values())
-            cells += [cached(cell), f"<td>{preempted:.0f}</td>", f"<td>{cell.sent}{few}{DOUBT * cell.limited}</td>"]
-            cells.append(f'<td class="{"worse" if errors else ""}">{errors}</td>')
-            rows.append(labelled(level.label, backend, backend == kept[0]) + "".join(cells) + "</tr>")
+            start = labelled(level.label, f"{backend}{DOUBT * cell.limited}", backend == kept[0])
+            metrics = (REQUESTS, PER_DEVICE, INPUT, PER_USER)
+            rates.append(start + "".join(ranged(cell.value(metric.of)) for metric in metrics) + "</tr>")
+            cells = [times(cell, name) for name in ("ttft", "tpot", "itl")] + [times(cell, "e2e", 1000)]
+            spans.append(start + "".join(cells) + "</tr>")
+            counts.append(start + counts_of(cell, len(limits)) + "</tr>")
     rounds = results.environment["rounds"]
     over = "One round" if rounds == 1 else f"Median of up to {rounds} rounds, then the lowest and the highest"
-    caption = (
-        f"{over}; times are p50 / p90 / p99. "
-        f"* fewer than {FEW} requests in all windows: its p99 is little more than the slowest one. "
-        f"{DOUBT} the client may be the limit."
+    doubt = f"{DOUBT} the client was the limit: rates are at least, times at most what is said."
+    few = f"* fewer than {FEW} requests in all windows: its p99 is little more than the slowest one."
+    names = ["load", "backend"]
+    heads = [REQUESTS.name, f"tokens/s/{device}", INPUT.name, PER_USER.name]
+    return "".join(
+        (
+            table(f"Rates. {over}. {doubt}", names, heads, rates),
+            table(
+                f"Times: p50 / p90 / p99. {doubt}",
+                names,
+                ["TTFT ms", "TPOT ms", "ITL ms", "whole answer s"],
+                spans,
+            ),
+            table(f"Requests. {few}", names, [*limits, "cached", "preempted", "requests", "errors"], counts),
+        )
     )
-    return table(caption, ["load", "backend"], heads, rows)
+
+
+def counts_of(cell: Cell, limits: int) -> str:
+    preempted = sum(counted.get("preemptions", 0) for counted in cell.server.values())
+    errors = sum(cell.errors.values())
+    return "".join(
+        (
+            *(share(cell, index) for index in range(limits)),
+            cached(cell),
+            f"<td>{preempted:.0f}</td>",
+            f"<td>{cell.sent}{'*' if cell.sent < FEW else ''}</td>",
+            f'<td class="{"worse" if errors else ""}">{errors}</td>',
+        )
+    )
 
 
 def offline_table(results: Results, scenario: Scenario) -> str:

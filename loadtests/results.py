@@ -3,6 +3,7 @@
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +38,19 @@ def percentile_of(name: str, percent: int) -> Callable[[Record], float | None]:
     return value
 
 
+REQUESTS = Metric("requests/s", lambda figures: figures.get("requests_per_s"), higher=True)
+INPUT = Metric("input tokens/s", lambda figures: figures.get("input_per_s"), higher=True)
 PER_DEVICE = Metric("tokens/s", lambda figures: figures["output_per_s"] / figures["devices"], higher=True)
 PER_USER = Metric("tokens/s/user", lambda figures: figures.get("per_user"), higher=True)
 TTFT = Metric("TTFT p50", percentile_of("ttft", 50), higher=False)
 TPOT = Metric("TPOT p50", percentile_of("tpot", 50), higher=False)
 COMPARED = (PER_DEVICE, TTFT, TPOT)
+
+
+def limit_of(figures: Record) -> str:
+    """Why the client was the limit of a run; empty where it was not."""
+    found: str = figures.get("client", {}).get("limit", "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,18 @@ class Cell:
     figures: dict[int, Record] = field(default_factory=dict)
     server: dict[int, Record] = field(default_factory=dict)
 
+    @property
+    def sound(self) -> dict[int, Record]:
+        """The figures of rounds in which the client was not the limit."""
+        return {number: figures for number, figures in self.figures.items() if not limit_of(figures)}
+
     def rounds(self, of: Callable[[Record], float | None]) -> dict[int, float | None]:
-        return {number: of(figures) for number, figures in self.figures.items()}
+        """Of the sound ones: what a client held up is compared with nothing."""
+        return {number: of(figures) for number, figures in self.sound.items()}
 
     def value(self, of: Callable[[Record], float | None]) -> Value | None:
-        """Median and range over rounds; None where no round has the figure."""
-        found = [value for value in self.rounds(of).values() if value is not None]
+        """Median and range over sound rounds, over all where there are none; None where no round has the figure."""
+        found = [value for figures in (self.sound or self.figures).values() if (value := of(figures)) is not None]
         return Value(statistics.median(found), min(found), max(found), len(found)) if found else None
 
     @property
@@ -81,8 +96,24 @@ class Cell:
 
     @property
     def limited(self) -> bool:
-        """Whether the client may have been the limit in any round."""
-        return any(figures.get("client", {}).get("limit") for figures in self.figures.values())
+        """Whether the client was the limit in every round: rates are at least, times at most what is said."""
+        return not self.sound
+
+    @property
+    def untold(self) -> dict[str, str]:
+        """Name of a time that no round told -> why, in the last one."""
+        reasons: dict[str, str] = {}
+        for figures in self.figures.values():
+            reasons |= figures.get("untold", {})
+        return {name: why for name, why in reasons.items() if self.value(percentile_of(name, 50)) is None}
+
+    def histogram(self, name: str) -> dict[int, int]:
+        """Bin -> values, of all sound rounds (figures.histogram)."""
+        total: Counter[int] = Counter()
+        for figures in self.sound.values():
+            # JSON's keys are text.
+            total.update({int(place): count for place, count in figures.get("histograms", {}).get(name, {}).items()})
+        return dict(sorted(total.items()))
 
     @property
     def errors(self) -> dict[str, int]:
@@ -122,7 +153,9 @@ class Results:
 
     @property
     def ours(self) -> str | None:
-        return next((name for name in self.backends if name.lower() == OURS), None)
+        """What ratios are of: dsl, else the first of servers that ran already."""
+        first = self.backends[0] if self.environment.get("urls") else None
+        return next((name for name in self.backends if name.lower() == OURS), first)
 
     @property
     def peers(self) -> list[str]:
@@ -134,7 +167,7 @@ class Results:
         return sorted(found, key=lambda level: (level.rate, level.users))
 
     def doubtful(self, scenario: str, level: Level, peer: str) -> bool:
-        """Whether the client may have been the limit of a comparison."""
+        """Whether there is no ratio because the client was the limit in every round of either."""
         cells = [self.cells.get((scenario, level, name or "")) for name in (self.ours, peer)]
         return any(cell is not None and cell.limited for cell in cells)
 

@@ -2,8 +2,10 @@
 """The server of one backend: started, asked what serves its layers, stopped."""
 
 import contextlib
+import json
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +14,55 @@ from typing import Any
 from benchmarks.engine.children import LOG_TAIL, cause, told
 from benchmarks.engine.extension import WorkerFacts, objection
 from integration.server import Server, ServerError, running
+from loadtests.exposure import DEVELOPMENT, LOCAL, ExposureError, refuse_exposed, values_of
 from loadtests.subjects import Subject
 
 MODEL = "measured"  # the name that a server gives its model
+# Development mode has the route that asks the workers what serves.
+ENVIRONMENT = {DEVELOPMENT: "1"}
 # vLLM's counters that are read before and after a load, and the names they get.
 COUNTERS = {
     "queried": "vllm:prefix_cache_queries_total",
     "hits": "vllm:prefix_cache_hits_total",
     "preemptions": "vllm:num_preemptions_total",
     "generated": "vllm:generation_tokens_total",
+    "tpot_s": "vllm:request_time_per_output_token_seconds_sum",
+    "tpot_requests": "vllm:request_time_per_output_token_seconds_count",
 }
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse flags that would take a server from where it is measured.
+
+    Raises:
+        ExposureError: it would listen elsewhere.
+    """
+    for host in values_of(flags, "--host"):
+        refuse_exposed(host, ENVIRONMENT)
+        if host not in (LOCAL, "localhost"):
+            raise ExposureError(f"--host {host}: these servers listen on {LOCAL}; leave --host out")
+    for name in ("--port", "--uds"):
+        if values_of(flags, name):
+            raise ExposureError(
+                f"{name}: these servers are for this client alone, on {LOCAL} and a free port; leave it out"
+            )
+
+
+def counters_in(metrics: str) -> dict[str, float]:
+    """Those of COUNTERS that a server has, each summed over its labels."""
+    found: dict[str, float] = {}
+    for line in metrics.splitlines():
+        metric, _, value = line.rpartition(" ")
+        for name, wanted in COUNTERS.items():
+            if metric.partition("{")[0] == wanted:
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def server_tpot_ms(counted: dict[str, float]) -> float | None:
+    """Mean time between the tokens of a request, as a server counted during a load; None where it did not."""
+    requests = counted.get("tpot_requests")
+    return 1000 * counted["tpot_s"] / requests if requests and "tpot_s" in counted else None
 
 
 class BackendError(RuntimeError):
@@ -44,6 +85,8 @@ class Served:
         ready_s: seconds from its start until it answered.
         facts: what its workers say (WorkerFacts), and `max_model_len`.
         told: what its log says about the choice of a backend and where the start's time went.
+        key: for the Authorization header; may be empty.
+        model: the name that it gives its model.
     """
 
     server: Server
@@ -51,6 +94,8 @@ class Served:
     ready_s: float
     facts: dict[str, Any]
     told: list[str]
+    key: str = ""
+    model: str = MODEL
 
     def alive(self) -> bool:
         return self.server.process.poll() is None
@@ -60,13 +105,13 @@ class Served:
         log = self.server.log
         return BackendError(f"died under load: {cause(log, self.server.process.poll())}", log[-LOG_TAIL:])
 
+    @property
+    def url(self) -> str:
+        return self.server.url
+
     def counters(self) -> dict[str, float]:
         """Those of COUNTERS that this vLLM has."""
-        found = {}
-        for name, metric in COUNTERS.items():
-            with contextlib.suppress(AssertionError):
-                found[name] = self.server.metric(metric)
-        return found
+        return counters_in(str(self.server.ask("/metrics").body))
 
 
 @contextlib.contextmanager
@@ -81,12 +126,11 @@ def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start
         BackendError: it did not start, or something else serves its layers.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", subject.path]
-    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--attention-backend", backend]
+    command += ["--served-model-name", MODEL, "--host", LOCAL, "--attention-backend", backend]
     command += ["--worker-extension-cls", f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}"]
     command += [*subject.flags, *flags]
     began = time.monotonic()
-    # Development mode has the route that asks the workers what serves.
-    environment = {"VLLM_SERVER_DEV_MODE": "1", **subject.environment}
+    environment = {**ENVIRONMENT, **subject.environment}
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(running(command, log, start_s, **environment))
@@ -97,11 +141,23 @@ def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start
             raise BackendError(f"did not start: {why}", text[-LOG_TAIL:]) from None
         ready_s = time.monotonic() - began
         reply = server.ask("/collective_rpc", {"method": "attention_facts"})
-        models = server.ask("/v1/models")
-        if reply.status != 200 or models.status != 200:
-            raise BackendError(f"does not say what serves: {reply.body} {models.body}", server.log[-LOG_TAIL:])
-        facts = {**reply.body["results"][0], "max_model_len": models.body["data"][0]["max_model_len"]}
+        if reply.status != 200:
+            raise BackendError(f"does not say what serves: {reply.body}", server.log[-LOG_TAIL:])
+        key = (values_of(flags, "--api-key") or [""])[0]
+        facts = {**reply.body["results"][0], "max_model_len": longest_of(server, key)}
         refused = objection(backend, facts["served_by"])
         if refused:
             raise BackendError(refused, server.log[-LOG_TAIL:])
-        yield Served(server, command, ready_s, facts, told(server.log))
+        yield Served(server, command, ready_s, facts, told(server.log), key)
+
+
+def longest_of(server: Server, key: str) -> int:
+    """Tokens of the longest request that a server takes."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{server.url}/v1/models", None, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            longest: int = json.load(response)["data"][0]["max_model_len"]
+            return longest
+    except OSError as error:
+        raise BackendError(f"does not list its model: {error}", server.log[-LOG_TAIL:]) from None

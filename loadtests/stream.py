@@ -4,6 +4,7 @@
 import enum
 import json
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -26,7 +27,7 @@ class Sample:
     Attributes:
         sent: seconds on the machine's monotonic clock; with arrivals of an open loop, when it was due.
         output: tokens asked for.
-        at_us: microseconds from `sent` to every piece that brought tokens.
+        at_us: microseconds from `sent` to every piece that brought tokens; pieces of one read from the socket share it.
         tokens: of the answer so far, at each of these.
         prompt_tokens: as the server counts.
         failure: a Failure's value; empty where all went well.
@@ -57,9 +58,21 @@ class Sample:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Between tokens, on the average; None for an answer that came in one piece."""
+        """Between tokens, on the average; None for an answer that came in one piece or in one read."""
         more = self.tokens[-1] - self.tokens[0]
-        return (self.at_us[-1] - self.at_us[0]) / 1000 / more if more else None
+        return self.answer_ms / more if more and self.answer_ms else None
+
+    @property
+    def answer_ms(self) -> float:
+        """From the first piece to the last."""
+        return (self.at_us[-1] - self.at_us[0]) / 1000
+
+    @property
+    def together(self) -> float | None:
+        """Share of pieces after the first that came in one read with the one before; None where there are none."""
+        if len(self.at_us) < 2:
+            return None
+        return sum(a == b for a, b in pairwise(self.at_us)) / (len(self.at_us) - 1)
 
 
 @dataclass

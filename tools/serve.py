@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a model through dsl; without one, a small random model that is made first.
 
-.venv/bin/python tools/serve.py [--port 8000] [--model MODEL] [-- flags of vllm serve]
+.venv/bin/python tools/serve.py [--host 127.0.0.1] [--port 8000] [--model MODEL] [-- flags of vllm serve]
 """
 
 import argparse
@@ -12,6 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / ".cache" / "demo"
+# Run by its path.
+sys.path.insert(0, str(ROOT))
+
+from loadtests.exposure import LOCAL, ExposureError, mask, refuse_exposed, values_of  # noqa: E402
 
 
 def make_demo() -> Path:
@@ -26,12 +30,18 @@ def make_demo() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--host", default=LOCAL, help=f"address to listen on (default: {LOCAL}, this machine alone)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; default: the demo")
     parser.add_argument("flags", nargs="*", help="further flags of vllm serve")
     options = parser.parse_args()
+    host = (values_of(options.flags, "--host") or [options.host])[-1]
+    try:
+        refuse_exposed(host)
+    except ExposureError as error:
+        parser.error(str(error))
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model or str(make_demo())]
-    command += ["--attention-backend", "dsl", "--port", str(options.port)]
+    command += ["--attention-backend", "dsl", "--host", host, "--port", str(options.port)]
     if not options.model:
         command += ["--served-model-name", "demo"]
         # The demo is small: it needs neither 90 % of a GPU, nor half of the host's memory.
@@ -40,7 +50,7 @@ def main() -> None:
         if not any(flag.startswith(("--gpu-memory-utilization", "--kv-cache-memory")) for flag in options.flags):
             command += ["--gpu-memory-utilization", "0.3"]
     command += options.flags
-    print(f"serve: {' '.join(command)}", flush=True)
+    print(f"serve: {' '.join(mask(command))}", flush=True)
     os.execv(command[0], command)
 
 

@@ -36,7 +36,7 @@ def environment(**changes: object) -> Record:
 
 
 def spread(value: float, n: int = 120) -> Record:
-    return {"n": n, "p50": value, "p90": 1.4 * value, "p99": 2.2 * value}
+    return {"n": n, "mean": 1.1 * value, "p50": value, "p90": 1.4 * value, "p99": 2.2 * value}
 
 
 def run(backend: str, scenario: str, users: int, rate: float, number: int, **changes: object) -> Record:
@@ -48,12 +48,15 @@ def run(backend: str, scenario: str, users: int, rate: float, number: int, **cha
         "window_s": 60.0,
         "sent": 120,
         "done": 120,
+        "requests_per_s": pressed / tpot,
         "output_per_s": 1000 * pressed / tpot,
         "input_per_s": 800 * pressed / tpot,
         "ttft": spread((30 + 2.5 * pressed) / speed),
         "tpot": spread(tpot),
         "itl": spread(tpot, 9000),
         "e2e": spread(1000 * tpot),
+        "histograms": {name: {"20": 40, "21": 60, "25": 20} for name in ("ttft", "tpot", "itl", "e2e")},
+        "untold": {},
         "per_user": 1000 / tpot,
         "goodput": [
             {"name": "server", "ttft_ms": 2000, "tpot_ms": 200, "per_s": 2.0, "share": 1.0},

@@ -18,8 +18,10 @@ class StandIn:
     """A running server.
 
     Attributes:
-        faults: what becomes of requests in turn: `good`, `status`, `error`, `cut`, `short`, `hang` or `refuse`.
+        faults: what becomes of requests in turn: `good`, `status`, `error`, `cut`, `short`, `hang`, `burst` or `refuse`.
         bodies: of all requests.
+        key: that requests need; empty where they need none.
+        health: the status of GET /health.
         busiest: the most requests that were in flight at once.
     """
 
@@ -29,6 +31,8 @@ class StandIn:
     busy: int = 0
     busiest: int = 0
     url: str = ""
+    key: str = ""
+    health: int = 200
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, body: dict[str, Any]) -> str:
@@ -45,12 +49,20 @@ def handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
         # Small packets are not held back until the last one is acknowledged; asyncio does the same.
         disable_nagle_algorithm = True
+        held = b""
 
         def log_message(self, *_: object) -> None:
             pass
 
         def do_GET(self) -> None:
-            self.answer(200, {"data": [{"id": "stand-in", "max_model_len": 4096}]})
+            if stand_in.key and self.headers["Authorization"] != f"Bearer {stand_in.key}":
+                self.answer(401, {"error": "Unauthorized"})
+            elif self.path == "/health":
+                self.answer(stand_in.health, "")
+            elif self.path in ("/version", "/metrics"):
+                self.answer(404, "")
+            else:
+                self.answer(200, {"data": [{"id": "stand-in", "max_model_len": 4096}]})
 
         def answer(self, status: int, body: object) -> None:
             data = json.dumps(body).encode()
@@ -61,6 +73,9 @@ def handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if stand_in.key and self.headers["Authorization"] != f"Bearer {stand_in.key}":
+                self.answer(401, {"error": "Unauthorized"})
+                return
             fault = stand_in.take(body)
             try:
                 if fault == "refuse":
@@ -75,10 +90,13 @@ def handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
                 with stand_in.lock:
                     stand_in.busy -= 1
 
-        def event(self, data: str) -> None:
+        def event(self, data: str, held: bool = False) -> None:
+            """Send, with all that was held back before."""
             chunk = f"data: {data}\n\n".encode()
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-            self.wfile.flush()
+            self.held += b"%x\r\n%s\r\n" % (len(chunk), chunk)
+            if not held:
+                self.wfile.write(self.held)
+                self.held = b""
 
         def stream(self, body: dict[str, Any], fault: str) -> None:
             self.send_response(200)
@@ -95,7 +113,7 @@ def handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
                     self.event(json.dumps({"error": {"message": "boom"}}))
                     break
                 usage = {"completion_tokens": number, "prompt_tokens": prompt}
-                self.event(json.dumps({"choices": [{"text": "x"}], "usage": usage}))
+                self.event(json.dumps({"choices": [{"text": "x"}], "usage": usage}), held=fault == "burst")
             self.event("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
 

@@ -41,20 +41,33 @@ def run(server: StandIn, folder: Path, level: Level, scenario: Scenario = SCENAR
 
 def test_closed_loop(tmp_path: Path) -> None:
     """Users wait for their answers; two processes share them; every prompt is new; the server counts what we count."""
+    # Long enough that a client on a busy machine can tell the time between tokens.
     with serving() as server:
-        found = run(server, tmp_path, Level(users=4), processes=2)
+        found = run(server, tmp_path, Level(users=4), SCENARIO.changed(output=60, window_s=4.0), processes=2)
     assert server.busiest == 4
     assert found.errors == {}
     assert found.client.processes == 2
     assert found.all_sent == len(server.bodies)
-    assert found.all_tokens == 6 * len(server.bodies)
+    assert found.all_tokens == 60 * len(server.bodies)
     assert len({tuple(body["prompt"]) for body in server.bodies}) == len(server.bodies)
     assert {len(body["prompt"]) for body in server.bodies} == {12}
-    assert found.done == found.sent > 20
+    assert found.done == found.sent > 8
     # The stand-in sleeps 5 ms before each token.
+    assert found.client.limit == ""
     assert found.tpot.p50 is not None
     assert 5 <= found.tpot.p50 < 30
-    assert found.output_per_s == pytest.approx(6 * found.sent / 2.0, rel=0.3)
+    assert found.requests_per_s == pytest.approx(found.sent / 4.0, rel=0.4)
+    assert found.output_per_s == pytest.approx(60 * found.sent / 4.0, rel=0.4)
+
+
+def test_tokens_that_come_in_one_burst(tmp_path: Path) -> None:
+    """Held back until the last one: their time of parsing is no time between tokens."""
+    with serving("burst") as server:
+        found = run(server, tmp_path, Level(users=1), SCENARIO.changed(output=60))
+    assert found.errors == {}
+    assert (found.tpot.p50, found.itl.p50, found.per_user) == (None, None, None)
+    assert "one read with others" in found.untold["tpot"] or found.client.limit
+    assert found.output_per_s > 0
 
 
 def test_two_clients_on_one_machine(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from server_stand_in import serving
 
+from integration.server import Reply
 from loadtests import client, compare, offline, servers
 from loadtests.figures import Figures, Window, summarize
 from loadtests.records import Process, Tick
@@ -39,9 +40,10 @@ class FakeServer:
     def poll(self) -> int | None:
         return 7 if self.dead else None
 
-    def metric(self, name: str) -> float:
-        assert "preemptions" not in name
-        return 4.0
+    def ask(self, path: str) -> Any:
+        assert path == "/metrics"
+        names = [name for name in servers.COUNTERS.values() if "preemptions" not in name]
+        return Reply(200, "".join(f'{name}{{engine="{i}"}} 2.0\n' for name in names for i in range(2)))
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_all_is_well(tmp_path: Path, backends: dict[str, Any], capsys: pytest.Ca
     assert backends["started"] == ["dsl", "A", "B", "A", "B", "dsl", "B", "dsl", "A"]
     runs = [line for line in lines if line["kind"] == "run"]
     assert len(runs) == 3 * 3 * 2
-    assert runs[0]["server"] == {"queried": 0.0, "hits": 0.0, "generated": 0.0}
+    assert runs[0]["server"] == dict.fromkeys(("queried", "hits", "generated", "tpot_s", "tpot_requests"), 0.0)
     assert lines[0]["flags"][-2:] == ["--max-num-seqs", "7"]
     assert lines[-1] == {"kind": "end", "status": 0, "reason": ""}
     shown = capsys.readouterr().out
@@ -158,6 +160,9 @@ def test_interrupted(tmp_path: Path, backends: dict[str, Any], monkeypatch: pyte
         (["--backends", "dsl", "dsl"], "one is named twice"),
         (["--offline", "--scenario", "chat-shared-prefix"], "shared_prefix, which --offline does not know"),
         (["--offline", "--", "word"], "'word' is no flag"),
+        (["--", "--host", "0.0.0.0"], "VLLM_SERVER_DEV_MODE=1: vLLM's development mode lets everybody"),
+        (["--", "--host=::1"], "these servers listen on 127.0.0.1"),
+        (["--", "--port", "8000"], "--port: these servers"),
     ],
 )
 def test_bad_input(
@@ -244,6 +249,34 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runs) == 2 * 2 * 2
     assert runs[0]["figures"] == {"output_per_s": 100.0}
     assert [line["backend"] for line in lines if line["kind"] == "failed"] == ["B"]
+
+
+def test_counters_are_summed_over_labels() -> None:
+    server: Any = FakeServer()
+    found = Served(server, [], 1.0, FACTS, []).counters()
+    assert found == dict.fromkeys(("queried", "hits", "generated", "tpot_s", "tpot_requests"), 4.0)
+    assert servers.server_tpot_ms({"tpot_s": 0.2, "tpot_requests": 4.0}) == 50
+    assert servers.server_tpot_ms({"tpot_s": 0.0, "tpot_requests": 0.0}) is None
+
+
+def test_secrets_are_written_nowhere(tmp_path: Path, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the command's, nor those that a log has."""
+
+    @contextlib.contextmanager
+    def serve(*arguments: Any) -> Iterator[Served]:
+        arguments[3].write_text("non-default args: {'api_key': ['open-sesame-1']}")
+        raise BackendError("did not start: api_key open-sesame-1", "the log: open-sesame-1 hf_abcdefghijkl")
+        yield
+
+    monkeypatch.setattr(servers, "serve", serve)
+    flags = ["--api-key", "open-sesame-1", "--hf-token=swordfish", "--max-num-batched-tokens", "512"]
+    status, lines = run(tmp_path, "--rounds", "1", "--", *flags)
+    assert status == 1
+    assert lines[0]["flags"][-5:] == ["--api-key", "***", "--hf-token=***", "--max-num-batched-tokens", "512"]
+    assert [line["message"] for line in lines if line["kind"] == "failed"] == ["did not start: api_key ***"] * 3
+    for path in tmp_path.rglob("*.*"):
+        for secret in ("open-sesame-1", "swordfish", "hf_abcdefghijkl"):
+            assert secret not in path.read_text(), path
 
 
 def test_the_stand_in_stands_in() -> None:

@@ -9,8 +9,11 @@ import pytest
 from loadtests import records
 from loadtests.figures import (
     Window,
+    checked,
     frontier,
+    histogram,
     keeps,
+    lateness,
     percentile,
     ratio,
     spread,
@@ -135,17 +138,73 @@ def test_summary() -> None:
     assert (found.client.late_ms, found.client.limit) == (1, "")
 
 
+def watched(cpu: float, late_us: int) -> list[Tick]:
+    """Nine seconds of a client that takes a share of a core and oversleeps alike."""
+    return [Tick(at=float(i), cpu_s=cpu * i, late_us=[late_us] * 5) for i in range(10)]
+
+
+# Answers that take 10 ms from the first token to the last.
 @pytest.mark.parametrize(
     ("cpu", "late_us", "says"),
-    [(0.95, 100, "95% of a core"), (0.2, 9000, "9.0 ms late"), (0.2, 4000, "")],
+    [(0.95, 100, "95% of a core"), (0.2, 9000, "up to 9 ms late (p99), and answers"), (0.2, 1900, "")],
 )
 def test_a_client_that_is_the_limit_says_so(cpu: float, late_us: int, says: str) -> None:
-    ticks = [Tick(at=float(i), cpu_s=cpu * i, late_us=[late_us] * 5) for i in range(5)]
+    """And tells no time between tokens, no speed that a user sees and no goodput."""
     idle = [Tick(at=float(i), cpu_s=0.0, late_us=[0]) for i in range(5)]
-    quick = [made(1.0, 50, 5, 3)]
-    found = summarize([Process(0.0, 9.0, 1, quick, ticks), Process(0.0, 9.0, 0, [], idle)], Window(0.0, 9.0))
+    busy = Process(0.0, 9.0, 1, [made(1.0, 50, 5, 3)], watched(cpu, late_us))
+    found = summarize([busy, Process(0.0, 9.0, 0, [], idle)], Window(0.0, 9.0))
     assert says in found.client.limit
     assert bool(found.client.limit) == bool(says)
+    told = not says
+    assert (found.tpot.p50 is not None, found.per_user is not None, bool(found.histograms["tpot"])) == (told,) * 3
+    assert all((kept.share is not None, kept.per_s is not None) == (told, told) for kept in found.goodput)
+    assert (found.untold.get("tpot", "").startswith("the client was the limit: ")) == (not told)
+    # Tokens that came did come.
+    assert found.output_per_s == pytest.approx(3 / 9)
+    assert found.requests_per_s == pytest.approx(1 / 9)
+
+
+def test_each_time_is_told_as_well_as_the_client_looks() -> None:
+    """2 ms late: answers of 200 ms are told, gaps of 5 ms are not, nor a first token after 8 ms."""
+    found = summarize([Process(0.0, 9.0, 1, [made(1.0, 8, 5, 41)], watched(0.2, 2000))], Window(0.0, 9.0))
+    assert found.client.limit == ""
+    assert set(found.untold) == {"itl", "ttft"}
+    assert (found.tpot.p50, found.itl.p50, found.ttft.p50) == (5, None, None)
+    assert "2 ms late" in found.untold["itl"]
+
+
+def test_a_stall_counts_by_its_length() -> None:
+    """Half a second of nine, in one nap of some hundred."""
+    naps = [Tick(at=float(i), cpu_s=0.0, late_us=[100] * 90) for i in range(9)]
+    assert lateness(naps) == pytest.approx(0.1)
+    assert lateness([*naps, Tick(at=9.0, cpu_s=0.0, late_us=[500_000])]) == pytest.approx(500)
+
+
+def test_bursts_tell_no_time_between_tokens() -> None:
+    """All pieces in two reads, from a client that was always in time: the rate is told, the time between is not."""
+    burst = Sample(1.0, 9, [900_000] * 5 + [905_700] * 4, list(range(1, 10)), 5)
+    found = summarize([Process(0.0, 9.0, 1, [burst], watched(0.1, 10))], Window(0.0, 9.0))
+    assert found.client.limit == ""
+    assert (found.tpot.p50, found.per_user, found.itl.p50) == (None, None, None)
+    assert "88% of an answer's pieces" in found.untold["tpot"]
+    assert (found.ttft.p50, found.output_per_s) == (900, 1)
+    at_once = Sample(1.0, 3, [900_000] * 3, [1, 2, 3], 5)
+    assert at_once.tpot_ms is None
+
+
+@pytest.mark.parametrize(("server_ms", "told"), [(None, True), (9.9, True), (0.1, True), (10.5, False)])
+def test_the_server_s_own_time_between_tokens(server_ms: float | None, told: bool) -> None:
+    """5 ms at the client: where the server counted more than twice that, tokens were held back and came in bursts."""
+    found = summarize([Process(0.0, 9.0, 1, [made(1.0, 50, 5, 3)], watched(0.1, 10))], Window(0.0, 9.0))
+    seen = checked(found, server_ms)
+    assert (seen.tpot.p50, seen.per_user) == ((5, 200) if told else (None, None))
+    assert ("the server counted 10.5 ms" in seen.untold.get("tpot", "")) == (not told)
+    assert all((kept.share is not None) == told for kept in seen.goodput)
+
+
+def test_histogram() -> None:
+    """Twenty bins for each factor of ten; their sum is the number of values."""
+    assert histogram([1, 1.1, 1.13, 10, 0.5, 0.0]) == {-7: 1, 0: 2, 1: 1, 20: 1}
 
 
 def test_window_begins_with_the_last_process() -> None:
@@ -203,6 +262,7 @@ def test_text_for_a_terminal() -> None:
     samples = [made(1.0, 50, 5, 3), made(2.0, 50, 5, 3, failure="HTTP status")]
     shown = text([Process(1.0, 9.0, 2, samples, ticks)])
     assert "1 of 2 requests in 8.0 s" in shown
-    assert "TTFT ms: p50 50, p90 50, p99 50 (n = 1)" in shown
+    assert "0.12 requests/s" in shown
+    assert "TTFT ms: p50 50, p90 50, p99 50, mean 50 (n = 1)" in shown
     assert "error: HTTP status: 1 (why)" in shown
     assert "nothing to sum up" in text([])

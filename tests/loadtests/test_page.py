@@ -12,11 +12,12 @@ import pytest
 
 from benchmarks import document
 from integration import browser
-from loadtests import page, results
+from loadtests import charts, page, results
 from loadtests.results import PER_DEVICE, TTFT
 from loadtests.scenario import Level
 
 Record = dict[str, Any]
+CHARTS = 9  # of a scenario
 
 
 def rendered(records: list[Record]) -> str:
@@ -142,7 +143,8 @@ WARNINGS: dict[str, tuple[list[Record], str]] = {
     ),
     "client": (
         with_figures(client={"processes": 1, "busy": 1.0, "late_ms": 50.0, "limit": "100% of a core"}),
-        "the client, not the server, may be the limit; most in dsl, 1k-1k, 1 user: 100% of a core",
+        "In 1 of 81 loads the client, not the server, was the limit: they have no TPOT, no tokens/s/user, no goodput "
+        "and no ratio. Worst in dsl, 1k-1k, 1 user: 100% of a core",
     ),
     "few": (with_figures(sent=0), "1 user dsl"),
 }
@@ -154,11 +156,99 @@ def test_warnings(name: str) -> None:
     assert says in plain(rendered(lines))
 
 
-def test_a_limited_client_takes_the_colour_away() -> None:
-    markup = rendered(WARNINGS["client"][0])
-    assert re.search(r'class="open">1\.10×† ', markup)
-    assert "circle-open" in markup
-    assert "circle-open" not in rendered(example_results.records())
+LIMITED = {
+    "client": {"processes": 1, "busy": 1.0, "late_ms": 50.0, "limit": "100% of a core"},
+    "tpot": {"n": 0, "mean": None, "p50": None, "p90": None, "p99": None},
+    "per_user": None,
+    "untold": {"tpot": "the client was the limit: 100% of a core"},
+    "goodput": [
+        {"name": name, "ttft_ms": 1, "tpot_ms": 1, "per_s": None, "share": None} for name in ("server", "interactive")
+    ],
+}
+
+
+def limited(rounds: set[int]) -> list[Record]:
+    """The example, where the client was the limit of dsl's runs with one user in some rounds."""
+    lines = copy.deepcopy(example_results.records())
+    for line in lines:
+        if (
+            line["kind"] == "run"
+            and line["backend"] == "dsl"
+            and line["level"]["users"] == 1
+            and line["round"] in rounds
+        ):
+            line["figures"] |= LIMITED | {"output_per_s": 1e6}
+    return lines
+
+
+def test_a_limited_client_gives_no_ratio() -> None:
+    """Where every round is: no ratio, no point in the picture of users, and the reason on the page and the terminal."""
+    lines = limited({0, 1, 2})
+    gathered = results.gather(lines)
+    level = Level(users=1)
+    assert all(gathered.ratio("1k-1k", level, "FLASH_ATTN", metric) is None for metric in results.COMPARED)
+    cell = gathered.cells["1k-1k", level, "dsl"]
+    assert (cell.value(results.PER_USER.of), cell.value(results.TPOT.of)) == (None, None)
+    words = plain(rendered(lines))
+    assert "client limited" in words
+    assert "dsl†" in words
+    assert "dsl†" not in plain(rendered(example_results.records()))
+    assert "1k-1k, 1 user: dsl over FLASH_ATTN: no ratio, the client was the limit" in page.ratio_lines(lines)
+    scenario = gathered.scenarios[0]
+    drawn = charts.frontier_chart(gathered, scenario).data
+    assert "1" not in [label for trace in drawn if trace.name == "dsl" for label in trace.text]
+    assert max(value for trace in drawn for value in trace.y) < 1e6
+
+
+def test_a_limited_round_is_left_out() -> None:
+    """The others are compared, and the round's rate is in no median."""
+    gathered = results.gather(limited({1}))
+    one = gathered.ratio("1k-1k", Level(users=1), "FLASH_ATTN", PER_DEVICE)
+    assert one is not None
+    assert (round(one.median, 3), one.rounds) == (1.1, 2)
+    value = gathered.cells["1k-1k", Level(users=1), "dsl"].value(PER_DEVICE.of)
+    assert value is not None
+    assert value.high < 1e6
+
+
+def test_bursts_are_said() -> None:
+    lines = limited(set())
+    for line in lines:
+        if line["kind"] == "run" and line["backend"] == "dsl" and line["level"]["users"] == 1:
+            line["figures"] |= {"tpot": LIMITED["tpot"], "untold": {"tpot": "tokens came in bursts"}}
+    assert "dsl, 1k-1k, 1 user: no TPOT: tokens came in bursts" in plain(rendered(lines))
+
+
+def test_rates_and_distributions() -> None:
+    """Requests/s and input tokens/s stand in the table; a distribution is of all rounds, and a menu has all levels."""
+    lines = example_results.records()
+    markup = rendered(lines)
+    for head in ("requests/s", "input tokens/s", "tokens/s/user"):
+        assert f"<th>{head}</th>" in markup
+    gathered = results.gather(lines)
+    cell = gathered.cells["1k-1k", Level(users=8), "dsl"]
+    assert cell.histogram("ttft") == {20: 120, 21: 180, 25: 60}
+    found = cell.value(results.REQUESTS.of)
+    assert found is not None
+    assert f'<td data-label="requests/s">{found.median:.1f}' in markup
+    figure = charts.distribution_chart(gathered, gathered.scenarios[0], "ttft", "TTFT")
+    assert [button.label for button in figure.layout.updatemenus[0].buttons] == [
+        "1 user",
+        "8 users",
+        "32 users",
+        "128 users",
+        "256 users",
+    ]
+    assert sum(figure.data[0].y) == pytest.approx(100)
+    assert sum(trace.visible for trace in figure.data) == len(example_results.BACKENDS)
+
+
+def test_every_cell_knows_its_column() -> None:
+    """What a narrow page shows beside a value, where there is no row of heads."""
+    markup = rendered(example_results.records())
+    assert len(re.findall("<td", markup)) == len(re.findall("<td data-label=", markup)) > 100
+    assert 'data-label="TPOT p50 over FLASH_ATTN"' in markup
+    assert not re.search(r"\b(Left|Right):", markup)
 
 
 def test_few_requests_are_marked() -> None:
@@ -218,8 +308,27 @@ def test_no_results(tmp_path: Path) -> None:
 def test_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     page.write(example_results.records(), path)
-    shown = browser.require_shown(path, tmp_path / "page.png", 6)
+    shown = browser.require_shown(path, tmp_path / "page.png", 2 * CHARTS)
     assert shown.body.count("Throughput against what a user sees</text>") == 2
+
+
+@browser.needs_chromium
+def test_nothing_is_cut_where_the_page_is_narrow(tmp_path: Path) -> None:
+    """480 pixels, in a frame since a browser's window has a least width: nothing is wider than the page."""
+    page.write(example_results.records(), tmp_path / "page.html")
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        '<!doctype html><html><body><iframe id="f" width="480" height="4000" src="page.html"></iframe><p id="told"></p>'
+        "<script>onload = () => { const d = document.getElementById('f').contentDocument, e = d.documentElement;"
+        "const cut = [...d.querySelectorAll('td,th,caption,.scroll,p')].filter(x => x.clientWidth && "
+        "x.scrollWidth > x.clientWidth + 1).length; const beyond = [...d.querySelectorAll('td,caption')].filter(x => "
+        "x.getBoundingClientRect().right > 480).length;"
+        "document.getElementById('told').textContent = `width ${e.scrollWidth} cut ${cut} beyond ${beyond}`; }</script>"
+    )
+    shown = browser.show(outer, tmp_path / "outer.png", flags=("--allow-file-access-from-files",))
+    told = re.search(r"width (\d+) cut (\d+) beyond (\d+)", shown.body)
+    assert told is not None
+    assert (int(told[1]) <= 480, told[2], told[3]) == (True, "0", "0"), told[0]
 
 
 @browser.needs_chromium
