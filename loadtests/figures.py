@@ -251,7 +251,7 @@ def untold_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
     if client.limit:
         why = f"the client was the limit: {client.limit}"
         return {"tpot": why, "itl": why}
-    found = {}
+    found: dict[str, str] = {}
     together = spread(share for sample in good if (share := sample.together) is not None).p50
     if together is not None and together > TOGETHER_SHARE:
         burst = f"tokens came in bursts: {together:.0%} of an answer's pieces (p50) came in one read with others"

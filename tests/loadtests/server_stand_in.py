@@ -18,7 +18,7 @@ class StandIn:
     """A running server.
 
     Attributes:
-        faults: what becomes of requests in turn: `good`, `status`, `error`, `cut`, `short`, `hang`, `burst` or `refuse`.
+        faults: of requests in turn: `good`, `status`, `error`, `cut`, `short`, `hang`, `burst` or `refuse`.
         bodies: of all requests.
         key: that requests need; empty where they need none.
         health: the status of GET /health.
