@@ -172,7 +172,7 @@ def test_summary() -> None:
     assert (found.rows, found.ahead, found.behind) == (9, 9, 0)
     assert found.lowest <= found.middle <= found.highest
     body = rendered(records)
-    assert f"<td>9</td><td>{found.middle:.2f}×</td>" in body
+    assert f'">9</td><td data-label="geometric mean">{found.middle:.2f}×</td>' in body
     assert '<td class="better">9</td>' in body
 
 
