@@ -148,7 +148,8 @@ def step(problem: Problem, kernel: BatchInvariant, chunks: Sequence[Chunk]) -> l
     rows = torch.cat([torch.arange(starts[r] + first, starts[r] + stop) for r, first, stop in chunks])
     q = problem.q[rows.to(problem.device)].contiguous()
     spec = problem.spec
-    out = torch.full((len(rows), spec.heads_q, spec.head_dim_v), SENTINEL, dtype=spec.dtype, device=q.device)
+    # float32, which the kernels store too: 16 bits would hide sums that were rounded in another order.
+    out = torch.full((len(rows), spec.heads_q, spec.head_dim_v), SENTINEL, device=q.device)
     lse = torch.full((len(rows), spec.heads_q), SENTINEL, device=q.device)
     operands = Operands(
         q,
@@ -253,7 +254,9 @@ def test_results_are_right(run: Run, splits: bool, device: torch.device) -> None
     expected = problem.expected()
     rows = sum(problem.q_lens)
     judged = replace(expected, **{name: getattr(expected, name)[:rows] for name in vars(expected)})
-    result = check.Result(torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))
+    result = check.Result(
+        torch.cat([out for out, _ in found]).to(problem.spec.dtype), torch.cat([lse for _, lse in found])
+    )
     check.judge(result, judged, problem.score_magnitude()[:rows])
 
 
