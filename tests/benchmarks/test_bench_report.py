@@ -173,7 +173,7 @@ def test_summary() -> None:
     assert found.lowest <= found.middle <= found.highest
     body = rendered(records)
     assert f'">9</td><td data-label="geometric mean">{found.middle:.2f}×</td>' in body
-    assert '<td class="better">9</td>' in body
+    assert '<td data-label="ahead" class="better">9</td>' in body
 
 
 def test_a_sweep_has_a_panel_for_each_other_parameter() -> None:
