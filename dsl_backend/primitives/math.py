@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
+from cutlass._mlir.dialects import math as math_dialect
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -43,6 +44,13 @@ def weight(value, maximum):
     The difference is taken before it is scaled: the product of the largest float32 and log2(e) is no float32.
     """
     return exp2((value - maximum) * LOG2_E)
+
+
+@dsl_user_op
+def fused(a, b, c, *, loc=None, ip=None) -> cutlass.Float32:
+    """A * b + c of float32, rounded once, whatever the compiler would make of a product and a sum."""
+    operands = [cutlass.Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return cutlass.Float32(math_dialect.fma(*operands, loc=loc, ip=ip))
 
 
 def quotient(a: cutlass.Int32, b: cutlass.Int32) -> cutlass.Int32:

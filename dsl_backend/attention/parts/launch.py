@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.attention.kernel import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.parts.latent import LatentKey
 from dsl_backend.attention.parts.latent_configs import ROWS
-from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.merge import folding_size, partial_size
 from dsl_backend.attention.parts.schedule import CUT_FIELDS, row_tiles
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
@@ -30,6 +30,8 @@ from dsl_backend.runtime.workspace import Workspace
 MOST_SHARES = 32
 # And of the room for the partial results of a token and a unit: 64 heads of 512 columns have 8 shares.
 MOST_SHARES_BYTES = 1 << 20
+# For partial results of splits that begin at fixed keys, of all requests: what finds no room is not split.
+MOST_PARTIALS_BYTES = 128 << 20
 ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
 
 
@@ -39,7 +41,14 @@ def window(width: int | None) -> int:
 
 
 def facts_of(
-    spec: AttentionSpec, *, lse: bool, sinks: torch.dtype | None, pack: int, split: bool, shares: int
+    spec: AttentionSpec,
+    *,
+    lse: bool,
+    sinks: torch.dtype | None,
+    pack: int,
+    split: bool,
+    shares: int,
+    split_tiles: int,
 ) -> dict[str, Any]:
     """The fields of a LayerKey."""
     return {
@@ -57,6 +66,7 @@ def facts_of(
         "lse": lse,
         "split": split,
         "shares": shares,
+        "split_tiles": split_tiles,
         "scores": ScoreKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
@@ -76,6 +86,8 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
 
 def fake_ledger(key: LayerKey) -> Any:
     """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
+    if key.split and key.split_tiles:
+        return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=ALIGNMENT)
     if key.split and not key.shares:
         return make_fake_tensor(cutlass.Int32, (cute.sym_int(), CUT_FIELDS), (CUT_FIELDS, 1), assumed_align=ALIGNMENT)
     return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
@@ -111,7 +123,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
-        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split else None,
+        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split or key.split_tiles else None,
         fake_ledger(key),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
@@ -271,13 +283,32 @@ class LayerKernel:
     @property
     def shares(self) -> int:
         """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
-        if not (self.split and self.spec.batch_invariant):
+        if self.split_tiles or not (self.split and self.spec.batch_invariant):
             return 0
         held = MOST_SHARES_BYTES // (4 * self.pack * self.columns)
         return max(1, min(MOST_SHARES, held, self.blocks // self.units))
 
+    @property
+    def split_tiles(self) -> int:
+        """Key tiles of a split that begins at fixed keys; 0 where splits depend on lengths."""
+        return 0
+
+    def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results that blocks fold, then partial results of splits; and each request's first of these."""
+        folding = self.blocks * folding_size(self.tile_m, self.columns)
+        if not self.split:
+            return self.workspace.partials(folding)[:folding], self.workspace.flags(COUNTERS)[:COUNTERS]
+        splits = -(-batch.max_seq_len // (self.split_tiles * self.config.tile_n)) + 1
+        row_tiles_ = row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack))
+        wanted = row_tiles_ * self.units * splits * partial_size(rows, self.columns)
+        count = folding + min(wanted, MOST_PARTIALS_BYTES // 4)
+        bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
+        return self.workspace.partials(count)[:count], bases
+
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
+        if self.split_tiles:
+            return self.fixed_scratch(batch, rows)
         if not self.split:
             return None, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
         columns = self.columns
@@ -295,7 +326,15 @@ class LayerKernel:
         return self.blocks
 
     def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
-        facts = facts_of(self.spec, lse=lse, sinks=sinks, pack=self.pack, split=self.split, shares=self.shares)
+        facts = facts_of(
+            self.spec,
+            lse=lse,
+            sinks=sinks,
+            pack=self.pack,
+            split=self.split,
+            shares=self.shares,
+            split_tiles=self.split_tiles,
+        )
         return self.key_type(config=self.config, **facts)
 
     def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:

@@ -4,17 +4,26 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import CUT_FIELDS, Cut, Requests, lengths_of, own_range, row_tile_of
+from dsl_backend.attention.parts.schedule import (
+    CUT_FIELDS,
+    Cut,
+    Requests,
+    lengths_of,
+    own_range,
+    row_tile_of,
+    splits_of,
+)
 from dsl_backend.attention.parts.scores import Scoring, value_scale
 from dsl_backend.attention.parts.softmax import normalized
 from dsl_backend.attention.parts.work import head_of, slice_of
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, quotient, tree
+from dsl_backend.primitives.math import exp2, finite_or_zero, fused, quotient, tree
 
 WARP, WARPS = 32, 8
 THREADS = WARP * WARPS
 RESIDENT = 3  # blocks on an SM: what is left for each is 80 registers a thread
 DEPTH = 8  # parts of which a thread has values in flight
+FOLD_DEPTH = 4  # the same where they are folded one by one
 FEW = 8  # parts that a warp merges by itself
 MOST_BLOCKS = 16  # of a request's range where shares are its own
 
@@ -22,6 +31,22 @@ MOST_BLOCKS = 16  # of a request's range where shares are its own
 def partial_size(rows: int, columns: int) -> int:
     """float32s of a partial result: [rows, columns] sums, each row's largest base-2 score, each row's total."""
     return rows * columns + (2 * rows + 3) // 4 * 4
+
+
+def folding_size(rows: int, columns: int) -> int:
+    """float32s of what a block folds: a row tile's sums, and each of its threads' statistics of two rows."""
+    return rows * (columns + 8)
+
+
+@cute.jit
+def folded(top, its_top):
+    """Two partial results as one: (its largest base-2 score, what the first one's and the second one's are times).
+
+    The same operations wherever they are asked for, so that who folds does not matter.
+    """
+    higher = cute.arch.fmax(top, its_top)
+    reference = finite_or_zero(higher)
+    return higher, exp2(top - reference), exp2(its_top - reference)
 
 
 class Merge:
@@ -56,7 +81,7 @@ class Merge:
         stream,
     ):
         grid = (blocks * RESIDENT // self.resident, 1, 1)
-        if cutlass.const_expr(self.key.shares):
+        if cutlass.const_expr(self.key.shares or self.key.split_tiles):
             needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
             grid = (cute.size(requests.lengths) * self.units, needed, 1)
         self.kernel(partials, cuts, requests, out, lse, scoring).launch(
@@ -83,7 +108,9 @@ class Merge:
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
         merger = Merger(self, partials, requests, out, lse, scoring, sums, statistics)
-        if cutlass.const_expr(self.key.shares):
+        if cutlass.const_expr(self.key.split_tiles):
+            merger.merge_fixed(cuts)
+        elif cutlass.const_expr(self.key.shares):
             merger.merge_own()
         else:
             merger.merge_dealt(cuts)
@@ -120,6 +147,56 @@ class Merger:
         else:
             for item in cutlass.range(place, items, blocks, unroll=1):
                 self.merge_together(range_, parts, query, unit, item)
+
+    @cute.jit
+    def merge_fixed(self, bases):
+        """The block's request and unit, with the blocks beside it: splits that begin at fixed keys."""
+        range_, place, _ = cute.arch.block_idx()
+        blocks = cute.arch.grid_dim()[1]
+        request, unit = range_ // self.units, range_ % self.units
+        query, queries, keys = lengths_of(self.requests, request, cute.size(self.requests.lengths))
+        _, parts = splits_of(self.key, self.tile_n, self.requests, queries, keys)
+        # Before any exit, as below.
+        cute.arch.griddepcontrol_wait()
+        base = bases[request]
+        if base >= 0:
+            items = queries * self.key.pack * self.slices
+            for item in cutlass.range(place * WARPS + self.warp, items, blocks * WARPS, unroll=1):
+                self.fold_row(base, parts, query, unit, item)
+
+    @cute.jit
+    def fold_row(self, base, parts, query, unit, item):
+        """A row's partial results folded from the last split to the first, as `Multiplier.fold` does it."""
+        row, column = item // self.slices, self.column(item)
+        rows = cutlass.const_expr(self.tile_tokens * self.key.pack)
+        first, m = base + row // rows * parts * self.units + unit, row % rows
+        statistics = self.partials.iterator + self.held * self.columns + m
+        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        own = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+        values = cute.make_rmem_tensor((self.vector, FOLD_DEPTH), cutlass.Float32)
+        own.fill(0.0)
+        for chunk in cutlass.range(0, parts, WARP, unroll=1):
+            # Lane i: what is known of the i-th part from the chunk's end.
+            part = parts - 1 - chunk - self.lane
+            here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
+            if part >= 0:
+                source = statistics + cutlass.Int64(first + part * self.units) * self.size
+                here = cute.make_tensor(source, cute.make_layout(1))[0]
+                mine = cute.make_tensor(source + self.held, cute.make_layout(1))[0]
+            for at in cutlass.range(0, cutlass.min(parts - chunk, WARP), FOLD_DEPTH, unroll=1):
+                values.fill(0.0)
+                for i in cutlass.range_constexpr(FOLD_DEPTH):
+                    one = parts - 1 - chunk - at - i
+                    if one >= 0 and column < self.columns:
+                        source = cutlass.Int64(first + one * self.units) * self.size + m * self.columns + column
+                        load_vector(self.partials.iterator, source, values[None, i])
+                for i in cutlass.range_constexpr(FOLD_DEPTH):
+                    its_top, its_total = cute.arch.shuffle_sync(here, at + i), cute.arch.shuffle_sync(mine, at + i)
+                    top, keeps, adds = folded(top, its_top)
+                    total = fused(its_total, adds, total * keeps)
+                    for j in cutlass.range_constexpr(self.vector):
+                        own[j] = fused(values[j, i], adds, own[j] * keeps)
+        self.write(own, top, total, query, unit, row, column)
 
     @cute.jit
     def own_parts(self, range_):

@@ -415,6 +415,105 @@ class OwnShares(QueryTiles):
         )
 
 
+@cute.jit
+def splits_of(key: cutlass.Constexpr, tile_n: cutlass.Constexpr[int], requests: Requests, queries, keys):
+    """A request's first split, and how many it has: those that any of its queries may see."""
+    begin = cutlass.Int32(0)
+    if cutlass.const_expr(key.left):
+        begin = cutlass.max(keys - queries - requests.left, 0) // tile_n
+    tiles = cutlass.max((keys + tile_n - 1) // tile_n, begin + 1)
+    first = begin // key.split_tiles
+    return first, (tiles - 1) // key.split_tiles - first + 1
+
+
+class FixedSplits(QueryTiles):
+    """Splits that begin at fixed keys, whatever the batch and the queries: what is summed in one piece never changes.
+
+    A request's row tiles are processed split by split where there are slots for the partial results. Requests for which
+    none are left are processed row tile by row tile, and their splits are folded where they are made: the same bits.
+    The order of work tiles is: part of the range, row tile, unit.
+
+    Args:
+        bases: [requests], receives each request's first slot; -1 where there is nothing to combine.
+        slots: how many partial results there is room for.
+    """
+
+    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests: Requests, bases, slots):
+        super().__init__(key, mailbox, tokens_per_tile, tile_n, requests)
+        self.bases, self.slots = bases, slots
+
+    @cute.jit
+    def run(self):
+        count, bases = cutlass.Int32(cute.size(self.requests.lengths)), self.bases
+        lane = cute.arch.lane_idx()
+        place, step = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        posted, seen, seen_slots = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        writes = place == 0
+        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+            request = chunk * WARP + lane
+            first, queries, keys = lengths_of(self.requests, request, count)
+            _, parts = splits_of(self.key, self.tile_n, self.requests, queries, keys)
+            row_tiles = (queries + self.tokens_per_tile - 1) // self.tokens_per_tile
+            if queries < self.requests.shortest or queries > self.requests.longest:
+                row_tiles = cutlass.Int32(0)
+            wanted = row_tiles * parts * self.units
+            if parts == 1:
+                wanted = cutlass.Int32(0)
+            slots_through = sum_through(wanted) + seen_slots
+            seen_slots = cute.arch.shuffle_sync(slots_through, WARP - 1)
+            base = slots_through - wanted
+            if wanted == 0 or slots_through > self.slots:
+                base, parts = cutlass.Int32(-1), cutlass.Int32(1)
+            if writes and request < count:
+                bases[request] = base
+            items = row_tiles * parts * self.units
+            through = sum_through(items) + seen
+            seen = cute.arch.shuffle_sync(through, WARP - 1)
+            while place < seen:
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
+                mine = [cute.arch.shuffle_sync(value, owner) for value in (first, queries, keys, parts, base)]
+                local = place - cute.arch.shuffle_sync(through - items, owner)
+                self.mailbox.post(posted, self.item_of(chunk * WARP + owner, local, *mine))
+                posted += 1
+                place += step
+        self.mailbox.post(posted, no_work())
+
+    @cute.jit
+    def item_of(self, request, local, first, queries, keys, parts, base):
+        """The work tile at a place among those of a request."""
+        unit, rest = local % self.units, local // self.units
+        part, tile = rest % parts, rest // parts
+        row, right = tile * self.tokens_per_tile, window_right(self.key, self.requests, request)
+        begin, end = self.range_of(queries, keys, row, right)
+        slot = cutlass.Int32(WHOLE)
+        if base >= 0:
+            slot = base + local
+            split, _ = splits_of(self.key, self.tile_n, self.requests, queries, keys)
+            from_tile = (split + part) * self.key.split_tiles
+            begin = cutlass.max(begin, from_tile)
+            end = cutlass.min(end, from_tile + self.key.split_tiles)
+            if begin >= end:
+                # No row of the tile sees the split: one tile of it, wholly masked, leaves an empty partial result.
+                begin, end = from_tile, from_tile + 1
+        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
+        position = keys - queries + row
+        return work_of(
+            self.key,
+            self.requests,
+            self.tile_n,
+            request,
+            first + row,
+            rows,
+            unit,
+            position,
+            keys,
+            begin,
+            end,
+            right,
+            slot,
+        )
+
+
 class Cut(NamedTuple):
     """A range that begins in a block's share and goes on behind it: what the block leaves for the merge kernel.
 

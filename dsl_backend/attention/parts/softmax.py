@@ -52,8 +52,11 @@ class OnlineSoftmax:
                 shrink[row] = shrink[row] if moves else 1.0
             for j in cutlass.range_constexpr(columns):
                 scores[row, j] = exp2(scores[row, j] * self.factor - reference)
-            added = tree([scores[row, j] for j in range(columns)], lambda a, b: a + b)
-            self.total[row] = self.total[row] * shrink[row] + added
+            self.total[row] = self.total[row] * shrink[row] + self.added([scores[row, j] for j in range(columns)])
+
+    def added(self, weights):
+        """The sum of a row's weights of a tile."""
+        return tree(weights, lambda a, b: a + b)
 
     @cute.jit
     def across(self, largest):

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.kv_format import KVFormat
 from dsl_backend.attention.parts.load import box_rows, query_box, tokens_of_box
-from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, OwnShares, Requests
+from dsl_backend.attention.parts.schedule import ClaimedTiles, FixedSplits, KeyShares, OwnShares, Requests
 from dsl_backend.attention.parts.scores import ScoreKey
 from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded, value_slices
 from dsl_backend.attention.parts.widen import bytes_boxed, bytes_staged
@@ -40,6 +40,8 @@ class LayerKey:
         left, right: whether a window ends before or after a position.
         split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
         shares: of each request's own key range, at most; 0 where they are shares of the whole batch.
+        split_tiles: key tiles of a split, which begins at a multiple of them; partial results of splits are folded from
+            the last one to the first, whoever made them. 0 where the layer is not batch-invariant.
         lse: whether the softmax's denominators are wanted.
     """
 
@@ -58,6 +60,7 @@ class LayerKey:
     split: bool
     shares: int
     scores: ScoreKey
+    split_tiles: int = 0
 
     @property
     def claims(self) -> bool:
@@ -204,8 +207,10 @@ class TiledKernel:
         layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
         return cute.make_tensor(values.iterator, layout)
 
-    def schedule(self, mailbox, requests: Requests, ledger):
+    def schedule(self, mailbox, requests: Requests, ledger, slots=None):
         """The role that finds work."""
+        if self.key.split and self.key.split_tiles:
+            return FixedSplits(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger, slots)
         if self.key.shares:
             return OwnShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, self.config.least_share)
         if self.key.split:

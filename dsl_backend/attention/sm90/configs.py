@@ -16,7 +16,7 @@ WIDENING_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (20
 SM_REGISTERS = 1 << 16
 # ptxas refuses a product whose accumulator and so many registers more are not there when the kernel starts (C7602).
 PRODUCT_REGISTERS = 30
-# A batch-invariant layer's.
+# A batch-invariant layer of MLA.
 GUESSES_VARY = "guesses are not batch-invariant: whether one holds depends on all rows of a warp"
 
 
@@ -93,8 +93,6 @@ class ForwardConfig:
             )
         if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
             reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
-        if self.guesses and spec.batch_invariant:
-            reasons.append(GUESSES_VARY)
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
@@ -135,11 +133,12 @@ def default_config(spec: AttentionSpec) -> ForwardConfig:
         return ForwardConfig(groups=2, tile_n=32, stages=2)
     if spec.head_dim_v <= 128:
         # Guesses: 2 to 9 % with heads of 128, 1 to 6 % of 64 and up to 7 % of (192, 128); of 256 they cost 3 %.
-        tiles = ForwardConfig(groups=2, tile_n=128, stages=2, take_turns=True, guesses=not spec.batch_invariant)
+        tiles = ForwardConfig(groups=2, tile_n=128, stages=2, take_turns=True, guesses=True)
         if widest > 128:
             return tiles
         return replace(tiles, stages=6 if widest <= 64 else 2, query_stages=2)
-    return ForwardConfig(groups=2, tile_n=80, stages=2)
+    # 80 keys leave no registers to fold splits with, and 64 spill 24 bytes there (ptxas 13.0).
+    return ForwardConfig(groups=2, tile_n=64 if spec.batch_invariant else 80, stages=2)
 
 
 # Tokens of the longest query from which on a batch gets other tiles, where there are some for it.
@@ -159,6 +158,8 @@ def long_query_config(spec: AttentionSpec) -> ForwardConfig | None:
 
 def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     """For short queries over long key ranges."""
+    if spec.batch_invariant:
+        return batch_invariant_split_config(spec)
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
         tile_n = 128 if widest <= 128 else 64 if widest <= 256 else 32
@@ -166,11 +167,33 @@ def default_split_config(spec: AttentionSpec) -> ForwardConfig:
     if widest <= 128:
         # Two blocks an SM hide each other's softmax: 5 to 10 % where memory is busy, and 8 % the other way for one
         # request. Guesses are worth 1 % with heads of 64, and nothing with those of 128.
-        tile_n, guesses = (128, not spec.batch_invariant) if widest <= 64 else (64, False)
+        tile_n, guesses = (128, True) if widest <= 64 else (64, False)
         return ForwardConfig(groups=1, tile_n=tile_n, stages=2, resident=2, guesses=guesses)
     if widest > 256:
         return ForwardConfig(groups=1, tile_n=48, stages=2)
     return ForwardConfig(groups=1, tile_n=64, stages=2)
+
+
+def batch_invariant_split_config(spec: AttentionSpec) -> ForwardConfig:
+    """The same with the key tiles of long queries, so that a row's sums do not depend on which kernel makes them."""
+    long = default_config(spec)
+    if spec.is_fp8_kv:
+        return replace(long, groups=1, take_turns=False, staging=4 if long.tile_n * spec.head_dim <= 128 * 64 else 2)
+    widest = max(spec.head_dim, spec.head_dim_v)
+    stages, resident = (2, 2) if widest <= 64 else (3, 1) if spec.head_dim <= 128 else (2, 1)
+    return ForwardConfig(
+        groups=1, tile_n=long.tile_n, stages=stages, resident=resident, guesses=long.guesses and widest <= 64
+    )
+
+
+# Keys of a split in batch-invariant mode: 16 splits of 8192 keys give 8 key heads' decode 128 work tiles.
+SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 64, 256, 2048
+
+
+def split_tiles(spec: AttentionSpec, tile_n: int) -> int:
+    """Key tiles of a split in batch-invariant mode: by the layer alone, so that no batch and no GPU changes them."""
+    keys = min(max(SPLIT_KEYS_PER_HEAD * spec.heads_kv, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
+    return max(1, keys // tile_n)
 
 
 # Warpgroups and keys of a tile worth a try for long queries, by the widest head; for short ones one warpgroup.

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.parts.load import Loader, RolledLoader
-from dsl_backend.attention.parts.merge import Merge
+from dsl_backend.attention.parts.merge import Merge, folding_size, partial_size
 from dsl_backend.attention.parts.schedule import Requests
 from dsl_backend.attention.parts.scores import Scoring
 from dsl_backend.attention.parts.sizes import WARPGROUP
@@ -146,8 +146,19 @@ class Forward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, resident=config.resident)
+            tile_tokens = self.tokens_per_tile if key.split_tiles else None
+            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tile_tokens, config.resident)
+            if cutlass.const_expr(key.split_tiles):
+                partials, _ = self.slots(partials, blocks, rows)
             merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+
+    @cute.jit
+    def slots(self, partials: cute.Tensor, blocks, rows):
+        """Partial results of splits, which lie behind what blocks fold, and how many there is room for."""
+        folding = blocks * folding_size(self.tile_m, self.dims_v)
+        room = cute.size(partials) - folding
+        behind = cute.make_tensor(partials.iterator + folding, cute.make_layout(room))
+        return behind, room // partial_size(rows, self.dims_v)
 
     @cute.kernel
     def kernel(
@@ -209,7 +220,10 @@ class Forward(TiledKernel):
                 loader = RolledLoader if self.dims > 256 else Loader
                 loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, ledger).run()
+                slots = None
+                if cutlass.const_expr(self.key.split and self.key.split_tiles):
+                    _, slots = self.slots(partials, cute.arch.grid_dim()[0], requests.rows)
+                self.schedule(mailbox, requests, ledger, slots).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)

@@ -16,7 +16,26 @@ from dsl_backend.primitives.math import exp2
 
 
 class GuessingSoftmax(OnlineSoftmax):
-    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by."""
+    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by.
+
+    Args:
+        in_order: weights that were not guessed are summed in the order of those that were, so that a row's bits do not
+            tell whether the guess did for all rows of its warp.
+    """
+
+    def __init__(self, rows: int, lanes: int, scores, slack: float = 0.0, in_order: bool = False):
+        super().__init__(rows, lanes, scores, slack)
+        self.in_order = in_order
+
+    def added(self, weights):
+        """The sum of a row's weights of a tile."""
+        if not self.in_order:
+            return super().added(weights)
+        low, high = cutlass.Float32(0.0), cutlass.Float32(0.0)
+        for j in range(0, len(weights), 2):
+            low += weights[j]
+            high += weights[j + 1]
+        return low + high
 
     @cute.jit
     def weigh_by_guess(self, scores: cute.Tensor, products: cute.Tensor, weights: cute.Tensor, shrink, known=None):

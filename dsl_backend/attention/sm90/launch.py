@@ -8,6 +8,7 @@ from dsl_backend.attention.sm90.configs import (
     default_config,
     default_split_config,
     long_query_config,
+    split_tiles,
 )
 from dsl_backend.attention.sm90.forward import Forward, ForwardKey
 from dsl_backend.attention.spec import Batch
@@ -25,6 +26,10 @@ class Dense(DenseKernel):
 
     build = staticmethod(build)
     key_type = ForwardKey
+
+    @property
+    def split_tiles(self) -> int:
+        return split_tiles(self.spec, self.config.tile_n) if self.spec.batch_invariant else 0
 
 
 class Prefill(Dense):

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.parts.merge import partial_size
+from dsl_backend.attention.parts.merge import folded, folding_size, partial_size
 from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row, store_row
 from dsl_backend.attention.parts.sizes import WARPGROUP
 from dsl_backend.attention.parts.softmax import normalized
@@ -18,7 +18,8 @@ from dsl_backend.attention.parts.work import WHOLE, lse_rows
 from dsl_backend.attention.sm90.configs import ROWS
 from dsl_backend.attention.sm90.guess import GuessingSoftmax
 from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
-from dsl_backend.primitives.copy import clear_rows, store_vector
+from dsl_backend.primitives.copy import clear_rows, load_vector, store_vector
+from dsl_backend.primitives.math import fused
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
@@ -71,7 +72,10 @@ class Multiplier:
         # Weights on their way to P, while products read it.
         self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
         self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
+        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK, in_order=kernel.key.split_tiles > 0)
+        # Of a split that is complete, or of all that were folded: each row's largest base-2 score, and its total.
+        self.ended_top = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.ended_total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
 
     @cute.jit
     def run(self):
@@ -200,16 +204,89 @@ class Multiplier:
         warpgroup.wait_group(1)
         settle(self.S)
         self.release(self.barriers.k_empty, count)
+        known, begins = None, False
+        if cutlass.const_expr(self.key.split_tiles):
+            begins = (tile + 1) % self.key.split_tiles == 0
+            if begins:
+                self.end_split()
+            known = (tile + 1) % self.key.split_tiles != 0
         if cutlass.const_expr(self.config.guesses):
-            self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink)
+            self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink, known)
         else:
             self.weigh(work, tile, masked)
         self.end_sums(count)
-        shrink_rows(self.O, self.shrink)
+        if cutlass.const_expr(not self.key.split_tiles):
+            shrink_rows(self.O, self.shrink)
         if cutlass.const_expr(self.config.guesses):
             take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
         else:
             narrow(self.S, self.P)
+        if cutlass.const_expr(self.key.split_tiles):
+            if begins:
+                # Behind the weights' rounding, which leaves registers for what is read.
+                self.fold(work, tile + 1)
+                self.keep_folded()
+                self.O.fill(0.0)
+            else:
+                shrink_rows(self.O, self.shrink)
+
+    # ------------------------------------------------------------------ splits
+
+    @cute.jit
+    def end_split(self):
+        """The last tile of a split was weighed: its tops and totals are set aside, and the next split's begin."""
+        self.softmax.merge_lanes()
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            # Settled: a product that is subtracted from would be rounded with the difference, once, and not here.
+            self.ended_top[row] = settled(self.softmax.top[row] * self.softmax.factor)
+            self.ended_total[row] = self.softmax.total[row]
+        self.softmax.start()
+
+    @cute.jit
+    def fold(self, work, tile):
+        """O, and what `end_split` set aside, join what was folded before; `tile` is one of the split's.
+
+        The splits of an item come from the last one to the first. Where their results are left to the merge kernel, it
+        folds them in this order by these operations (`Merger.fold_row`).
+        """
+        split_tiles = cutlass.const_expr(self.key.split_tiles)
+        if tile // split_tiles != (work.end - 1) // split_tiles:
+            self.join_folded()
+
+    @cute.jit
+    def join_folded(self):
+        sums, held = by_row(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
+        keeps = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        adds = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        load_vector(self.partials.iterator, self.folding(cute.size(sums, mode=[1])), held)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            top, keeps[row], adds[row] = folded(held[row], self.ended_top[row])
+            total = fused(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
+            self.ended_top[row], self.ended_total[row] = top, total
+        for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+            load_vector(self.partials.iterator, self.folding(j), held)
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                for i in cutlass.range_constexpr(2):
+                    sums[row, j + i] = fused(sums[row, j + i], adds[row], held[2 * row + i] * keeps[row])
+
+    @cute.jit
+    def keep_folded(self):
+        """What was folded waits in memory for the next split."""
+        sums, held = by_row(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
+        for row in cutlass.range_constexpr(THREAD_ROWS):
+            held[row], held[2 + row] = self.ended_top[row], self.ended_total[row]
+        store_vector(held, self.partials.iterator, self.folding(cute.size(sums, mode=[1])))
+        for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
+            for row in cutlass.range_constexpr(THREAD_ROWS):
+                held[2 * row], held[2 * row + 1] = sums[row, j], sums[row, j + 1]
+            store_vector(held, self.partials.iterator, self.folding(j))
+
+    @cute.jit
+    def folding(self, j: cutlass.Constexpr[int]):
+        """Where the thread's columns j and j + 1 of both rows wait, and its rows' statistics behind the last ones."""
+        threads = cutlass.const_expr(self.config.groups * WARPGROUP)
+        block = cutlass.Int64(cute.arch.block_idx()[0]) * folding_size(self.kernel.tile_m, self.kernel.dims_v)
+        return block + (j // 2 * threads + self.thread) * 4
 
     @cute.jit
     def end_sums(self, count):
@@ -281,7 +358,11 @@ class Multiplier:
 
     @cute.jit
     def store(self, work):
-        self.softmax.merge_lanes()
+        if cutlass.const_expr(self.key.split_tiles):
+            self.end_split()
+            self.fold(work, work.begin)
+        else:
+            self.softmax.merge_lanes()
         if cutlass.const_expr(self.key.split):
             if work.slot != WHOLE:
                 self.store_partial(work)
@@ -291,11 +372,21 @@ class Multiplier:
             self.store_whole(work)
 
     @cute.jit
+    def statistics(self, row: cutlass.Constexpr[int]):
+        """A row's largest base-2 score, and its total."""
+        top, total = self.ended_top[row], self.ended_total[row]
+        if cutlass.const_expr(not self.key.split_tiles):
+            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
+        return top, total
+
+    @cute.jit
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
         partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
+        if cutlass.const_expr(self.key.split_tiles):
+            partial += cute.arch.grid_dim()[0] * folding_size(self.kernel.tile_m, self.kernel.dims_v)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             m = self.row + 8 * row
@@ -305,15 +396,16 @@ class Multiplier:
                     store_vector(pair, partial, m * columns + self.column + j * 4)
                 if self.column == 0:
                     place = partial + held * columns + m
-                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
-                    cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.total[row]
+                    top, total = self.statistics(row)
+                    cute.make_tensor(place, cute.make_layout(1))[0] = top
+                    cute.make_tensor(place + held, cute.make_layout(1))[0] = total
 
     @cute.jit
     def store_whole(self, work):
         """Divide, and send the rows out."""
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
+            top, total = self.statistics(row)
             factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
