@@ -66,7 +66,6 @@ class Case:
     sinks: bool = False
     alibi: bool = False
     latent: bool = False
-    batch_invariant: bool = False
     q_gain: float = 1.0
     nan_request: int | None = None
     split_q: bool = False
