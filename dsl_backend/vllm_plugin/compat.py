@@ -169,6 +169,13 @@ def _sleep_frees_what_it_does_not_keep() -> bool:
     return importlib.util.find_spec("vllm.device_allocator.cumem") is not None
 
 
+@functools.cache
+def _filters_come_alone() -> bool:
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    return "vocab_size" not in inspect.signature(SamplingStates.get_top_k_top_p).parameters
+
+
 def _providers_are_asked() -> bool:
     return importlib.util.find_spec("vllm.model_executor.warmup.cutedsl_warmup") is not None
 
@@ -338,6 +345,14 @@ LEDGER: tuple[Entry, ...] = (
         needed=_sleep_frees_what_it_does_not_keep,
     ),
     Entry(
+        name="sampling_filters",
+        what="compat.filters_of",
+        why="0.33's SamplingStates.get_top_k_top_p takes the number of logits, and says thirdly whether a row has "
+        "top-p alone, which chooses among vLLM's own kernels",
+        remove_when="the oldest supported vLLM is 0.33",
+        needed=_filters_come_alone,
+    ),
+    Entry(
         name="eager_monitor",
         what="compat.warm_up_is_over looks at the garbage collector where vLLM's monitor of compilations stays off",
         why="the monitor starts when warm-up is over; 0.32 leaves it off with --enforce-eager, but freezes the heap at "
@@ -495,6 +510,22 @@ def ragged_decode_limit(vllm_config: Any) -> int | None:
 
     limit = getattr(backend, "max_decode_query_len", None)
     return None if limit is None else limit(vllm_config)
+
+
+def filters_of(
+    states: Any, requests: torch.Tensor, in_batch: Any, vocab: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Top-k and top-p of a step's rows on the V2 model runner; None where no request has one.
+
+    Args:
+        states: vLLM's SamplingStates.
+        requests: [rows] on the device, each row's request.
+        in_batch: the same requests on the host.
+        vocab: logits of a row.
+    """
+    arguments = () if _filters_come_alone() else (vocab,)
+    top_k, top_p, *_ = states.get_top_k_top_p(requests, in_batch, *arguments)
+    return top_k, top_p
 
 
 class Seed:

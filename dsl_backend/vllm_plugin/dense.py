@@ -37,6 +37,8 @@ class DSLAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
+    # A model that wrote the cache itself calls forward without key and value (vLLM 0.33); see DSLAttentionImpl.forward.
+    supports_kv_cache_update_bypass: bool = True
 
     @staticmethod
     def get_name() -> str:
@@ -403,8 +405,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: DSLMetadata | None,
         output: torch.Tensor,
@@ -415,7 +417,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
 
         Args:
             query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding.
-            key, value: [tokens, heads_kv, dim]; already in the cache, but for encoders.
+            key, value: [tokens, heads_kv, dim], for encoders. For others they are in the cache, and None will do.
             kv_cache: [pages, heads_kv, page_size, head_size + value's], of any strides but the last.
             attn_metadata: None in vLLM's profiling run.
             output: [tokens, heads, value's head size].
@@ -427,6 +429,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         fp8 = self.base_spec.is_fp8_kv
         page_size = None
         if self.packed:
+            assert key is not None
+            assert value is not None
             keys, values = key, value
         else:
             keys, values = self.split(kv_cache)

@@ -346,6 +346,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Store a step's latent and rope parts; without a cache, nothing.
 
@@ -354,6 +355,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             k_pe: [tokens, 1, rope] or [tokens, rope].
             kv_cache: [pages, page_size, kv_lora_rank + rope].
             slot_mapping: int64, negative: skip.
+            skip_scale: from vLLM 0.33 on, the scale is 1; to divide by it gives the same bytes.
         """
         if kv_cache.numel() == 0 or slot_mapping.numel() == 0:
             return

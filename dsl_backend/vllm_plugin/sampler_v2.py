@@ -12,6 +12,7 @@ import torch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.row_sampler import RowSampler
 
 # 0.26 passes fewer. What `sample` and `apply_sampling_params` share they take in the same order.
@@ -60,7 +61,7 @@ class DSLSampler(Sampler):
         requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
         logits = self.apply_sampling_params(*args, skip_top_k_top_p=True)
         states = self.sampling_states
-        top_k, top_p = states.get_top_k_top_p(requests, in_batch)
+        top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
         drawn = self.rows.draw(
             logits,
             states.seeds.gpu[requests],

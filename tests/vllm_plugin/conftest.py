@@ -12,6 +12,14 @@ import torch
 
 pytest.importorskip("vllm", reason="the plugin needs vLLM")
 
+from vllm import platforms
+
+if platforms.current_platform.is_unspecified():
+    # vLLM for CUDA on a machine without a GPU: these tests run all the same, against the classes of that version.
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()
+
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
