@@ -177,7 +177,8 @@ def test_by_hand() -> None:
     with serving() as server:
         done = locust("--host", server.url, "--load-seconds", "2", "-u", "2", "--scale", "0.1")
     assert done.returncode == 0, done.stderr
-    assert "TTFT ms: p50" in done.stdout
+    # A busy machine leaves the client too late to tell it, which is then said.
+    assert "TTFT ms: p50" in done.stdout or "TTFT ms: not told: " in done.stdout
     assert server.bodies[0]["model"] == "stand-in"
 
 
