@@ -114,6 +114,13 @@ SETTINGS = (
         cuda_only=True,
         why="CUDA graphs",
     ),
+    Setting(
+        id="full-graphs",
+        engine={"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL"}},
+        cases=("llama", "gpt_oss"),
+        cuda_only=True,
+        why="graphs of whole steps, prompts among them",
+    ),
 )
 
 
