@@ -13,12 +13,12 @@ from typing import Any
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
-from dsl_backend.log import logger
+from dsl_backend.log import logger, warning_once
 from dsl_backend.vllm_plugin import registration
 from dsl_backend.vllm_plugin.registration import NAME
 
 ENGINE_ARGUMENTS = "vllm.engine.arg_utils"
-OLDEST = (0, 26)
+OLDEST, NEWEST = (0, 26), (0, 33)
 ORDINARY_HEAD = 128
 
 
@@ -42,6 +42,7 @@ def checked(create: Callable[..., Any]) -> Callable[..., Any]:
             warn()
             return create(self, *arguments, **keywords)
         refuse("this vLLM", unsupported_vllm())
+        warn_of_untested_vllm()
         refuse("these options", wrong_options(self))
         config = create(self, *arguments, **keywords)
         refuse("this configuration", unserved(config))
@@ -84,6 +85,23 @@ def too_old(version: str) -> str | None:
     if numbers is None or ".dev" in version or (int(numbers[1]), int(numbers[2])) >= OLDEST:
         return None
     return f"vLLM {version} is older than {'.'.join(map(str, OLDEST))}, the oldest that is supported"
+
+
+def warn_of_untested_vllm() -> None:
+    """One line for a vLLM that is newer than what the package was tested with; it is served all the same."""
+    import vllm
+
+    if (newer := too_new(str(vllm.__version__))) is not None:
+        warning_once(newer)
+
+
+def too_new(version: str) -> str | None:
+    """What to say of a version of vLLM that is newer than any that was tested; None of others."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    return f"vLLM {version} is newer than {newest}: dsl was tested with {oldest} to {newest}"
 
 
 def wrong_options(arguments: Any) -> list[str]:

@@ -12,6 +12,7 @@ import vllm
 from vllm.config import AttentionConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
+from dsl_backend import log
 from dsl_backend.runtime import target as targets
 from dsl_backend.vllm_plugin import registration, startup, validation
 from tests.vllm_plugin.conftest import engine_config
@@ -128,6 +129,21 @@ class TestVersion:
         monkeypatch.setattr(registration, "failures", {})
         monkeypatch.setattr(vllm, "__version__", version)
         assert startup.unsupported_vllm() == []
+
+    def test_newer_than_tested(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Served, with one line that names what was tested."""
+        log.warning_once.cache_clear()
+        monkeypatch.setattr(vllm, "__version__", "0.34.1")
+        for _ in range(2):
+            make()
+        said = [record.getMessage() for record in caplog.records if "tested" in record.getMessage()]
+        assert said == ["vLLM 0.34.1 is newer than 0.33: dsl was tested with 0.26 to 0.33"]
+
+    @pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "0.33.1+cpu", "0.1.dev1+g123", "dev"])
+    def test_what_was_tested_is_not_spoken_of(self, version: str) -> None:
+        assert startup.too_new(version) is None
 
     def test_a_hook_that_failed(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registration.failures, "ensure_member", "ImportError: no such module")
