@@ -155,9 +155,11 @@ def random_bits(seed, position):
     key = words(seed)
     counter = [*words(position), cutlass.Uint32(fixed.STREAM), cutlass.Uint32(0)]
     first, second = (cutlass.Uint32(multiplier) for multiplier in fixed.PHILOX_MULTIPLIERS)
-    for _ in range(fixed.PHILOX_ROUNDS):
+    for turn in range(fixed.PHILOX_ROUNDS):
         high = [cute.arch.mul_hi(first, counter[0]), cute.arch.mul_hi(second, counter[2])]
-        low = [first * counter[0], second * counter[2]]
+        # The first product is of two constants: Python multiplies them, and CuTe DSL 4.8 warns of what does not fit.
+        constant = cutlass.Uint32((fixed.PHILOX_MULTIPLIERS[1] * fixed.STREAM) & LOW_32)
+        low = [first * counter[0], constant if turn == 0 else second * counter[2]]
         counter = [high[1] ^ counter[1] ^ key[0], low[1], high[0] ^ counter[3] ^ key[1], low[0]]
         key = [word + cutlass.Uint32(step) for word, step in zip(key, fixed.PHILOX_INCREMENTS, strict=True)]
     one = cutlass.Uint32(1)
