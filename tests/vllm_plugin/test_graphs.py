@@ -25,9 +25,9 @@ pytest.importorskip("triton")
 
 ON_GPU = torch.cuda.is_available()
 HEADS, HEADS_KV, DIM, PAGE = (8, 2, 128, 16) if ON_GPU else (4, 2, 64, 16)
-MOST_REQUESTS = 64 if ON_GPU else 4
-LONGEST = 2048 if ON_GPU else 96
-SIZES = (1, 2, 4, 8, 16, 24, 64, 128, 512) if ON_GPU else (1, 2, 4, 24)
+MOST_REQUESTS = 16 if ON_GPU else 4
+LONGEST = 640 if ON_GPU else 96
+SIZES = (1, 2, 8, 24, 64, 512) if ON_GPU else (1, 2, 4, 24)
 PAGES = 1 + MOST_REQUESTS * (LONGEST // PAGE)
 
 
