@@ -186,9 +186,9 @@ def batch_invariant_split_config(spec: AttentionSpec) -> ForwardConfig:
     )
 
 
-# Keys of a split in batch-invariant mode. With 8 key heads of 128, splits of 512, 1024 and 2048 keys took on an H100: one
-# request's decode behind 8k keys 17.9, 18.2 and 24.6 us, 64 requests' 747, 733 and 726, four prompts of 4k 1118, 1053
-# and 1028. The ordinary kernels take 17.3, 721 and 971.
+# Keys of a split in batch-invariant mode. With 8 key heads of 128, splits of 512, 1024 and 2048 keys took on an H100:
+# decode of one request behind 8k keys 17.9, 18.2 and 24.6 us, of 64 requests 747, 733 and 726, four prompts of 4k 1118,
+# 1053 and 1028. The ordinary kernels take 17.3, 721 and 971.
 SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
 
 
