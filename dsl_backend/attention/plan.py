@@ -18,8 +18,8 @@ from dsl_backend.log import warning_once
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-# The kernels that take tensors at any address and stride.
-ANY_ALIGNMENT = "triton"
+# The kernels that take tensors at any address and stride, and those that serve queries of all lengths alike.
+ANY_ALIGNMENT = ANY_LENGTH = "triton"
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,17 @@ class Planner:
         # What they are, such as `dense-decode sm90`.
         self.kernel_titles: dict[Operation, str] = {}
 
-        def bind(operation: Operation) -> tuple[Operation, str, Kernel]:
-            entry = dispatch.choose(operation, spec, target, kernel)
+        def bind(operation: Operation, name: str | None = kernel) -> tuple[Operation, str, Kernel]:
+            entry = dispatch.choose(operation, spec, target, name)
             build: Callable[..., Kernel] = entry.load()
             self.kernel_titles[operation] = entry.title
             return operation, entry.name, build(spec, target, workspace)
 
         self.short = bind(Operation.MLA_DECODE if spec.latent else Operation.DECODE)
         self.long = self.short if self.short[2].longest_query() is None else bind(Operation.PREFILL)
+        if spec.batch_invariant and self.long[1] != self.short[1]:
+            # Sums of two kinds of kernels differ, and a prompt's chunks go to the one or the other by their lengths.
+            self.short = self.long = bind(Operation.PREFILL, ANY_LENGTH)
 
     @property
     def kernels(self) -> list[tuple[Operation, str, Kernel]]:

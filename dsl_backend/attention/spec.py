@@ -41,7 +41,8 @@ class AttentionSpec:
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
         latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
-        batch_invariant: a request's results are the same bits whatever requests are beside it, on the same GPU.
+        batch_invariant: a request's results are the same bits whatever requests are beside it, on the same GPU; in
+            Triton, and for dense attention on SM90, also however its queries are cut into chunks.
     """
 
     heads_q: int

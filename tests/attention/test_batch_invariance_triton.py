@@ -13,6 +13,7 @@ from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.configs import BatchInvariantConfig
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.kernel import Operands
+from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.triton.batch_invariant import BatchInvariant
 from dsl_backend.runtime import target as targets
@@ -339,3 +340,22 @@ def test_it_is_chosen_where_nothing_better_is(operation: Operation) -> None:
     assert type(entry.load()(spec, target, scratch)) is BatchInvariant
     assert scratch.partials(0).numel() * 4 == 128 << 20
     assert scratch.integers(0).numel() * 4 < 8 << 20
+
+
+def test_two_kinds_of_kernels_never_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best kernel serves long queries alone, chunks of a prompt would get sums of two kinds."""
+    pytest.importorskip("cutlass", reason="no CuTe DSL kernel to choose")
+    problem = Case(q_lens=(1,), kv_lens=(40,), batch_invariant=True).problem()
+    target, workspace = from_arch("sm_90a"), Workspace(torch.device("cpu"))
+    assert {name for _, name, _ in Planner(problem.spec, target, workspace).kernels} == {"cute"}
+    judged = dispatch.TABLE[Operation.DECODE]
+    refusing = tuple(
+        replace(entry, objections=lambda spec, target: ["refuses"]) if entry.name == "cute" else entry
+        for entry in judged
+    )
+    monkeypatch.setitem(dispatch.TABLE, Operation.DECODE, refusing)
+    planner = Planner(problem.spec, target, workspace)
+    assert {name for _, name, _ in planner.kernels} == {"triton"}
+    assert planner.short[2].longest_query() is None
+    ordinary = Planner(replace(problem.spec, batch_invariant=False), target, workspace)
+    assert {name for _, name, _ in ordinary.kernels} == {"cute", "triton"}
