@@ -343,17 +343,17 @@ def test_it_is_chosen_where_nothing_better_is(operation: Operation) -> None:
 
 
 def test_two_kinds_of_kernels_never_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the best kernel serves long queries alone, chunks of a prompt would get sums of two kinds."""
+    """Where the best kernel serves short queries alone, chunks of a prompt would get sums of two kinds."""
     pytest.importorskip("cutlass", reason="no CuTe DSL kernel to choose")
     problem = Case(q_lens=(1,), kv_lens=(40,), batch_invariant=True).problem()
     target, workspace = from_arch("sm_90a"), Workspace(torch.device("cpu"))
     assert {name for _, name, _ in Planner(problem.spec, target, workspace).kernels} == {"cute"}
-    judged = dispatch.TABLE[Operation.DECODE]
+    judged = dispatch.TABLE[Operation.PREFILL]
     refusing = tuple(
         replace(entry, objections=lambda spec, target: ["refuses"]) if entry.name == "cute" else entry
         for entry in judged
     )
-    monkeypatch.setitem(dispatch.TABLE, Operation.DECODE, refusing)
+    monkeypatch.setitem(dispatch.TABLE, Operation.PREFILL, refusing)
     planner = Planner(problem.spec, target, workspace)
     assert {name for _, name, _ in planner.kernels} == {"triton"}
     assert planner.short[2].longest_query() is None
