@@ -129,7 +129,7 @@ def fingerprint(profile: str, cuda: bool) -> str:
 
 def install(python: Path, profile: str, cuda: bool) -> None:
     pip = [python, "-m", "pip", "install", "--progress-bar", "on" if sys.stdout.isatty() else "off"]
-    extras = ["cute", "dev", "load"] if profile == "test" else []
+    extras = ["dev", "load"] if profile == "test" else []
     if cuda:
         run(*pip, "--editable", f".[{','.join(['vllm', *extras])}]")
         return

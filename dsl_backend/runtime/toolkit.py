@@ -45,7 +45,7 @@ def missing() -> list[str]:
     """Why there is no CuTe DSL here, as an objection of a dispatch table; empty where there is."""
     wheels = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", FFI))
     return [
-        f"{wheel} is not installed: CuTe DSL kernels need `pip install 'dsl-backend[cute]'`"
+        f"{wheel} is not installed: CuTe DSL kernels need `pip install {wheel}`"
         for module, wheel in wheels
         if importlib.util.find_spec(module) is None
     ]
