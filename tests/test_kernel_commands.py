@@ -144,6 +144,8 @@ class TestInterrupted:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell that runs the tests in the background lets them ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         deadline = time.monotonic() + 120
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")

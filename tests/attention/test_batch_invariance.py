@@ -194,15 +194,16 @@ def test_mla_has_fewer_shares_of_more_heads(arch: str, heads: int) -> None:
 
 
 def test_a_guess_is_not_batch_invariant() -> None:
-    spec = replace(DECODE.spec, batch_invariant=True)
-    config = sm90.ForwardConfig(groups=1, tile_n=64, stages=2, guesses=True)
+    """Of MLA: whether one holds depends on all rows of a warp, and those that do not are summed in another order."""
+    spec = replace(LATENT.spec, batch_invariant=True)
+    config = latent_sm90.LatentConfig(tile_n=32, stages=3, guesses=True)
     assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
 
 def test_scratch_grows_with_requests_and_not_with_keys() -> None:
     """32 shares at most, of rows that a batch has: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
-    kernel: Any = sm90_launch.SplitKV(spec, from_arch("sm_90a"), scratch())
+    kernel: Any = sm100_launch.SplitKV(spec, from_arch("sm_100a"), scratch())
     assert kernel.shares == min(32, kernel.blocks // 8)
     problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
     partials, merges = kernel.scratch(problem.batch, 4)

@@ -91,7 +91,7 @@ def test_shared_memory_is_counted() -> None:
     [
         ({"width": 0}, "width 0 is not from 1 to"),
         ({"width": 2**31}, "width 2147483648 is not from 1 to"),
-        ({"dtype": torch.int8}, "x is int8: one of float32, float16, bfloat16 is needed"),
+        ({"dtype": torch.int8}, "dtype is int8: one of float32, float16, bfloat16 is needed"),
         ({"vector": 3}, "vector 3 is not 1, 2, 4 or 8"),
         ({"width": 12, "vector": 8}, "width 12 is not a multiple of the vector 8"),
     ],
