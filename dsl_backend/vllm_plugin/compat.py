@@ -418,7 +418,11 @@ def watch_sleep() -> None:
     """Count from now on how often this process's memory pools wake; again is no different."""
     if not _sleep_frees_what_it_does_not_keep():
         return
-    from vllm.device_allocator.cumem import CuMemAllocator
+    try:
+        from vllm.device_allocator.cumem import CuMemAllocator
+    except ImportError:
+        # Its library needs a driver: where there is none, nothing sleeps.
+        return
 
     theirs = CuMemAllocator.wake_up
     if hasattr(theirs, "__wrapped__"):
