@@ -186,8 +186,12 @@ class QueryTiles:
     def tile(self, request, first, queries, keys, unit, row, right):
         """The item of a row tile."""
         begin, end = self.range_of(queries, keys, row, right)
-        rows, slot = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack, cutlass.Int32(WHOLE)
-        position = keys - queries + row
+        return self.part(request, first, queries, keys, unit, row, right, begin, end, cutlass.Int32(WHOLE))
+
+    @cute.jit
+    def part(self, request, first, queries, keys, unit, row, right, begin, end, slot):
+        """The item of some key tiles of a row tile; slot: of its result, WHOLE where there is no other part."""
+        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
         return work_of(
             self.key,
             self.requests,
@@ -196,7 +200,7 @@ class QueryTiles:
             first + row,
             rows,
             unit,
-            position,
+            keys - queries + row,
             keys,
             begin,
             end,
@@ -395,24 +399,8 @@ class OwnShares(QueryTiles):
             number = row_tile_of(first, request, tile, self.tile_tokens)
             slot = (number * self.units + unit) * self.key.shares + part
         row = tile * self.tokens_per_tile
-        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
-        position = keys - queries + row
         right = window_right(self.key, self.requests, request)
-        return work_of(
-            self.key,
-            self.requests,
-            self.tile_n,
-            request,
-            first + row,
-            rows,
-            unit,
-            position,
-            keys,
-            begin,
-            end,
-            right,
-            slot,
-        )
+        return self.part(request, first, queries, keys, unit, row, right, begin, end, slot)
 
 
 @cute.jit
@@ -495,23 +483,7 @@ class FixedSplits(QueryTiles):
             if begin >= end:
                 # No row of the tile sees the split: one tile of it, wholly masked, leaves an empty partial result.
                 begin, end = from_tile, from_tile + 1
-        rows = cutlass.min(queries - row, self.tokens_per_tile) * self.key.pack
-        position = keys - queries + row
-        return work_of(
-            self.key,
-            self.requests,
-            self.tile_n,
-            request,
-            first + row,
-            rows,
-            unit,
-            position,
-            keys,
-            begin,
-            end,
-            right,
-            slot,
-        )
+        return self.part(request, first, queries, keys, unit, row, right, begin, end, slot)
 
 
 class Cut(NamedTuple):
