@@ -69,7 +69,7 @@ def test_what_breaks_on_a_cpu_is_removed(
 
 def test_cuda_takes_one_step(setup: ModuleType, commands: list[list[str]]) -> None:
     setup.install(Path("python"), "test", cuda=True)
-    assert [command[-1] for command in commands] == [".[vllm,cute,dev,load]"]
+    assert [command[-1] for command in commands] == [".[vllm,dev,load]"]
 
 
 def test_the_cpu_build_is_named_vllm(setup: ModuleType, tmp_path: Path) -> None:
