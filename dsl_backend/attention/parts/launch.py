@@ -293,24 +293,27 @@ class LayerKernel:
         """Key tiles of a split that begins at fixed keys; 0 where splits depend on lengths."""
         return 0
 
+    @property
+    def folding(self) -> int:
+        """float32s of what all blocks fold; 0 where splits do not begin at fixed keys."""
+        return self.blocks * folding_size(self.tile_m, self.columns) if self.split_tiles else 0
+
     def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Results that blocks fold, then partial results of splits; and each request's first of these."""
-        folding = self.blocks * folding_size(self.tile_m, self.columns)
-        if not self.split:
-            return self.workspace.partials(folding)[:folding], self.workspace.flags(COUNTERS)[:COUNTERS]
         splits = -(-batch.max_seq_len // (self.split_tiles * self.config.tile_n)) + 1
         row_tiles_ = row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack))
         wanted = row_tiles_ * self.units * splits * partial_size(rows, self.columns)
-        count = folding + min(wanted, MOST_PARTIALS_BYTES // 4)
+        count = self.folding + min(wanted, MOST_PARTIALS_BYTES // 4)
         bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
         return self.workspace.partials(count)[:count], bases
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Partial results of so many rows, and the ledger of the blocks."""
+        if not self.split:
+            folding = self.workspace.partials(self.folding)[: self.folding] if self.folding else None
+            return folding, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
         if self.split_tiles:
             return self.fixed_scratch(batch, rows)
-        if not self.split:
-            return None, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
         columns = self.columns
         if self.shares:
             tokens = self.tile_m // self.pack if self.longest_query() is None else None
