@@ -88,7 +88,7 @@ def secrets_of(words: Sequence[str], environment: Mapping[str, str] = os.environ
             found.add(word.partition("=")[2])
         elif MASK in shown and word.lstrip()[:1] in ("{", "["):
             found |= set(json_secrets(json.loads(word)))
-    return sorted((one for one in found if len(one) >= SHORTEST), key=len, reverse=True)
+    return sorted((one for one in found if len(one) >= SHORTEST), key=lambda one: (-len(one), one))
 
 
 def json_secrets(value: Any, secret: bool = False) -> list[str]:
