@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime.precompile import Unit
-from dsl_backend.runtime.winners import Winners
+from dsl_backend.runtime.tuned import Winners
 
 from . import check, timing
 from .case import Launch, Reference

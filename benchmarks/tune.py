@@ -16,12 +16,12 @@ from typing import Any
 import dsl_backend
 import torch
 from dsl_backend.errors import InvalidInput
-from dsl_backend.linear.winners import Unfused
+from dsl_backend.linear.tuned import Unfused
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
-from dsl_backend.runtime.winners import Winner
+from dsl_backend.runtime.tuned import Winner
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -135,7 +135,7 @@ def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> 
     """The winners of a class.
 
     Args:
-        shared: fields of `runtime.winners.Entry` that all have.
+        shared: fields of `runtime.tuned.Entry` that all have.
     """
     rows = tuple(contest.name for contest in one.contests)
     return [

@@ -22,15 +22,15 @@ from pydantic import BaseModel, ConfigDict
 from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
-from dsl_backend.attention.winners import WINNERS as ATTENTION_WINNERS
+from dsl_backend.attention.tuned import WINNERS as ATTENTION_WINNERS
 from dsl_backend.errors import InvalidInput
 from dsl_backend.linear import dispatch as linear
 from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.winners import WINNERS as LINEAR_WINNERS
+from dsl_backend.linear.tuned import WINNERS as LINEAR_WINNERS
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
-from dsl_backend.runtime.winners import Winners
+from dsl_backend.runtime.tuned import Winners
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator families, for those who want something of all of them: the command line and the plugin.
 
-A family that has CuTe DSL kernels has a module `units`, which registers what it needs for a model when it is imported
-(`runtime.precompile.register_family`), and says in `served_by_others` why other kernels serve a part of a model.
+A family that has CuTe DSL kernels has a module `precompile`. When that is imported, it registers which kernels a model
+needs (`runtime.precompile.register_family`). Its `served_by_others` says why other kernels serve a part of a model.
 """
 
 import importlib
@@ -19,18 +19,18 @@ FAMILIES = ("attention", "linear", "sampling", "softmax")
 
 
 def load_units() -> None:
-    """Import the `units` of every family that has one."""
+    """Import the `precompile` of every family that has one."""
     for family in FAMILIES:
         package = f"dsl_backend.{family}"
         if importlib.util.find_spec(package) is None:
             continue
-        if importlib.util.find_spec(f"{package}.units") is not None:
-            importlib.import_module(f"{package}.units")
+        if importlib.util.find_spec(f"{package}.precompile") is not None:
+            importlib.import_module(f"{package}.precompile")
 
 
 def served_by_others(family: str, model: "ModelShape", target: "Target") -> list[str]:
     """Why CuTe DSL's kernels of a family do not serve all of a model: `what: reason`, each reason once."""
     if family not in FAMILIES:
         return []
-    found = importlib.import_module(f"dsl_backend.{family}.units").served_by_others(model, target)
+    found = importlib.import_module(f"dsl_backend.{family}.precompile").served_by_others(model, target)
     return [f"{'; '.join(parts)}: {reason}" for reason, parts in by_reason(found).items()]

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("attention", "linear", "sampling", "softmax")
-KERNELS = ("sm90", "sm100", "triton")
+KERNELS = ("cute", "triton")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ RULES = (
     Rule("only the plugin knows vLLM", ("dsl_backend",), ("vllm",), but=("dsl_backend/vllm_plugin",)),
     Rule(
         "nothing below the command line knows the plugin",
-        tuple(f"dsl_backend/{name}" for name in (*FAMILIES, "runtime", "primitives", "testing")),
+        tuple(f"dsl_backend/{name}" for name in (*FAMILIES, "gemm", "quant", "runtime", "primitives", "testing")),
         ("dsl_backend.vllm_plugin", "dsl_backend.cli", "dsl_backend.doctor", "dsl_backend.verify"),
     ),
     Rule(
@@ -142,8 +142,8 @@ WRONG = {
         "def late():\n    from dsl_backend.attention import plan",
         "attention's kernels know neither who plans nor who calls them",
     ),
-    "dsl_backend/attention/sm90/decode.py": (
-        "from ..dispatch import choose",
+    "dsl_backend/attention/cute/sm90/decode.py": (
+        "from ...dispatch import choose",
         "attention's kernels know neither who plans nor who calls them",
     ),
     "dsl_backend/primitives/copy.py": ("import torch", "primitives are cutlass alone"),
@@ -187,7 +187,7 @@ def test_a_breach_is_found(tmp_path: Path, name: str) -> None:
         ("dsl_backend/attention/api.py", "import vllm_of_another_name"),
         (
             "dsl_backend/attention/triton/launch.py",
-            "if TYPE_CHECKING:\n    from dsl_backend.attention.kernel import Operands",
+            "if TYPE_CHECKING:\n    from dsl_backend.attention.protocol import Operands",
         ),
         ("dsl_backend/primitives/copy.py", "import cutlass\nfrom dsl_backend.primitives import mma"),
     ],

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.winners import CHOICES, config_of
+from dsl_backend.attention.protocol import Operands
+from dsl_backend.attention.tuned import CHOICES, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target

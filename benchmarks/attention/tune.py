@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.winners import CHOICES, WINNERS, problem_of
+from dsl_backend.attention.tuned import CHOICES, WINNERS, problem_of
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target

@@ -28,9 +28,9 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours() -> None:
+    from dsl_backend.gemm.sm100.configs import GemmConfig
+    from dsl_backend.linear.cute import host as launch
     from dsl_backend.linear.kernel import Operands
-    from dsl_backend.linear.parts import launch
-    from dsl_backend.linear.sm100.configs import GemmConfig
     from dsl_backend.linear.spec import LinearSpec, Swiglu
     from dsl_backend.runtime.target import from_arch
     from dsl_backend.runtime.workspace import Workspace

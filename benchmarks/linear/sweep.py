@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from dsl_backend.linear.configs import blocks_of, choose, estimate_us, variants
 from dsl_backend.linear.kernel import Operands
-from dsl_backend.linear.winners import Unfused, config_of
+from dsl_backend.linear.tuned import Unfused, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
@@ -30,7 +30,7 @@ from .rows import MAIN, TOKENS
 def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, workspace: Workspace) -> Callable[[int], Any]:
     """Launches a layer."""
     # Imports CuTe DSL.
-    from dsl_backend.linear.parts import launch
+    from dsl_backend.linear.cute import host as launch
 
     function = launch.build(launch.key_of(problem.spec, config), target)
     blocks = blocks_of(config, problem.m, target)
@@ -62,7 +62,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
         return Ready(run_of, outputs, reference(problem, inputs, layers - 1))
 
     def unit(config: Any) -> Unit | None:
-        from dsl_backend.linear.parts import launch
+        from dsl_backend.linear.cute import host as launch
 
         if isinstance(config, Unfused):
             return None

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.winners import WINNERS, problem_of
+from dsl_backend.linear.tuned import WINNERS, problem_of
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
 

@@ -16,7 +16,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.softmax import api
 from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, power_of_2, widest_vector
-from dsl_backend.softmax.sm90 import launch
+from dsl_backend.softmax.cute import host as launch
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 from .. import sweep, timing

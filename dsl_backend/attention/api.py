@@ -18,8 +18,8 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.kernel import Operands, Writes
 from dsl_backend.attention.plan import AttentionPlan, Planner
+from dsl_backend.attention.protocol import Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dsl_backend.attention.kv_format import FP8
-from dsl_backend.attention.sm90 import configs as sm90
-from dsl_backend.attention.sm90 import latent_configs as latent_sm90
-from dsl_backend.attention.sm100 import configs as sm100
-from dsl_backend.attention.sm100 import latent_configs as latent_sm100
+from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
+from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.attention.winners import Heuristic, config_of
+from dsl_backend.attention.tuned import Heuristic, config_of
 from dsl_backend.checks import short
 from dsl_backend.errors import by_reason
+from dsl_backend.quant.format import FP8
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
 from dsl_backend.runtime.target import Target
@@ -177,13 +177,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry(
             "cute",
             "dense-prefill sm90",
-            "dsl_backend.attention.sm90.launch:Prefill",
+            "dsl_backend.attention.cute.sm90.dense_host:Prefill",
             on_sm90(cute_dense, sm90.default_config),
         ),
         Entry(
             "cute",
             "dense-prefill sm100",
-            "dsl_backend.attention.sm100.launch:Prefill",
+            "dsl_backend.attention.cute.sm100.dense_host:Prefill",
             on_sm100(cute_dense, sm100.default_config),
         ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
@@ -193,13 +193,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry(
             "cute",
             "dense-decode sm90",
-            "dsl_backend.attention.sm90.launch:SplitKV",
+            "dsl_backend.attention.cute.sm90.dense_host:SplitKV",
             on_sm90(cute_dense, sm90.default_split_config),
         ),
         Entry(
             "cute",
             "dense-decode sm100",
-            "dsl_backend.attention.sm100.launch:SplitKV",
+            "dsl_backend.attention.cute.sm100.dense_host:SplitKV",
             on_sm100(cute_dense, sm100.default_split_config),
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
@@ -209,20 +209,20 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry(
             "cute",
             "mla-decode sm90",
-            "dsl_backend.attention.sm90.latent_launch:LatentSplitKV",
+            "dsl_backend.attention.cute.sm90.mla_host:LatentSplitKV",
             on_sm90(cute_mla, latent_sm90.default_latent_config),
         ),
         Entry(
             "cute",
             "mla-decode sm100",
-            "dsl_backend.attention.sm100.latent_launch:LatentSplitKV",
+            "dsl_backend.attention.cute.sm100.mla_host:LatentSplitKV",
             on_sm100(cute_mla, latent_sm100.default_latent_config),
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),
     ),
     Operation.WRITE_KV: (
-        Entry("cute", "write-kv sm90/sm100", "dsl_backend.attention.parts.write_launch:WriteKV", cute_writes),
+        Entry("cute", "write-kv sm90/sm100", "dsl_backend.attention.cute.write_kv_host:WriteKV", cute_writes),
         Entry("triton", "write-kv triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_common),
         Entry("reference", "write-kv reference", "dsl_backend.attention.reference:WriteKV", cpu_only),
     ),

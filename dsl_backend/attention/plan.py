@@ -12,7 +12,7 @@ import torch
 from dsl_backend import checks
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Kernel, Launch, Misaligned, Operands
+from dsl_backend.attention.protocol import Kernel, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.log import warning_once
 from dsl_backend.runtime.target import Target

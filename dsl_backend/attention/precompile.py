@@ -118,7 +118,7 @@ def units_of(
                 yield Unit("attention", type(chosen).build, key, target)  # type: ignore[attr-defined]
     if spec.page_size is not None and not dispatch.cute_writes(spec, target):
         # Imports CuTe DSL.
-        from dsl_backend.attention.parts import write_launch
+        from dsl_backend.attention.cute import write_kv_host as write_launch
 
         yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
 

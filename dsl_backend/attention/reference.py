@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from dsl_backend.attention.kernel import Launch, Operands, Writes
-from dsl_backend.attention.kv_format import is_fp8
+from dsl_backend.attention.protocol import Launch, Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require
 from dsl_backend.errors import InvalidInput
+from dsl_backend.quant.format import is_fp8
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from dsl_backend import checks
-from dsl_backend.attention.kv_format import KVFormat, format_of, is_fp8
 from dsl_backend.checks import require, short
+from dsl_backend.quant.format import KVFormat, format_of, is_fp8
 
 
 class Causality(enum.Enum):

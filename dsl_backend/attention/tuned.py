@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from dsl_backend.attention.sm90 import configs as sm90
-from dsl_backend.attention.sm90 import latent_configs as latent_sm90
-from dsl_backend.attention.sm100 import configs as sm100
-from dsl_backend.attention.sm100 import latent_configs as latent_sm100
+from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
+from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
-from dsl_backend.runtime import winners
+from dsl_backend.runtime import tuned as winners
 from dsl_backend.runtime.target import Target
 
 Feature = Literal["alibi", "sinks", "softcap"]
@@ -100,7 +100,7 @@ CHOICES: Mapping[Heuristic, Choice] = MappingProxyType(
 
 WINNERS = winners.Winners(
     "attention",
-    Path(__file__).with_name("winners.json"),
+    Path(__file__).with_name("tuned.json"),
     Problem,
     {
         "sm90.ForwardConfig": sm90.ForwardConfig,

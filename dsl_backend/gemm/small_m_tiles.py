@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARPGROUP, ceil_div
+from dsl_backend.gemm.sizes import BLOCK_K, ELEMENT_BYTES, WARPGROUP, ceil_div
 from dsl_backend.linear.spec import LinearSpec
 
 

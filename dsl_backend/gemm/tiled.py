@@ -12,11 +12,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
+from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sizes import BLOCK_K, ELEMENT_BYTES, PIECE
+from dsl_backend.gemm.views import NUMERIC, parts_view
 from dsl_backend.linear.configs import Gemms
-from dsl_backend.linear.epilogue import Arithmetic, epilogue_of
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, PIECE
-from dsl_backend.linear.parts.views import NUMERIC, parts_view
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import Ring
 from dsl_backend.primitives.schedule import raster

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, PIECE, WARPGROUP, ceil_div
-from dsl_backend.linear.parts.stream_tiles import StreamTiles
-from dsl_backend.linear.sm100 import configs as sm100
+from dsl_backend.gemm.sizes import BLOCK_K, ELEMENT_BYTES, PIECE, WARPGROUP, ceil_div
+from dsl_backend.gemm.sm100 import configs as sm100
+from dsl_backend.gemm.small_m_tiles import StreamTiles
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 

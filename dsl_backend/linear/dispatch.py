@@ -48,7 +48,7 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 
 
 TABLE = (
-    Entry("cute", "linear sm90/sm100", "dsl_backend.linear.parts.launch:bind", cute),
+    Entry("cute", "linear sm90/sm100", "dsl_backend.linear.cute.host:bind", cute),
     Entry("triton", "linear triton", "dsl_backend.linear.triton.gemm:bind", triton),
     Entry("reference", "linear reference", "dsl_backend.linear.reference:bind", cpu_only),
 )

@@ -9,7 +9,7 @@ import torch
 from dsl_backend.checks import short
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.winners import configs_of
+from dsl_backend.linear.tuned import configs_of
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import Unit, register_family
 from dsl_backend.runtime.target import Target
@@ -46,7 +46,7 @@ def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
-    from dsl_backend.linear.parts import launch
+    from dsl_backend.linear.cute import host as launch
 
     for config in configs_of(spec, target):
         yield Unit("linear", launch.build, launch.key_of(spec, config), target)

@@ -11,11 +11,11 @@ import torch
 from pydantic import PositiveInt, model_validator
 
 from dsl_backend.checks import short
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
-from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime import winners
+from dsl_backend.runtime import tuned as winners
 from dsl_backend.runtime.target import Target
 
 
@@ -72,7 +72,7 @@ class Unfused:
 
 WINNERS = winners.Winners(
     "linear",
-    Path(__file__).with_name("winners.json"),
+    Path(__file__).with_name("tuned.json"),
     Problem,
     {
         "sm90.GemmConfig": GemmConfig,

@@ -54,7 +54,7 @@ class Target:
         sm_count: streaming multiprocessors; 0 on a CPU.
         smem_bytes: dynamic shared memory a block may use; 0 on a CPU.
         interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
-        gpu: the product's name, for what was measured on it alone (runtime/winners.py); None where none is at hand.
+        gpu: the product's name, for what was measured on it alone (runtime/tuned.py); None where none is at hand.
         spare_sms: of sm_count, those that a kernel leaves to others that run beside it.
     """
 

@@ -44,7 +44,7 @@ def cpu_only(spec: SamplingSpec, target: Target) -> list[str]:
 TABLE: dict[Operation, tuple[Entry[SamplingSpec], ...]] = {
     # sm90's kernel uses nothing that SM100 lacks or does better: one class serves both.
     Operation.SAMPLE: (
-        Entry("cute", "sampling sm90/sm100", "dsl_backend.sampling.sm90.launch:CuteSampler", cute),
+        Entry("cute", "sampling sm90/sm100", "dsl_backend.sampling.cute.host:CuteSampler", cute),
         Entry("triton", "sampling triton", "dsl_backend.sampling.triton.sample:TritonSampler", triton),
         Entry("reference", "sampling reference", "dsl_backend.sampling.reference:ReferenceSampler", cpu_only),
     )

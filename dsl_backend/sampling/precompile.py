@@ -29,7 +29,7 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
         if dispatch.cute(spec, target):
             continue
         # Imports CuTe DSL.
-        from dsl_backend.sampling.sm90 import launch
+        from dsl_backend.sampling.cute import host as launch
 
         for config in cluster_configs(spec, target, MOST_ROWS, widest_vector(spec)):
             yield Unit("sampling", launch.build, launch.key_of(spec, config), target)

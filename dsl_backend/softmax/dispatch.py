@@ -41,7 +41,7 @@ def cpu_only(spec: SoftmaxSpec, target: Target) -> list[str]:
 
 # sm90's kernel uses nothing that SM100 lacks or does better: one class serves both.
 TABLE = (
-    Entry("cute", "softmax sm90/sm100", "dsl_backend.softmax.sm90.launch:softmax", cute),
+    Entry("cute", "softmax sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute),
     Entry("triton", "softmax triton", "dsl_backend.softmax.triton.rows:softmax", triton),
     Entry("reference", "softmax reference", "dsl_backend.softmax.reference:softmax", cpu_only),
 )

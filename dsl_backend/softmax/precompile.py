@@ -26,7 +26,7 @@ def units(model: ModelShape, target: Target) -> Iterator[Unit]:
         if dispatch.cute(spec, target):
             continue
         # Imports CuTe DSL.
-        from dsl_backend.softmax.sm90 import launch
+        from dsl_backend.softmax.cute import host as launch
 
         yield Unit("softmax", launch.build, launch.key_of(spec), target)
 

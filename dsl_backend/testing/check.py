@@ -113,7 +113,7 @@ def forced(case: Case) -> Callable[[Planner], None] | None:
         if planner.short[1] == "reference":
             return  # has neither
         # Imported here: the rest of this module serves machines without Triton.
-        from dsl_backend.attention.configs import PrefillConfig, SplitKVConfig, TileConfig
+        from dsl_backend.attention.triton.configs import PrefillConfig, SplitKVConfig, TileConfig
         from dsl_backend.attention.triton.prefill import Prefill
         from dsl_backend.attention.triton.split_kv import SplitKV
 
@@ -125,7 +125,7 @@ def forced(case: Case) -> Callable[[Planner], None] | None:
 
         operation, name, kernel = planner.short
         if name == "cute":
-            from dsl_backend.attention.parts.launch import LayerKernel
+            from dsl_backend.attention.cute.host import LayerKernel
 
             assert isinstance(kernel, LayerKernel)
             if case.programs is not None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import reference
-from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.quant.format import is_fp8
 
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
 SENTINEL = -96.0

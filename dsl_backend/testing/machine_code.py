@@ -134,8 +134,8 @@ LIMIT_S = 300
 def attention_subjects() -> Iterator[Subject]:
     """Those that a CuTe DSL kernel serves: short queries, long ones by claims or launch control, the longest alone."""
     from dsl_backend.attention import dispatch
-    from dsl_backend.attention.sm90.configs import long_query_config
-    from dsl_backend.attention.sm100 import configs as sm100
+    from dsl_backend.attention.cute.sm90.dense_configs import long_query_config
+    from dsl_backend.attention.cute.sm100 import dense_configs as sm100
     from dsl_backend.runtime.target import from_arch
 
     for arch in ARCHS:
@@ -184,7 +184,7 @@ def linear_subjects() -> Iterator[Subject]:
 
 def linear_kernels(arch: str, spec: LinearSpec) -> Iterator[Made]:
     from dsl_backend.linear.configs import fitting
-    from dsl_backend.linear.parts import launch
+    from dsl_backend.linear.cute import host as launch
     from dsl_backend.runtime.target import from_arch
 
     target = from_arch(arch)

@@ -131,7 +131,7 @@ def has_subnormal(x: torch.Tensor) -> bool:
 def launch_as_configured(case: SamplingCase, x: torch.Tensor, rows: Parameters) -> torch.Tensor:
     """Tokens of the CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
-    from dsl_backend.sampling.sm90 import launch
+    from dsl_backend.sampling.cute import host as launch
 
     tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype, device=x.device)
     function = launch.build(launch.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))

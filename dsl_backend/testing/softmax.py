@@ -125,7 +125,7 @@ def judge_on_host(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> None
 def launch_as_configured(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> None:
     """The CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
-    from dsl_backend.softmax.sm90 import launch
+    from dsl_backend.softmax.cute import host as launch
 
     function = launch.build(launch.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
     function(api.side_by_side(x), api.side_by_side(out))

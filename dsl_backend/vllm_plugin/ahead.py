@@ -13,7 +13,7 @@ import torch
 
 from dsl_backend import envs, families
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.linear import units as linear_units
+from dsl_backend.linear import precompile as linear_units
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import model, precompile
@@ -36,7 +36,7 @@ def compile_attention(
 
     Args:
         specs: of all batches that it will see.
-        lse, sinks: as `attention.units.units_of` has them.
+        lse, sinks: as `attention.precompile.units_of` has them.
     """
     wanted = tuple(specs)
     if vllm_config is None or vllm_config.model_config is None or not first_time(vllm_config, wanted, lse, sinks):
@@ -45,7 +45,7 @@ def compile_attention(
 
     def units(target: Target) -> Iterator[Unit]:
         # Imports the planner.
-        from dsl_backend.attention.units import units_of
+        from dsl_backend.attention.precompile import units_of
 
         kernel = options.of(vllm_config).attention_kernel
         for spec in wanted:

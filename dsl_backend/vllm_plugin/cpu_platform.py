@@ -20,7 +20,7 @@ def install(platform: type) -> None:
     def get_attn_backend_cls(cls: type, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
         if getattr(selected_backend, "name", None) != NAME:
             return original(cls, selected_backend, *args, **kwargs)
-        from dsl_backend.vllm_plugin.router import DSLRouter
+        from dsl_backend.vllm_plugin.backend_selector import DSLRouter
 
         return DSLRouter.path_on_cpu(kwargs["attn_selector_config"] if "attn_selector_config" in kwargs else args[0])
 

@@ -25,7 +25,7 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
-from dsl_backend.vllm_plugin.planning import Planners, StepPlans
+from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME
 
 # Queries, keys and values of one step, without a cache.

@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import aux_stream
 
 from dsl_backend.linear import api, ops
 from dsl_backend.linear.spec import Activation, Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.winners import fused_is_faster
+from dsl_backend.linear.tuned import fused_is_faster
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.op import register_op
 

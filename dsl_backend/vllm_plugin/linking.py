@@ -17,7 +17,8 @@ from torch import nn
 
 from dsl_backend import __version__, envs
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import dispatch, winners
+from dsl_backend.linear import dispatch
+from dsl_backend.linear import tuned as winners
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets

@@ -20,12 +20,12 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.precompile import LATENT_PAGE_SIZE
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.attention.units import LATENT_PAGE_SIZE
 from dsl_backend.log import warning_once
 from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
-from dsl_backend.vllm_plugin.planning import Planners, StepPlans
 from dsl_backend.vllm_plugin.registration import NAME, ensure_prefill_member
 
 # The rope part of a key where no model configuration says otherwise.

@@ -12,7 +12,7 @@ from typing import Any
 from dsl_backend.log import logger
 
 NAME = "DSL"
-ROUTER = "dsl_backend.vllm_plugin.router.DSLRouter"
+ROUTER = "dsl_backend.vllm_plugin.backend_selector.DSLRouter"
 MLA_PREFILL = "dsl_backend.vllm_plugin.mla_prefill.DSLPrefillBackend"
 
 

@@ -134,7 +134,7 @@ def unserved(config: Any) -> list[str]:
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
 
-    from dsl_backend.vllm_plugin.router import DSLRouter
+    from dsl_backend.vllm_plugin.backend_selector import DSLRouter
 
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     try:

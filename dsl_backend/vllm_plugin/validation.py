@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.kv_format import is_fp8
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import is_fp8
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import KV_CACHE_DTYPES
 from dsl_backend.runtime.target import Target

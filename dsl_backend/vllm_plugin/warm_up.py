@@ -10,7 +10,7 @@ from typing import Any
 
 from dsl_backend import families
 from dsl_backend.errors import InvalidInput
-from dsl_backend.linear.units import units_of
+from dsl_backend.linear.precompile import units_of
 from dsl_backend.log import logger
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets

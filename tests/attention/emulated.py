@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import emulator
-from dsl_backend.attention.kernel import Kernel
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import emulator
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.parts.launch import LatentKernel
+from dsl_backend.attention.cute.host import LatentKernel
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import Causality
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

@@ -9,13 +9,13 @@ import torch
 from judge import Kernel
 from suite import Rows, Suite
 
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.sm90.configs import ForwardConfig as HopperConfig
-from dsl_backend.attention.sm90.launch import Prefill as HopperPrefill
-from dsl_backend.attention.sm100.configs import ForwardConfig
-from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
-from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
-from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig as HopperConfig
+from dsl_backend.attention.cute.sm90.dense_host import Prefill as HopperPrefill
+from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig
+from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check

@@ -4,9 +4,9 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import ClaimedTiles, KeyShares, Requests
-from dsl_backend.attention.parts.work import FIELDS
-from dsl_backend.attention.sm100.launch_control import LaunchControl, LaunchedTiles
+from dsl_backend.attention.cute.scheduler.tile_scheduler import ClaimedTiles, KeyShares, Requests
+from dsl_backend.attention.cute.scheduler.work_tile import FIELDS
+from dsl_backend.attention.cute.sm100.clc_scheduler import LaunchControl, LaunchedTiles
 
 
 class Record:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dsl_backend.attention import api, dispatch
-from dsl_backend.attention.kernel import Misaligned, Operands
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Misaligned, Operands
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import Workspace

@@ -10,16 +10,16 @@ import torch
 
 import emulator
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import dense_host as sm90_launch
+from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
+from dsl_backend.attention.cute.sm90 import mla_host as latent_sm90_launch
+from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import dense_host as sm100_launch
+from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
+from dsl_backend.attention.cute.sm100 import mla_host as latent_sm100_launch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Kernel, Operands
-from dsl_backend.attention.sm90 import configs as sm90
-from dsl_backend.attention.sm90 import latent_configs as latent_sm90
-from dsl_backend.attention.sm90 import latent_launch as latent_sm90_launch
-from dsl_backend.attention.sm90 import launch as sm90_launch
-from dsl_backend.attention.sm100 import configs as sm100
-from dsl_backend.attention.sm100 import latent_configs as latent_sm100
-from dsl_backend.attention.sm100 import latent_launch as latent_sm100_launch
-from dsl_backend.attention.sm100 import launch as sm100_launch
+from dsl_backend.attention.protocol import Kernel, Operands
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import emulator
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.parts import launch as shared_launch
-from dsl_backend.attention.sm90 import configs, launch
+from dsl_backend.attention.cute import host as shared_launch
+from dsl_backend.attention.cute.sm90 import dense_configs as configs
+from dsl_backend.attention.cute.sm90 import dense_host as launch
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dsl_backend.attention import api, dispatch
-from dsl_backend.attention.configs import BatchInvariantConfig
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.kernel import Operands
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.triton.batch_invariant import BatchInvariant
+from dsl_backend.attention.triton.configs import BatchInvariantConfig
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.parts.launch import fake_args, latent_rows_of
-from dsl_backend.attention.sm100 import latent_pair
-from dsl_backend.attention.sm100.latent_configs import PairConfig
-from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
+from dsl_backend.attention.cute.host import fake_args, latent_rows_of
+from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
+from dsl_backend.attention.cute.sm100.mla_configs import PairConfig
+from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
 from dsl_backend.primitives import tensor_copy, tensor_product
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target

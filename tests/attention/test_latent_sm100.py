@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig, default_latent_config
+from dsl_backend.attention.cute.sm100.mla_host import Latent, LatentSplitKV
 from dsl_backend.attention.dispatch import Operation, choose
-from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig, default_latent_config
-from dsl_backend.attention.sm100.latent_launch import Latent, LatentSplitKV
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla
 from tests.attention import latent

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.sm90.configs import PRODUCT_REGISTERS, SM_REGISTERS
-from dsl_backend.attention.sm90.latent_configs import GROUPS, LatentConfig, default_latent_config
-from dsl_backend.attention.sm90.latent_launch import Latent, LatentSplitKV
+from dsl_backend.attention.cute.sm90.dense_configs import PRODUCT_REGISTERS, SM_REGISTERS
+from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, LatentConfig, default_latent_config
+from dsl_backend.attention.cute.sm90.mla_host import Latent, LatentSplitKV
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

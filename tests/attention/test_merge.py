@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts.merge import FEW, RESIDENT, WARP, WARPS
-from dsl_backend.attention.parts.schedule import FEW_PARTS, SPARED
+from dsl_backend.attention.cute.combine import FEW, RESIDENT, WARP, WARPS
+from dsl_backend.attention.cute.scheduler.tile_scheduler import FEW_PARTS, SPARED
+from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90.configs import ForwardConfig
-from dsl_backend.attention.sm90.launch import SplitKV
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.testing.cases import Case
 from tests.attention.emulated import emulate, scratch
 

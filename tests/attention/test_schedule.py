@@ -17,14 +17,14 @@ pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import from_dlpack
 
-from dsl_backend.attention.kernel import COUNTERS
-from dsl_backend.attention.kv_format import KVFormat
-from dsl_backend.attention.parts import schedule
-from dsl_backend.attention.parts.schedule import Cut
-from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.tiles import LayerKey
-from dsl_backend.attention.parts.work import FIELDS, WHOLE, Work
-from dsl_backend.attention.sm100 import launch_control
+from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Cut
+from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, WHOLE, Work
+from dsl_backend.attention.cute.score_mod import ScoreKey
+from dsl_backend.attention.cute.sm100 import clc_scheduler as launch_control
+from dsl_backend.attention.cute.tiles import LayerKey
+from dsl_backend.attention.protocol import COUNTERS
+from dsl_backend.quant.format import KVFormat
 from emulator.errors import EmulatorError
 from emulator.machine.launch import Run
 from tests.attention import schedule_kernels

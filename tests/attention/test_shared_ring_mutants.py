@@ -12,12 +12,15 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts.launch import fake_args, rows_of
+from dsl_backend.attention.cute.host import fake_args, rows_of
+from dsl_backend.attention.cute.sm100 import dense_correction as correct
+from dsl_backend.attention.cute.sm100 import dense_kernel as forward
+from dsl_backend.attention.cute.sm100 import dense_mma as multiply
+from dsl_backend.attention.cute.sm100 import kv_stages as places
+from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm100 import correct, forward, multiply, places
-from dsl_backend.attention.sm100.configs import ForwardConfig
-from dsl_backend.attention.sm100.launch import Prefill
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case

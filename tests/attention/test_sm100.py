@@ -9,14 +9,14 @@ from typing import Any
 import cutlass
 import pytest
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts import schedule
-from dsl_backend.attention.parts.launch import function_of, nothing
-from dsl_backend.attention.parts.schedule import work_of
-from dsl_backend.attention.parts.sizes import packed_heads, padded
-from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm100 import correct, rest, softmax
-from dsl_backend.attention.sm100.configs import (
+from dsl_backend.attention.cute.host import function_of, nothing
+from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
+from dsl_backend.attention.cute.scheduler.tile_scheduler import work_of
+from dsl_backend.attention.cute.sizes import packed_heads, padded
+from dsl_backend.attention.cute.sm100 import dense_correction as correct
+from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
+from dsl_backend.attention.cute.sm100 import idle_warps as rest
+from dsl_backend.attention.cute.sm100.dense_configs import (
     SWAPPED_VALUES,
     ForwardConfig,
     default_config,
@@ -24,12 +24,14 @@ from dsl_backend.attention.sm100.configs import (
     few_rows_config,
     variants,
 )
-from dsl_backend.attention.sm100.launch import Prefill, SplitKV
-from dsl_backend.attention.sm100.pair import PairForward
-from dsl_backend.attention.sm100.pair_correct import PairCorrector
-from dsl_backend.attention.sm100.pair_multiply import PairMultiplier
-from dsl_backend.attention.sm100.pair_schedule import PairTiles
-from dsl_backend.attention.sm100.rest import arrivals_of
+from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
+from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of
+from dsl_backend.attention.cute.sm100.two_cta_correction import PairCorrector
+from dsl_backend.attention.cute.sm100.two_cta_kernel import PairForward
+from dsl_backend.attention.cute.sm100.two_cta_mma import PairMultiplier
+from dsl_backend.attention.cute.sm100.two_cta_scheduler import PairTiles
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.compile import forget

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig
+from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm100.configs import ForwardConfig
-from dsl_backend.attention.sm100.latent_configs import LatentConfig, PairConfig
-from dsl_backend.attention.sm100.latent_launch import LatentSplitKV
-from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.testing.cases import Case, mla
 from tests.attention import latent
 from tests.attention.emulated import emulate, scratch

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts import scores
-from dsl_backend.attention.parts.launch import function_of
+from dsl_backend.attention.cute import score_mod as scores
+from dsl_backend.attention.cute.host import function_of
+from dsl_backend.attention.cute.sm100 import dense_kernel as forward
+from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
+from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig, default_config
+from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm100 import forward, softmax
-from dsl_backend.attention.sm100.configs import ForwardConfig, default_config
-from dsl_backend.attention.sm100.launch import Prefill, SplitKV
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.primitives import math as device_math
 from dsl_backend.runtime.compile import forget
 from dsl_backend.testing.cases import FP16, FULL, Case

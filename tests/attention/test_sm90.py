@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90 import launch
-from dsl_backend.attention.sm90.configs import (
+from dsl_backend.attention.cute.sm90 import dense_host as launch
+from dsl_backend.attention.cute.sm90.dense_configs import (
     REGISTERS,
     WIDENING_REGISTERS,
     ForwardConfig,
     default_config,
     default_split_config,
 )
-from dsl_backend.attention.sm90.launch import Prefill, SplitKV
+from dsl_backend.attention.cute.sm90.dense_host import Prefill, SplitKV
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP16, Case, by_id

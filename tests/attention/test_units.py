@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention import units
-from dsl_backend.attention.parts.write_kv import WriteKey
+from dsl_backend.attention import precompile as units
+from dsl_backend.attention.cute.write_kv import WriteKey
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime.target import from_arch
 

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.kernel import Kernel
-from dsl_backend.attention.parts import widen
-from dsl_backend.attention.parts.launch import fake_args, rows_of
+from dsl_backend.attention.cute import dequant as widen
+from dsl_backend.attention.cute.host import fake_args, rows_of
+from dsl_backend.attention.cute.sm90 import dense_kernel as forward
+from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm90.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90 import forward
-from dsl_backend.attention.sm90.configs import ForwardConfig
-from dsl_backend.attention.sm90.launch import Prefill
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig, default_config, default_split_config
+from dsl_backend.attention.cute.sm90.mla_configs import LatentConfig, default_latent_config
+from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig as Sm100Config
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.sm90.configs import ForwardConfig, default_config, default_split_config
-from dsl_backend.attention.sm90.latent_configs import LatentConfig, default_latent_config
-from dsl_backend.attention.sm100.configs import ForwardConfig as Sm100Config
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.attention.winners import CHOICES, WINNERS, Problem, config_of, problem_of
+from dsl_backend.attention.tuned import CHOICES, WINNERS, Problem, config_of, problem_of
 from dsl_backend.doctor import typical_layers
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch

@@ -10,10 +10,10 @@ pytest.importorskip("cutlass")
 
 import emulator
 from dsl_backend.attention import api, reference
-from dsl_backend.attention.kv_format import KVFormat
-from dsl_backend.attention.parts import write_kv
+from dsl_backend.attention.cute import write_kv
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.quant.format import KVFormat
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.target import from_arch
@@ -119,7 +119,7 @@ def test_tensors_that_lie_badly_are_written_by_the_next_kernel() -> None:
         writer(aligned.key, aligned.value, aligned.key_cache, aligned.value_cache, aligned.slots)
     assert {type(one).__module__ for one in writer._by_layout.values()} == {
         "dsl_backend.attention.triton.write_kv",
-        "dsl_backend.attention.parts.write_launch",
+        "dsl_backend.attention.cute.write_kv_host",
     }
 
 

@@ -28,12 +28,12 @@ from benchmarks.runner import DeviceLostError
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.linear.configs import GemmConfig, StreamConfig
-from dsl_backend.linear.winners import WINNERS, Unfused, problem_of
+from dsl_backend.linear.tuned import WINNERS, Unfused, problem_of
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.runtime.winners import Winner
+from dsl_backend.runtime.tuned import Winner
 
 GPU = "NVIDIA Test"
 TARGET = dataclasses.replace(from_arch("sm_90a"), gpu=GPU)

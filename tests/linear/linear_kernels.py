@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 import emulator
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig
+from dsl_backend.linear.cute import host as launch
 from dsl_backend.linear.kernel import Operands
-from dsl_backend.linear.parts import launch
-from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops, plan, reference, units
+from dsl_backend.linear import api, dispatch, ops, plan, reference
+from dsl_backend.linear import precompile as units
 from dsl_backend.linear.configs import choose
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import model

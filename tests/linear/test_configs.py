@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsl_backend.errors import Unsupported
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.configs import (
     MOST_STAGES,
@@ -23,7 +24,6 @@ from dsl_backend.linear.configs import (
     tiles_of,
     variants,
 )
-from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec, Swiglu
 from dsl_backend.runtime.target import Target, from_arch
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from linear_kernels import CASES_SM100, PAIR, TENSOR_STREAM, Emulated, emulate, random_sm100, spec_of
 
+from dsl_backend.gemm.sm100.configs import GEMMS, STREAMS, StreamConfig
 from dsl_backend.linear.configs import Config, fitting
-from dsl_backend.linear.sm100.configs import GEMMS, STREAMS, StreamConfig
 from dsl_backend.linear.spec import Swiglu
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsl_backend.linear import configs, units
+from dsl_backend.gemm.sm100 import configs as sm100
+from dsl_backend.linear import configs
+from dsl_backend.linear import precompile as units
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates, variants
-from dsl_backend.linear.sm100 import configs as sm100
 from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.winners import (
+from dsl_backend.linear.tuned import (
     WINNERS,
     Problem,
     Unfused,
@@ -118,7 +119,7 @@ def test_what_objects_is_passed_over(measured: Callable[..., None]) -> None:
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_a_launch_takes_the_winner(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsl_backend.linear.parts import launch
+    from dsl_backend.linear.cute import host as launch
 
     measured(winner(rows(129, 256), BETTER))
     monkeypatch.setattr(launch, "build", lambda key, target: key)

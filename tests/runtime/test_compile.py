@@ -337,7 +337,7 @@ def test_bad_options() -> None:
 
 def test_cute_dsl_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match="nvidia-cutlass-dsl is not installed: .*`pip install nvidia-cutlass-dsl`"):
+    with pytest.raises(InvalidInput, match=r"nvidia-cutlass-dsl is not installed: .*`pip install nvidia-cutlass-dsl`"):
         build(KEY, SM90)
 
 

@@ -103,16 +103,16 @@ class TestFamilies:
         room = tmp_path / "linear"
         room.mkdir()
         (room / "__init__.py").touch()
-        (room / "units.py").write_text(
+        (room / "precompile.py").write_text(
             "from dsl_backend.runtime.precompile import register_family\nregister_family('linear', lambda *_: [])\n"
         )
         monkeypatch.setattr("dsl_backend.__path__", [str(tmp_path)])
         monkeypatch.setattr(families, "FAMILIES", ("linear", "not_there"))
-        for name in ("dsl_backend.linear", "dsl_backend.linear.units"):
+        for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
             monkeypatch.delitem(precompile.toolkit.sys.modules, name, raising=False)
         families.load_units()
         assert "linear" in precompile.families()
-        for name in ("dsl_backend.linear", "dsl_backend.linear.units"):
+        for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
             monkeypatch.delitem(precompile.toolkit.sys.modules, name)
 
 

@@ -13,9 +13,9 @@ from pydantic import PositiveInt
 
 from dsl_backend import envs, log
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import winners
+from dsl_backend.runtime import tuned as winners
 from dsl_backend.runtime.target import Target, from_arch
-from dsl_backend.runtime.winners import Winners
+from dsl_backend.runtime.tuned import Winners
 
 GPU = "NVIDIA Test"
 

@@ -6,7 +6,7 @@ import torch
 import emulator
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import reference
-from dsl_backend.sampling.sm90 import launch
+from dsl_backend.sampling.cute import host as launch
 from dsl_backend.testing.sampling import UNWRITTEN, SamplingCase, tensors
 
 

@@ -9,10 +9,10 @@ pytest.importorskip("cutlass")
 import emulator
 from dsl_backend.runtime.precompile import units
 from dsl_backend.runtime.target import from_arch
+from dsl_backend.sampling import precompile as sampling_units
 from dsl_backend.sampling import reference
-from dsl_backend.sampling import units as sampling_units
+from dsl_backend.sampling.cute import host as launch
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.sm90 import launch
 from dsl_backend.sampling.spec import Parameters, SamplingSpec
 
 H200 = from_arch("sm_90a")

@@ -5,7 +5,7 @@ import torch
 
 import emulator
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.softmax.sm90 import launch
+from dsl_backend.softmax.cute import host as launch
 from dsl_backend.testing.softmax import SoftmaxCase, judge, spec_of, tensors
 
 SMEM_BYTES = 227 * 1024

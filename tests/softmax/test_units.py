@@ -6,7 +6,8 @@ import torch
 
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import api, units
+from dsl_backend.softmax import api
+from dsl_backend.softmax import precompile as units
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -16,7 +17,7 @@ CONFIG = {"num_attention_heads": 8, "hidden_size": 1024, "dtype": "bfloat16"}
 
 @pytest.mark.parametrize("vocab", [1, 1000, 50257, 128256, 151936])
 def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
-    from dsl_backend.softmax.sm90 import launch
+    from dsl_backend.softmax.cute import host as launch
 
     target = targets.from_arch("sm_90a")
     listed = [unit.key for unit in units.units(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]

@@ -15,10 +15,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dsl_backend.attention import api
-from dsl_backend.attention.parts import launch
+from dsl_backend.attention.cute import host as launch
+from dsl_backend.linear.precompile import specs as linear_specs
+from dsl_backend.linear.precompile import units_of
 from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.units import specs as linear_specs
-from dsl_backend.linear.units import units_of
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets

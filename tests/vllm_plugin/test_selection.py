@@ -18,11 +18,11 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.vllm_plugin import cpu_platform, validation
+from dsl_backend.vllm_plugin.backend_selector import DSLRouter
 from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
 from dsl_backend.vllm_plugin.mla import DSLMLABackend
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend
 from dsl_backend.vllm_plugin.registration import ensure_member
-from dsl_backend.vllm_plugin.router import DSLRouter
 from tests.vllm_plugin.conftest import engine_config
 
 HOPPER, BLACKWELL, AMPERE, TURING = (DeviceCapability(*version) for version in ((9, 0), (10, 0), (8, 0), (7, 5)))

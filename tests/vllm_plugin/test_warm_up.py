@@ -128,7 +128,7 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_compiled_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """In warm-up; and nothing is compiled or loaded after it."""
     pytest.importorskip("cutlass")
-    from dsl_backend.attention.parts import write_launch
+    from dsl_backend.attention.cute import write_kv_host as write_launch
     from dsl_backend.attention.spec import AttentionSpec
     from dsl_backend.runtime import compile as compilation
 

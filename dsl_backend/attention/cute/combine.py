@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import (
+from dsl_backend.attention.cute.scheduler.tile_scheduler import (
     CUT_FIELDS,
     Cut,
     Requests,
@@ -13,9 +13,9 @@ from dsl_backend.attention.parts.schedule import (
     row_tile_of,
     splits_of,
 )
-from dsl_backend.attention.parts.scores import Scoring, value_scale
-from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.work import head_of, slice_of
+from dsl_backend.attention.cute.scheduler.work_tile import head_of, slice_of
+from dsl_backend.attention.cute.score_mod import Scoring, value_scale
+from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fused, quotient, tree
 

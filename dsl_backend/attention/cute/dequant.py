@@ -8,9 +8,9 @@ bits: who multiplies sees no difference. A kernel's barriers of the first have `
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.kv_format import E4M3, E5M2
-from dsl_backend.attention.parts.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.primitives.math import widen_e4m3, widen_e5m2
+from dsl_backend.quant.format import E4M3, E5M2
 
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes

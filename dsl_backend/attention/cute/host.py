@@ -10,16 +10,16 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.kernel import COUNTERS, Launch, Misaligned, Operands
-from dsl_backend.attention.parts.latent import LatentKey
-from dsl_backend.attention.parts.latent_configs import ROWS
-from dsl_backend.attention.parts.merge import folding_size, partial_size
-from dsl_backend.attention.parts.schedule import CUT_FIELDS, row_tiles
-from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.sizes import packed_heads, padded, value_slices
-from dsl_backend.attention.parts.tiles import NUMERIC, LayerKey
+from dsl_backend.attention.cute.combine import folding_size, partial_size
+from dsl_backend.attention.cute.mla import LatentKey
+from dsl_backend.attention.cute.mla_configs import ROWS
+from dsl_backend.attention.cute.scheduler.tile_scheduler import CUT_FIELDS, row_tiles
+from dsl_backend.attention.cute.score_mod import ScoreKey
+from dsl_backend.attention.cute.sizes import packed_heads, padded, value_slices
+from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
+from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.attention.winners import config_of
+from dsl_backend.attention.tuned import config_of
 from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function

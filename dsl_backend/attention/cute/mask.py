@@ -4,8 +4,8 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.scores import scores_of, value_scale
-from dsl_backend.attention.parts.work import head_of
+from dsl_backend.attention.cute.scheduler.work_tile import head_of
+from dsl_backend.attention.cute.score_mod import scores_of, value_scale
 from dsl_backend.primitives.accumulators import packed, words_of
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E

@@ -10,12 +10,18 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes
-from dsl_backend.attention.parts.load import Loader, box_rows, query_box, tokens_of_box
-from dsl_backend.attention.parts.schedule import SPARED_LATENT, KeyShares, OwnShares, QueryTiles, Requests
-from dsl_backend.attention.parts.sizes import chunk
-from dsl_backend.attention.parts.tiles import NUMERIC, SWIZZLES, LayerKey
-from dsl_backend.attention.parts.widen import Tiles, bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.dequant import Tiles, bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.loader.dense import Loader, box_rows, query_box, tokens_of_box
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, LatentSizes
+from dsl_backend.attention.cute.scheduler.tile_scheduler import (
+    SPARED_LATENT,
+    KeyShares,
+    OwnShares,
+    QueryTiles,
+    Requests,
+)
+from dsl_backend.attention.cute.sizes import chunk
+from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 

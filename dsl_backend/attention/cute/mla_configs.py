@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.sizes import MBARRIER_BYTES, chunk, packed_heads
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_heads
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # query rows of a tile: tokens times the heads that share it

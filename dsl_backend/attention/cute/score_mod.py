@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.work import key_head_of
+from dsl_backend.attention.cute.scheduler.work_tile import key_head_of
 from dsl_backend.primitives.math import LOG2_E, exp2
 
 

@@ -8,14 +8,20 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.kv_format import KVFormat
-from dsl_backend.attention.parts.load import box_rows, query_box, tokens_of_box
-from dsl_backend.attention.parts.schedule import ClaimedTiles, FixedSplits, KeyShares, OwnShares, Requests
-from dsl_backend.attention.parts.scores import ScoreKey
-from dsl_backend.attention.parts.sizes import chunk, fp8_chunk, padded, value_slices
-from dsl_backend.attention.parts.widen import bytes_boxed, bytes_staged
-from dsl_backend.attention.parts.work import head_of, slice_of
+from dsl_backend.attention.cute.dequant import bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
+from dsl_backend.attention.cute.scheduler.tile_scheduler import (
+    ClaimedTiles,
+    FixedSplits,
+    KeyShares,
+    OwnShares,
+    Requests,
+)
+from dsl_backend.attention.cute.scheduler.work_tile import head_of, slice_of
+from dsl_backend.attention.cute.score_mod import ScoreKey
+from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, value_slices
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.quant.format import KVFormat
 
 VECTOR = 8  # elements of 16 bytes
 NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}

@@ -8,10 +8,10 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.kernel import Writes
-from dsl_backend.attention.parts.launch import by_head, fake_scale
-from dsl_backend.attention.parts.tiles import NUMERIC, VECTOR
-from dsl_backend.attention.parts.write_kv import WriteKey, WriteRows
+from dsl_backend.attention.cute.host import by_head, fake_scale
+from dsl_backend.attention.cute.tiles import NUMERIC, VECTOR
+from dsl_backend.attention.cute.write_kv import WriteKey, WriteRows
+from dsl_backend.attention.protocol import Writes
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
 from dsl_backend.runtime.compile import Function, compile_kernel

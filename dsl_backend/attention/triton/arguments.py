@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from dsl_backend.attention.configs import TileConfig, key_blocks, value_blocks
-from dsl_backend.attention.kernel import Operands
-from dsl_backend.attention.kv_format import E4M3, E5M2
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.attention.triton.configs import TileConfig, key_blocks, value_blocks
+from dsl_backend.quant.format import E4M3, E5M2
 from dsl_backend.runtime.target import Target
 
 # Change from step to step: a kernel compiled for one value of these serves them all.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of this folder's kernels serves a layer: one for all queries where it is batch-invariant, else two."""
 
-from dsl_backend.attention.kernel import Kernel
+from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.triton.batch_invariant import BatchInvariant
 from dsl_backend.attention.triton.prefill import Prefill

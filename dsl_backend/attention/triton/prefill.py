@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsl_backend.attention.configs import PrefillConfig
-from dsl_backend.attention.kernel import Launch, Operands
+from dsl_backend.attention.protocol import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import SCALE_STRIDES, STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
+from dsl_backend.attention.triton.configs import PrefillConfig
 from dsl_backend.attention.triton.parts import (
     FULL,
     LOG2E,

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsl_backend.attention.configs import SplitKVConfig
-from dsl_backend.attention.kernel import Launch, Operands
+from dsl_backend.attention.protocol import Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.arguments import (
     SCALE_STRIDES,
@@ -27,6 +26,7 @@ from dsl_backend.attention.triton.arguments import (
     scoring_of,
     tiles_of,
 )
+from dsl_backend.attention.triton.configs import SplitKVConfig
 from dsl_backend.attention.triton.parts import (
     LOG2E,
     NEG_INF,

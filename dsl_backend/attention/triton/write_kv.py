@@ -5,11 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dsl_backend.attention.configs import power_of_2
-from dsl_backend.attention.kernel import Writes
-from dsl_backend.attention.kv_format import E5M2 as E5M2_FORMAT
-from dsl_backend.attention.kv_format import is_fp8
+from dsl_backend.attention.protocol import Writes
 from dsl_backend.attention.triton.arguments import SCALE_STRIDES, key_storage, scale_stride
+from dsl_backend.attention.triton.configs import power_of_2
+from dsl_backend.quant.format import E5M2 as E5M2_FORMAT
+from dsl_backend.quant.format import is_fp8
 from dsl_backend.runtime.target import detect
 
 

@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.linear.parts.sizes import BLOCK_K, ELEMENT_BYTES, WARP, WARPGROUP, ceil_div
-from dsl_backend.linear.parts.stream_tiles import StreamTiles
+from dsl_backend.gemm.sizes import BLOCK_K, ELEMENT_BYTES, WARP, WARPGROUP, ceil_div
+from dsl_backend.gemm.small_m_tiles import StreamTiles
 from dsl_backend.linear.spec import LinearSpec
 
 ROWS = 128  # of a block in one product

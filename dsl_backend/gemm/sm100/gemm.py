@@ -11,11 +11,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 
-from dsl_backend.linear.epilogue import Pairs
-from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.linear.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, GemmConfig
+from dsl_backend.gemm.epilogue import Pairs
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
+from dsl_backend.gemm.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, GemmConfig
+from dsl_backend.gemm.tiled import GemmArgs, TiledGemm
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.math import add_pair, in_pairs
@@ -34,7 +34,7 @@ def swizzled(address: cutlass.Int32, width: int):
 
 
 class Gemm(TiledGemm):
-    """See `parts/gemm.py`."""
+    """See `gemm/tiled.py`."""
 
     def __init__(self, key: LinearKey[GemmConfig]):
         super().__init__(key, Pairs())

@@ -9,12 +9,10 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.linear.epilogue import Singles
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.sizes import WARP, WARPGROUP
-from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
-from dsl_backend.linear.parts.views import bias_of
-from dsl_backend.linear.sm100.configs import (
+from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sizes import WARP, WARPGROUP
+from dsl_backend.gemm.sm100.configs import (
     BUFFERS,
     LOAD,
     MMA_K,
@@ -24,12 +22,14 @@ from dsl_backend.linear.sm100.configs import (
     STORE_REGISTERS,
     StreamConfig,
 )
+from dsl_backend.gemm.small_m import SharedStream, StreamArgs, Work
+from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import Ring
 
 
 class Stream(SharedStream):
-    """See `parts/stream.py`."""
+    """See `gemm/small_m.py`."""
 
     def __init__(self, key: LinearKey[StreamConfig]):
         # A thread holds up to 128 sums, and what pairs need beside them spilled up to 32 bytes (64 tokens, residual).

@@ -11,12 +11,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
+from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
+from dsl_backend.gemm.tiled import GemmArgs, TiledGemm
+from dsl_backend.gemm.views import bias_of
 from dsl_backend.linear.configs import CONSUMER_REGISTERS, GROUPS, MMA_M, PRODUCER_REGISTERS, GemmConfig
-from dsl_backend.linear.epilogue import Singles
-from dsl_backend.linear.parts.gemm import GemmArgs, TiledGemm
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.sizes import BLOCK_K, WARPGROUP
-from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.ring import Ring
@@ -27,7 +27,7 @@ OWN, TURN = 1, 1 + GROUPS
 
 
 class Gemm(TiledGemm):
-    """See `parts/gemm.py`."""
+    """See `gemm/tiled.py`."""
 
     def __init__(self, key: LinearKey[GemmConfig]):
         super().__init__(key, Singles())

@@ -7,12 +7,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import hopper_helpers
 
+from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.small_m import SharedStream, StreamArgs, Work
+from dsl_backend.gemm.views import bias_of
 from dsl_backend.linear.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, StreamConfig
-from dsl_backend.linear.epilogue import Singles
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.sizes import WARPGROUP
-from dsl_backend.linear.parts.stream import SharedStream, StreamArgs, Work
-from dsl_backend.linear.parts.views import bias_of
 from dsl_backend.primitives.accumulators import settle
 from dsl_backend.primitives.ring import Ring
 
@@ -21,7 +21,7 @@ HEAD_START = 4
 
 
 class Stream(SharedStream):
-    """See `parts/stream.py`."""
+    """See `gemm/small_m.py`."""
 
     def __init__(self, key: LinearKey[StreamConfig]):
         super().__init__(key, Singles())

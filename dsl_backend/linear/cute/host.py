@@ -8,18 +8,18 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.checks import short
+from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.sm90 import gemm as sm90_gemm
+from dsl_backend.gemm.sm90 import small_m as sm90_stream
+from dsl_backend.gemm.sm100 import configs as sm100
+from dsl_backend.gemm.sm100 import gemm as sm100_gemm
+from dsl_backend.gemm.sm100 import small_m as sm100_stream
+from dsl_backend.gemm.views import NUMERIC
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, Streams, blocks_of
 from dsl_backend.linear.kernel import Launch, Operands
-from dsl_backend.linear.parts.key import LinearKey
-from dsl_backend.linear.parts.views import NUMERIC
-from dsl_backend.linear.sm90 import gemm as sm90_gemm
-from dsl_backend.linear.sm90 import stream as sm90_stream
-from dsl_backend.linear.sm100 import configs as sm100
-from dsl_backend.linear.sm100 import gemm as sm100_gemm
-from dsl_backend.linear.sm100 import stream as sm100_stream
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.linear.winners import config_of
+from dsl_backend.linear.tuned import config_of
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, cluster_configs, widest_vector
-from dsl_backend.sampling.sm90.kernel import NUMERIC, Sample, SampleKey
+from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
 

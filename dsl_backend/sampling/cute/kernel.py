@@ -24,8 +24,9 @@ from cutlass import cute
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.sampling import fixed
 from dsl_backend.sampling.configs import BINS, MOST_GROUPS, ClusterConfig
-from dsl_backend.sampling.sm90 import blocks, numbers
-from dsl_backend.sampling.sm90.blocks import WARP, add, read_peer
+from dsl_backend.sampling.cute import blocks
+from dsl_backend.sampling.cute import philox as numbers
+from dsl_backend.sampling.cute.blocks import WARP, add, read_peer
 
 NUMERIC = {
     "float32": cutlass.Float32,

@@ -13,7 +13,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import RowConfig, default_config
-from dsl_backend.softmax.sm90.kernel import NUMERIC, Softmax, SoftmaxKey
+from dsl_backend.softmax.cute.kernel import NUMERIC, Softmax, SoftmaxKey
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.parts.work import packed_of, slice_of
+from dsl_backend.attention.cute.scheduler.work_tile import packed_of, slice_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled

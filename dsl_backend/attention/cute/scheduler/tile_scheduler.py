@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.work import WHOLE, Work, no_work
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, Work, no_work
 from dsl_backend.primitives.math import quotient
 
 FAR = 1 << 30  # a window that ends nowhere

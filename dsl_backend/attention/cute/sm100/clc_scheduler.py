@@ -10,9 +10,9 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import FAR, ClaimedTiles
-from dsl_backend.attention.parts.work import no_work
-from dsl_backend.attention.sm100.configs import RESPONSE_BYTES
+from dsl_backend.attention.cute.scheduler.tile_scheduler import FAR, ClaimedTiles
+from dsl_backend.attention.cute.scheduler.work_tile import no_work
+from dsl_backend.attention.cute.sm100.dense_configs import RESPONSE_BYTES
 from dsl_backend.primitives.ring import phase_of
 
 REFUSED = 0x7FFFFFFF  # the place of a block that was not there to take: behind all others

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dsl_backend.attention.parts.sizes import (
+from dsl_backend.attention.cute.sizes import (
     MAILBOX_BYTES,
     MBARRIER_BYTES,
     WARPGROUP,

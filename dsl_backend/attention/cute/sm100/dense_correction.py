@@ -4,16 +4,16 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.scores import value_scale
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import VECTOR, store_rows
-from dsl_backend.attention.parts.work import WHOLE, head_of, lse_rows, unseen_before
-from dsl_backend.attention.sm100.configs import ROWS
-from dsl_backend.attention.sm100.multiply import sums_at
-from dsl_backend.attention.sm100.rest import WARP, arrivals_of, arrive
-from dsl_backend.attention.sm100.softmax import SHRINK, TOP
+from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, head_of, lse_rows, unseen_before
+from dsl_backend.attention.cute.score_mod import value_scale
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import ROWS
+from dsl_backend.attention.cute.sm100.dense_mma import sums_at
+from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
+from dsl_backend.attention.cute.sm100.idle_warps import WARP, arrivals_of, arrive
+from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.tiles import VECTOR, store_rows
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair

@@ -3,18 +3,18 @@
 
 from dataclasses import replace
 
-from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
-from dsl_backend.attention.parts.schedule import row_tiles
-from dsl_backend.attention.sm100.configs import (
+from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.cute.scheduler.tile_scheduler import row_tiles
+from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
     ForwardConfig,
     default_config,
     default_split_config,
     few_rows_config,
 )
-from dsl_backend.attention.sm100.forward import Forward, ForwardKey
-from dsl_backend.attention.sm100.pair import PairForward
-from dsl_backend.attention.sm100.swapped import SwappedForward
+from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
+from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwappedForward
+from dsl_backend.attention.cute.sm100.two_cta_kernel import PairForward
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target

@@ -14,14 +14,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.merge import Merge
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
-from dsl_backend.attention.parts.widen import Widener, rings_of_loader
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm100.configs import (
+from dsl_backend.attention.cute.combine import Merge
+from dsl_backend.attention.cute.dequant import Widener, rings_of_loader
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.clc_scheduler import LaunchControl, LaunchedTiles
+from dsl_backend.attention.cute.sm100.dense_configs import (
     CORRECT,
     LOAD,
     MULTIPLY,
@@ -31,11 +31,11 @@ from dsl_backend.attention.sm100.configs import (
     WIDEN,
     ForwardConfig,
 )
-from dsl_backend.attention.sm100.correct import Corrector
-from dsl_backend.attention.sm100.launch_control import LaunchControl, LaunchedTiles
-from dsl_backend.attention.sm100.multiply import AlternatingMultiplier, Multiplier
-from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
-from dsl_backend.attention.sm100.softmax import Softmax
+from dsl_backend.attention.cute.sm100.dense_correction import Corrector
+from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMultiplier, Multiplier
+from dsl_backend.attention.cute.sm100.dense_softmax import Softmax
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
+from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
 from dsl_backend.primitives.copy import clear_rows
 

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-from dsl_backend.attention.sm100.configs import ROWS
+from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct

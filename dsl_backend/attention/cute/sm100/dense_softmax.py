@@ -4,12 +4,12 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.scores import scores_of
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.work import head_of
-from dsl_backend.attention.sm100.configs import ROWS
-from dsl_backend.attention.sm100.multiply import scores_at
-from dsl_backend.attention.sm100.rest import arrivals_of, arrive
+from dsl_backend.attention.cute.scheduler.work_tile import head_of
+from dsl_backend.attention.cute.score_mod import scores_of
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import ROWS
+from dsl_backend.attention.cute.sm100.dense_mma import scores_at
+from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of, arrive
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.math import (
     LOG2_E,

@@ -9,8 +9,8 @@ there, arrive for them.
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.work import Work
+from dsl_backend.attention.cute.scheduler.work_tile import Work
+from dsl_backend.attention.cute.sizes import WARPGROUP
 
 WARP = 32
 

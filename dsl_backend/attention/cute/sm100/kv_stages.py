@@ -7,8 +7,8 @@ Barriers are the same for both: `stages` tiles of each have one. What differs is
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.load import ItemsInTurn, RolledLoader
-from dsl_backend.attention.sm100.configs import SHARED_PLACES
+from dsl_backend.attention.cute.loader.dense import ItemsInTurn, RolledLoader
+from dsl_backend.attention.cute.sm100.dense_configs import SHARED_PLACES
 from dsl_backend.primitives.accumulators import settled
 from dsl_backend.primitives.ring import phase_of, stage_of
 

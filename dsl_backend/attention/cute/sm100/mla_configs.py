@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS, LatentSizes, row_tiles
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
-from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
 
 BLOCK = 128  # value columns of one product

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.parts.latent import LatentKey
-from dsl_backend.attention.parts.launch import LatentKernel, fake_args, latent_rows_of
-from dsl_backend.attention.sm100.latent import LatentForward
-from dsl_backend.attention.sm100.latent_configs import PairConfig, default_latent_config
-from dsl_backend.attention.sm100.latent_pair import LatentPair
+from dsl_backend.attention.cute.host import LatentKernel, fake_args, latent_rows_of
+from dsl_backend.attention.cute.mla import LatentKey
+from dsl_backend.attention.cute.sm100.mla_configs import PairConfig, default_latent_config
+from dsl_backend.attention.cute.sm100.mla_kernel import LatentForward
+from dsl_backend.attention.cute.sm100.two_cta_mla import LatentPair
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 

@@ -14,26 +14,18 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.latent import LatentLoader, LatentTiled, LatentWidener
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.parts.merge import Merge
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.widen import rings_of_loader
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
-from dsl_backend.attention.sm100.latent_configs import (
-    BLOCK,
-    LOAD,
-    MULTIPLY,
-    SCHEDULE,
-    SCORES,
-    STATISTICS,
-    WIDEN,
-)
-from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier
-from dsl_backend.attention.sm100.latent_weigh import LatentWeigher
+from dsl_backend.attention.cute.combine import Merge
+from dsl_backend.attention.cute.dequant import rings_of_loader
+from dsl_backend.attention.cute.mla import LatentLoader, LatentTiled, LatentWidener
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, LOAD, MULTIPLY, SCHEDULE, SCORES, STATISTICS, WIDEN
+from dsl_backend.attention.cute.sm100.mla_mma import LatentMultiplier
+from dsl_backend.attention.cute.sm100.mla_softmax import LatentWeigher
 from dsl_backend.primitives.copy import clear_rows
 
 

@@ -8,8 +8,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct

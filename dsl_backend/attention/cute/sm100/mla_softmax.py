@@ -9,14 +9,14 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
-from dsl_backend.attention.parts.work import WHOLE, unseen_before
-from dsl_backend.attention.sm100.latent_configs import BLOCK, SCORES
-from dsl_backend.attention.sm100.latent_multiply import sums_at
+from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, unseen_before
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
+from dsl_backend.attention.cute.sm100.mla_mma import sums_at
+from dsl_backend.attention.cute.softmax import OnlineSoftmax, normalized
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of

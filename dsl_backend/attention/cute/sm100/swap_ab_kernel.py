@@ -14,11 +14,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm100.configs import (
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import (
     ROWS,
     SWAPPED_LOAD,
     SWAPPED_MULTIPLY,
@@ -26,10 +26,10 @@ from dsl_backend.attention.sm100.configs import (
     SWAPPED_TOLD,
     TENSOR_COLUMNS,
 )
-from dsl_backend.attention.sm100.forward import Forward, ForwardKey
-from dsl_backend.attention.sm100.multiply import AlternatingMultiplier
-from dsl_backend.attention.sm100.places import OwnRings, OwnRingsLoader, placed
-from dsl_backend.attention.sm100.swapped_softmax import SwappedSoftmax
+from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
+from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMultiplier
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoader, placed
+from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwappedSoftmax
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.tensor_product import TensorProduct
 

@@ -9,14 +9,14 @@ on, which is one barrier. Only then are largest scores found, and sums brought t
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.scores import scores_of, value_scale
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import VECTOR
-from dsl_backend.attention.parts.work import WHOLE, head_of, unseen_before
-from dsl_backend.attention.sm100.configs import ROWS
-from dsl_backend.attention.sm100.softmax import Softmax, hidden
+from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, head_of, unseen_before
+from dsl_backend.attention.cute.score_mod import scores_of, value_scale
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import ROWS
+from dsl_backend.attention.cute.sm100.dense_softmax import Softmax, hidden
+from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.math import (

@@ -4,12 +4,12 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.work import unseen_before
-from dsl_backend.attention.sm100.configs import PAIR
-from dsl_backend.attention.sm100.correct import Corrector
-from dsl_backend.attention.sm100.pair_softmax import END
-from dsl_backend.attention.sm100.softmax import SHRINK, TOP
+from dsl_backend.attention.cute.scheduler.work_tile import unseen_before
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import PAIR
+from dsl_backend.attention.cute.sm100.dense_correction import Corrector
+from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
+from dsl_backend.attention.cute.sm100.two_cta_softmax import END
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of

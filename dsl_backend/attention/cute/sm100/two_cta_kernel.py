@@ -13,12 +13,12 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from dsl_backend.attention.parts.load import box_rows
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP, chunk
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm100.configs import (
+from dsl_backend.attention.cute.loader.dense import box_rows
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP, chunk
+from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
     PAIR_CORRECT,
     PAIR_LOAD,
@@ -28,13 +28,13 @@ from dsl_backend.attention.sm100.configs import (
     TENSOR_COLUMNS,
     WARP,
 )
-from dsl_backend.attention.sm100.forward import Forward, ForwardKey
-from dsl_backend.attention.sm100.pair_correct import PairCorrector
-from dsl_backend.attention.sm100.pair_load import PairLoader
-from dsl_backend.attention.sm100.pair_multiply import PairMultiplier
-from dsl_backend.attention.sm100.pair_schedule import Claims, PairTiles
-from dsl_backend.attention.sm100.pair_softmax import PairSoftmax
-from dsl_backend.attention.sm100.places import OwnRings
+from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRings
+from dsl_backend.attention.cute.sm100.two_cta_correction import PairCorrector
+from dsl_backend.attention.cute.sm100.two_cta_load import PairLoader
+from dsl_backend.attention.cute.sm100.two_cta_mma import PairMultiplier
+from dsl_backend.attention.cute.sm100.two_cta_scheduler import Claims, PairTiles
+from dsl_backend.attention.cute.sm100.two_cta_softmax import PairSoftmax
 
 
 class PairBarriers(NamedTuple):

@@ -7,9 +7,9 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.parts.work import packed_of
-from dsl_backend.attention.sm100.configs import PAIR
-from dsl_backend.attention.sm100.places import OwnRingsLoader
+from dsl_backend.attention.cute.scheduler.work_tile import packed_of
+from dsl_backend.attention.cute.sm100.dense_configs import PAIR
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRingsLoader
 
 
 class Part(NamedTuple):

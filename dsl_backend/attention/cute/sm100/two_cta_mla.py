@@ -12,22 +12,22 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
-from dsl_backend.attention.parts.latent import LatentLoader
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.parts.load import ItemsInTurn
-from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.rows import WholeRow
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import OnlineSoftmax, normalized
-from dsl_backend.attention.parts.tiles import VECTOR
-from dsl_backend.attention.parts.work import SLOTS, WHOLE, Mailbox, cuts_first_tile, unseen_before
-from dsl_backend.attention.sm100.configs import TENSOR_COLUMNS, WARP
-from dsl_backend.attention.sm100.latent import LatentForward
-from dsl_backend.attention.sm100.latent_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
-from dsl_backend.attention.sm100.latent_multiply import LatentMultiplier, steps_of
-from dsl_backend.attention.sm100.latent_weigh import OWN, SLACK
+from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.loader.dense import ItemsInTurn
+from dsl_backend.attention.cute.mask import WholeRow
+from dsl_backend.attention.cute.mla import LatentLoader
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WHOLE, Mailbox, cuts_first_tile, unseen_before
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
+from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
+from dsl_backend.attention.cute.sm100.mla_kernel import LatentForward
+from dsl_backend.attention.cute.sm100.mla_mma import LatentMultiplier, steps_of
+from dsl_backend.attention.cute.sm100.mla_softmax import OWN, SLACK
+from dsl_backend.attention.cute.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, largest_by_threes, tree

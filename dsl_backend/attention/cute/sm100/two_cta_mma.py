@@ -10,9 +10,9 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-from dsl_backend.attention.parts.work import cuts_first_tile
-from dsl_backend.attention.sm100.configs import PAIR, ROWS
-from dsl_backend.attention.sm100.multiply import Multiplier, sums_at
+from dsl_backend.attention.cute.scheduler.work_tile import cuts_first_tile
+from dsl_backend.attention.cute.sm100.dense_configs import PAIR, ROWS
+from dsl_backend.attention.cute.sm100.dense_mma import Multiplier, sums_at
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.schedule import ClaimedTiles, work_of
-from dsl_backend.attention.parts.work import WHOLE, no_work
-from dsl_backend.attention.sm100.configs import PAIR
+from dsl_backend.attention.cute.scheduler.tile_scheduler import ClaimedTiles, work_of
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, no_work
+from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.primitives.copy import send_word
 
 WORD_BYTES = 4

@@ -3,8 +3,8 @@
 
 from cutlass import cute
 
-from dsl_backend.attention.sm100.configs import PAIR
-from dsl_backend.attention.sm100.softmax import TOP, Softmax
+from dsl_backend.attention.cute.sm100.dense_configs import PAIR
+from dsl_backend.attention.cute.sm100.dense_softmax import TOP, Softmax
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 END = PAIR  # of l_full: the message of an item's end

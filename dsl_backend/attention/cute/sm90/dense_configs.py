@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, slice_columns
+from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, slice_columns
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # of a warpgroup's wgmma

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernels of dense attention for one layer spec."""
 
-from dsl_backend.attention.parts.launch import DenseKernel, fake_args, rows_of
-from dsl_backend.attention.sm90.configs import (
+from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.cute.sm90.dense_configs import (
     LONG_QUERY,
     ForwardConfig,
     default_config,
@@ -10,7 +10,7 @@ from dsl_backend.attention.sm90.configs import (
     long_query_config,
     split_tiles,
 )
-from dsl_backend.attention.sm90.forward import Forward, ForwardKey
+from dsl_backend.attention.cute.sm90.dense_kernel import Forward, ForwardKey
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target

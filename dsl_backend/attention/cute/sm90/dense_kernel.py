@@ -14,16 +14,16 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.load import Loader, RolledLoader
-from dsl_backend.attention.parts.merge import Merge, folding_size, partial_size
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.tiles import LayerKey, TiledKernel
-from dsl_backend.attention.parts.widen import Widener, rings_of_loader
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.configs import ForwardConfig
-from dsl_backend.attention.sm90.multiply import Multiplier
+from dsl_backend.attention.cute.combine import Merge, folding_size, partial_size
+from dsl_backend.attention.cute.dequant import Widener, rings_of_loader
+from dsl_backend.attention.cute.loader.dense import Loader, RolledLoader
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm90.dense_mma import Multiplier
+from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 
 LOAD_WARP, SCHEDULE_WARP = 0, 1
 # Of queries where key ranges are cut: most items have few tokens, and what lies behind the end of a batch takes a copy

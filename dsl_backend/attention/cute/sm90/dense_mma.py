@@ -9,14 +9,14 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.parts.merge import folded, folding_size, partial_size
-from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row, store_row
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import row_offset
-from dsl_backend.attention.parts.work import WHOLE, lse_rows
-from dsl_backend.attention.sm90.configs import ROWS
-from dsl_backend.attention.sm90.guess import GuessingSoftmax
+from dsl_backend.attention.cute.combine import folded, folding_size, partial_size
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row, store_row
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, lse_rows
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_configs import ROWS
+from dsl_backend.attention.cute.sm90.speculative_softmax import GuessingSoftmax
+from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
 from dsl_backend.primitives.copy import clear_rows, load_vector, store_vector
 from dsl_backend.primitives.math import fused

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.parts.latent_configs import ROWS, LatentSizes, row_tiles
-from dsl_backend.attention.parts.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
-from dsl_backend.attention.sm90.configs import GUESSES_VARY
+from dsl_backend.attention.cute.mla_configs import ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_configs import GUESSES_VARY
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.parts.latent import LatentKey
-from dsl_backend.attention.parts.launch import LatentKernel, fake_args, latent_rows_of
-from dsl_backend.attention.sm90.latent import LatentForward
-from dsl_backend.attention.sm90.latent_configs import default_latent_config
+from dsl_backend.attention.cute.host import LatentKernel, fake_args, latent_rows_of
+from dsl_backend.attention.cute.mla import LatentKey
+from dsl_backend.attention.cute.sm90.mla_configs import default_latent_config
+from dsl_backend.attention.cute.sm90.mla_kernel import LatentForward
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 

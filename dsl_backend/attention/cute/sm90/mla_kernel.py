@@ -14,17 +14,17 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.parts.latent import MOST_BOXES, LatentLoader, LatentTiled, LatentWidener
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.parts.merge import Merge
-from dsl_backend.attention.parts.schedule import Requests
-from dsl_backend.attention.parts.scores import Scoring
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.widen import rings_of_loader
-from dsl_backend.attention.parts.work import SLOTS, Mailbox
-from dsl_backend.attention.sm90.forward import LOAD_WARP, SCHEDULE_WARP
-from dsl_backend.attention.sm90.latent_configs import GROUPS
-from dsl_backend.attention.sm90.latent_multiply import LatentMultiplier
+from dsl_backend.attention.cute.combine import Merge
+from dsl_backend.attention.cute.dequant import rings_of_loader
+from dsl_backend.attention.cute.mla import MOST_BOXES, LatentLoader, LatentTiled, LatentWidener
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
+from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULE_WARP
+from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
+from dsl_backend.attention.cute.sm90.mla_mma import LatentMultiplier
 
 
 class Barriers(NamedTuple):

@@ -12,16 +12,16 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.parts.latent_configs import PARTS, ROWS
-from dsl_backend.attention.parts.merge import partial_size
-from dsl_backend.attention.parts.rows import QUAD, THREAD_ROWS, Rows, by_row, store_row
-from dsl_backend.attention.parts.sizes import WARPGROUP
-from dsl_backend.attention.parts.softmax import normalized
-from dsl_backend.attention.parts.tiles import row_offset
-from dsl_backend.attention.parts.work import WHOLE
-from dsl_backend.attention.sm90.guess import GuessingSoftmax
-from dsl_backend.attention.sm90.latent_configs import GROUPS
-from dsl_backend.attention.sm90.multiply import SLACK, accumulating, shrink_rows
+from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row, store_row
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.work_tile import WHOLE
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_mma import SLACK, accumulating, shrink_rows
+from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
+from dsl_backend.attention.cute.sm90.speculative_softmax import GuessingSoftmax
+from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import narrow, settle
 from dsl_backend.primitives.copy import clear_rows, store_vector
 

@@ -9,8 +9,8 @@ whether that was close: where it is no more than 2^slack, no weight is. Else the
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.parts.rows import THREAD_ROWS
-from dsl_backend.attention.parts.softmax import OnlineSoftmax
+from dsl_backend.attention.cute.mask import THREAD_ROWS
+from dsl_backend.attention.cute.softmax import OnlineSoftmax
 from dsl_backend.primitives.accumulators import narrow, packed, words_of
 from dsl_backend.primitives.math import exp2
 
