@@ -43,9 +43,16 @@ $L__BB0_1:
 }
 	.file	1 "/checkout/forward.py"
 """
+HOST = """func.func @cutlass_Forward(%arg0: !cute.memref<bf16, gmem>, %arg1: !cuda.stream) -> i32 {
+  cute.print("kernel '@kernels::@kernel_Forward' needs {} bytes", %4) : i64
+  %6 = cuda.launch_cfg.create(blockDim = (%c128_i32, %c1_i32), gridDim = (%3, %c1_i32), stream = %arg1)
+  %7 = cuda.launch_ex @kernels::@kernel_Forward<%6> (%arg0)
+}
+"""
 # What a rename changes: of a kernel, of its file, of a variable, of a register in inline assembly.
 RENAMES = {
     "kernel_Forward": "kernel_Attention",
+    "cutlass_Forward": "cutlass_Attention",
     "smem": "memory",
     "arrived": "ready",
     "LAB_WAIT": "again",
@@ -66,8 +73,13 @@ def script() -> ModuleType:
     return module
 
 
-def after_renames() -> str:
-    text = PTX
+def whole(script: ModuleType) -> str:
+    """What is kept of a kernel."""
+    return f"{PTX}{script.HOST}{HOST}"
+
+
+def after_renames(script: ModuleType) -> str:
+    text = whole(script)
     for old, new in RENAMES.items():
         assert old in text
         text = text.replace(old, new)
@@ -75,8 +87,9 @@ def after_renames() -> str:
 
 
 def test_names_do_not_count(script: ModuleType) -> None:
-    assert after_renames() != PTX
-    assert script.normalised(after_renames()) == script.normalised(PTX)
+    before, after = whole(script), after_renames(script)
+    assert before != after
+    assert script.normalised(before) == script.normalised(after)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +106,15 @@ def test_names_do_not_count(script: ModuleType) -> None:
         ("param_0[32]", "param_0[40]"),
         ("{%r3, %r4}", "{%r4, %r3}"),
         ("\tret;\n", ""),
+        ("c128_i32", "c256_i32"),
+        ("stream = %arg1", "stream = %arg0"),
+        ("launch_ex @kernels::@kernel_Forward", "launch_ex @kernels::@cutlass_Forward"),
     ],
 )
 def test_code_counts(script: ModuleType, old: str, new: str) -> None:
-    assert PTX.count(old) == 1
-    assert script.normalised(PTX.replace(old, new)) != script.normalised(PTX)
+    code = whole(script)
+    assert code.count(old) == 1
+    assert script.normalised(code.replace(old, new)) != script.normalised(code)
 
 
 def test_names_of_two_blocks_are_two_names(script: ModuleType) -> None:
@@ -125,7 +142,8 @@ def compare(script: ModuleType, folder: Path, old: dict[str, list[str]], new: di
 def test_the_same_kernels_in_another_order(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare(script, tmp_path, {"a": [PTX, other(5), PTX]}, {"a": [other(5), PTX, after_renames()]}) == 0
+    old, new = [whole(script), other(5), PTX], [other(5), PTX, after_renames(script)]
+    assert compare(script, tmp_path, {"a": old}, {"a": new}) == 0
     assert capsys.readouterr().out.startswith("3 identical, 0 different, 0 only in")
 
 
@@ -136,6 +154,12 @@ def test_a_difference_is_shown(script: ModuleType, tmp_path: Path, capsys: pytes
     assert "    -ld.param.b32 %r1, [" in said
     assert "    +ld.param.b32 %r6, [" in said
     assert "1 identical, 1 different, 0 only in" in said
+
+
+def test_a_difference_of_host_code(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = whole(script)
+    assert compare(script, tmp_path, {"a": [code]}, {"a": [code.replace("c128", "c256")]}) == 1
+    assert "different: a 0, in host code alone\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("old", "new"), [([PTX, other(5)], [PTX]), ([PTX], [PTX, PTX]), ([PTX], []), ([], [])])
@@ -156,7 +180,7 @@ def test_kernels_that_do_not_compile(
 
     monkeypatch.setattr(script, "kernels", lambda asked: iter([("a", [broken, lambda: PTX])]))
     monkeypatch.setattr(script, "ptx_alone", nullcontext)
-    monkeypatch.setattr(script, "ptx_of", lambda build, folder: build())
+    monkeypatch.setattr(script, "code_of", lambda build, folder: build())
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert script.main(["collect", str(tmp_path)]) == 1
     assert "a 0 does not compile: no such tile" in capsys.readouterr().out
@@ -170,11 +194,12 @@ def test_every_layer_has_kernels(script: ModuleType) -> None:
     assert 0 < len(dict(script.kernels(script.Asked(quick=True)))) < len(layers)
 
 
-def test_kernels_are_compiled_as_far_as_ptx(tmp_path: Path) -> None:
+def test_kernels_are_compiled_as_far_as_ptx(script: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, "tools/compare_ptx.py", "collect", tmp_path, "--only", "sm_90a softmax short rows"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.glob("*.ptx.gz")
-    ptx = gzip.decompress(file.read_bytes()).decode()
+    (file,) = tmp_path.glob("*.gz")
+    ptx, host = gzip.decompress(file.read_bytes()).decode().split(script.HOST)
     assert ".target sm_90a" in ptx
     assert ".visible .entry" in ptx
+    assert "cuda.launch_cfg.create" in host

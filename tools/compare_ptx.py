@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show that a change leaves the kernels' code as it was: the PTX of two checkouts, compared up to names.
+"""Show that a change leaves the kernels' code as it was: PTX and host code of two checkouts, compared up to names.
 
     python tools/compare_ptx.py collect OLD    in the one checkout
     python tools/compare_ptx.py collect NEW    in the other one
@@ -33,6 +33,9 @@ Build = Callable[[], Any]
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("sm_90a", "sm_100a")
 INDEX = "index.json"
+# Between PTX and host code.
+MARK = "==== host code ===="
+HOST = f"\n{MARK}\n"
 # Lines of a difference that are printed.
 SHOWN = 12
 
@@ -272,21 +275,27 @@ def ptx_alone(folder: Path) -> Iterator[None]:
 
     compile_module = Compiler.compile
 
-    def stop_behind(*arguments: Any, **named: Any) -> None:
-        compile_module(*arguments, **named)
-        compilations.append(True)
+    def stop_behind(compiler: Any, module: Any, *arguments: Any, **named: Any) -> None:
+        host = host_code(module)
+        compile_module(compiler, module, *arguments, **named)
+        compilations.append(host)
         raise Compiled
 
     with mock.patch.object(Compiler, "compile", stop_behind):
         yield
 
 
-# Those that have ended: CuTe DSL wraps what ends them in errors of its own.
-compilations: list[bool] = []
+# Host code of those that have ended: CuTe DSL wraps what ends them in errors of its own.
+compilations: list[str] = []
 
 
-def ptx_of(build: Build, folder: Path) -> str:
-    """The PTX that a function compiles."""
+def host_code(module: Any) -> str:
+    """What launches kernels, as MLIR: their grids, shared memory and tensor maps are nowhere in PTX."""
+    return "\n".join(str(part) for part in module.body.operations if part.operation.name == "func.func")
+
+
+def code_of(build: Build, folder: Path) -> str:
+    """The PTX that a function compiles, and its host code."""
     for old in folder.glob("*"):
         old.unlink()
     compilations.clear()
@@ -296,7 +305,7 @@ def ptx_of(build: Build, folder: Path) -> str:
         if not compilations:
             raise
     (file,) = folder.glob("*.ptx")
-    return file.read_text()
+    return file.read_text() + HOST + compilations[0]
 
 
 def collect(out: Path, wanted: Asked) -> int:
@@ -315,7 +324,7 @@ def collect(out: Path, wanted: Asked) -> int:
             for place, build in enumerate(builds):
                 done += 1
                 try:
-                    index[layer].append(keep(out, ptx_of(build, Path(folder))))
+                    index[layer].append(keep(out, code_of(build, Path(folder))))
                 except Exception as error:  # CuTe DSL has many
                     failed += 1
                     say(f"{layer} {place} does not compile: {error}")
@@ -325,10 +334,10 @@ def collect(out: Path, wanted: Asked) -> int:
     return 1 if failed else 0
 
 
-def keep(out: Path, ptx: str) -> str:
+def keep(out: Path, code: str) -> str:
     """The file in which it is kept, named by its digest."""
-    name = f"{hashlib.sha256(ptx.encode()).hexdigest()[:32]}.ptx.gz"
-    (out / name).write_bytes(gzip.compress(ptx.encode(), mtime=0))
+    name = f"{hashlib.sha256(code.encode()).hexdigest()[:32]}.gz"
+    (out / name).write_bytes(gzip.compress(code.encode(), mtime=0))
     return name
 
 
@@ -348,10 +357,17 @@ WORD = re.compile(rf"(?<![\w$.%]){NAME}")
 BRACES = re.compile(r"[{}]")
 
 
-def normalised(ptx: str) -> str:
-    """PTX with numbers for declared names, and without comments and what tells of sources."""
+# Of functions, in MLIR and in what it prints.
+SYMBOL = re.compile(r"@[\w$.]+")
+
+
+def normalised(code: str) -> str:
+    """PTX and host code with numbers for declared names, and without comments and what tells of sources."""
+    ptx, _, host = code.partition(HOST)
     text = renamed(SOURCES.sub("", COMMENT.sub("", ptx)))
-    lines = (" ".join(line.split()) for line in text.splitlines())
+    symbols: dict[str, str] = {}
+    host = SYMBOL.sub(lambda symbol: symbols.setdefault(symbol[0], f"@name_{len(symbols)}"), host)
+    lines = (" ".join(line.split()) for line in (text + HOST + host).splitlines())
     return "\n".join(line for line in lines if line)
 
 
@@ -399,7 +415,7 @@ class Comparison:
 
 
 def compared(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> Comparison:
-    """Of layer -> its kernels' normalised PTX, whose order does not count.
+    """Of layer -> its kernels' normalised code, whose order does not count.
 
     A layer that only one has was not asked for there, and is left out.
     """
@@ -430,7 +446,8 @@ def compare(old: Path, new: Path) -> int:
     """Print what differs; 1 where something does, or there is nothing to compare."""
     found = compared(kept(old), kept(new))
     for name, before, after in found.different:
-        say(f"different: {name}")
+        alone = ", in host code alone" if before.partition(MARK)[0] == after.partition(MARK)[0] else ""
+        say(f"different: {name}{alone}")
         for line in difference(before, after):
             say(f"    {line}")
     for folder, names in ((old, found.only_old), (new, found.only_new)):
@@ -446,7 +463,7 @@ def compare(old: Path, new: Path) -> int:
 
 
 def kept(folder: Path) -> dict[str, list[str]]:
-    """Layer -> its kernels' normalised PTX."""
+    """Layer -> its kernels' normalised code."""
     index: dict[str, list[str]] = json.loads((folder / INDEX).read_text())
 
     @cache
@@ -475,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     collecting = commands.add_parser("collect", help="compile kernels of this checkout")
-    collecting.add_argument("out", type=Path, metavar="OUT", help="folder for their PTX")
+    collecting.add_argument("out", type=Path, metavar="OUT", help="folder for their code")
     collecting.add_argument("--quick", action="store_true", help="few kernels of each operator")
     collecting.add_argument("--only", default="", metavar="WORDS", help="layers whose names hold these words")
     comparing = commands.add_parser("compare", help="compare what was collected; exit status 1 where it differs")
