@@ -209,14 +209,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         Entry(
             "cute",
             "mla-decode sm90",
-            "dsl_backend.attention.cute.sm90.mla_host:LatentSplitKV",
-            on_sm90(cute_mla, latent_sm90.default_latent_config),
+            "dsl_backend.attention.cute.sm90.mla_host:MlaSplitKV",
+            on_sm90(cute_mla, latent_sm90.default_mla_config),
         ),
         Entry(
             "cute",
             "mla-decode sm100",
-            "dsl_backend.attention.cute.sm100.mla_host:LatentSplitKV",
-            on_sm100(cute_mla, latent_sm100.default_latent_config),
+            "dsl_backend.attention.cute.sm100.mla_host:MlaSplitKV",
+            on_sm100(cute_mla, latent_sm100.default_mla_config),
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),

@@ -29,8 +29,8 @@ class Share:
     operation: Operation
     name: str
     kernel: Kernel
-    shortest: int
-    longest: int
+    min_seqlen_q: int
+    max_seqlen_q: int
     launch: Launch
 
 
@@ -71,7 +71,7 @@ class Planner:
             return operation, entry.name, build(spec, target, workspace)
 
         self.short = bind(Operation.MLA_DECODE if spec.latent else Operation.DECODE)
-        self.long = self.short if self.short[2].longest_query() is None else bind(Operation.PREFILL)
+        self.long = self.short if self.short[2].max_query_len_served() is None else bind(Operation.PREFILL)
         if spec.batch_invariant and self.long[1] != self.short[1]:
             # Sums of two kinds of kernels differ, and a prompt's chunks go to the one or the other by their lengths.
             self.short = self.long = bind(Operation.PREFILL, ANY_LENGTH)
@@ -89,7 +89,7 @@ class Planner:
             kernel.prepare(lse, sinks)
 
     def plan(self, batch: Batch) -> "AttentionPlan":
-        limit = self.short[2].longest_query()
+        limit = self.short[2].max_query_len_served()
         if limit is None or batch.max_query_len <= limit:
             return AttentionPlan(self.spec, batch, (self.share(self.short, batch, 0, batch.max_query_len),), self)
         shares = (
@@ -112,8 +112,8 @@ class Planner:
             self._unaligned = Planner(self.spec, self.target, self.workspace, ANY_ALIGNMENT)
         return self._unaligned
 
-    def share(self, by: tuple[Operation, str, Kernel], batch: Batch, shortest: int, longest: int) -> Share:
-        return Share(*by, shortest, longest, by[2].bind(batch, shortest, longest))
+    def share(self, by: tuple[Operation, str, Kernel], batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Share:
+        return Share(*by, min_seqlen_q, max_seqlen_q, by[2].bind(batch, min_seqlen_q, max_seqlen_q))
 
 
 @dataclass(frozen=True)

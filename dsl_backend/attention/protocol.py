@@ -74,7 +74,7 @@ class Kernel(Protocol):
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace) -> None: ...
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         """The longest query that the kernel is meant for; None where it has no limit."""
         ...
 
@@ -85,7 +85,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> "Launch":
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> "Launch":
         """What attends for the requests of `shortest` to `longest` queries and leaves other requests' rows alone.
 
         All that a step's layers share is worked out here: in steps without a graph, what a launch costs on the host

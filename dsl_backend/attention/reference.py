@@ -194,15 +194,15 @@ class ReferenceKernel:
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace) -> None:
         self.spec = spec
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         return None
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
-        assert shortest <= 1, f"{shortest=}: the reference serves every request of a batch"
-        assert longest >= batch.max_query_len, f"{longest=}: the reference serves every request of a batch"
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
+        assert min_seqlen_q <= 1, f"{min_seqlen_q=}: the reference serves every request of a batch"
+        assert max_seqlen_q >= batch.max_query_len, f"{max_seqlen_q=}: the reference serves every request of a batch"
         return partial(self.attend, batch)
 
     def attend(self, batch: Batch, operands: Operands) -> None:

@@ -87,14 +87,12 @@ class Choice:
 
 CHOICES: Mapping[Heuristic, Choice] = MappingProxyType(
     {
-        sm90.default_config: Choice("prefill", sm90.ForwardConfig, sm90.variants),
-        sm90.default_split_config: Choice("decode", sm90.ForwardConfig, sm90.split_variants),
-        sm100.default_config: Choice("prefill", sm100.ForwardConfig, sm100.variants),
-        sm100.default_split_config: Choice("decode", sm100.ForwardConfig, sm100.split_variants),
-        latent_sm90.default_latent_config: Choice("mla_decode", latent_sm90.LatentConfig, latent_sm90.latent_variants),
-        latent_sm100.default_latent_config: Choice(
-            "mla_decode", latent_sm100.LatentConfig, latent_sm100.latent_variants
-        ),
+        sm90.default_config: Choice("prefill", sm90.DenseConfig, sm90.variants),
+        sm90.default_split_config: Choice("decode", sm90.DenseConfig, sm90.split_variants),
+        sm100.default_config: Choice("prefill", sm100.DenseConfig, sm100.variants),
+        sm100.default_split_config: Choice("decode", sm100.DenseConfig, sm100.split_variants),
+        latent_sm90.default_mla_config: Choice("mla_decode", latent_sm90.MlaConfig, latent_sm90.mla_variants),
+        latent_sm100.default_mla_config: Choice("mla_decode", latent_sm100.MlaConfig, latent_sm100.mla_variants),
     }
 )
 
@@ -103,11 +101,11 @@ WINNERS = winners.Winners(
     Path(__file__).with_name("tuned.json"),
     Problem,
     {
-        "sm90.ForwardConfig": sm90.ForwardConfig,
-        "sm90.LatentConfig": latent_sm90.LatentConfig,
-        "sm100.ForwardConfig": sm100.ForwardConfig,
-        "sm100.LatentConfig": latent_sm100.LatentConfig,
-        "sm100.PairConfig": latent_sm100.PairConfig,
+        "sm90.ForwardConfig": sm90.DenseConfig,
+        "sm90.LatentConfig": latent_sm90.MlaConfig,
+        "sm100.ForwardConfig": sm100.DenseConfig,
+        "sm100.LatentConfig": latent_sm100.MlaConfig,
+        "sm100.PairConfig": latent_sm100.TwoCtaMlaConfig,
     },
 )
 

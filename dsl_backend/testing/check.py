@@ -129,11 +129,11 @@ def forced(case: Case) -> Callable[[Planner], None] | None:
 
             assert isinstance(kernel, LayerKernel)
             if case.programs is not None:
-                kernel.blocks = case.programs * getattr(kernel.config, "cluster", 1)
+                kernel.num_ctas = case.programs * getattr(kernel.config, "cluster", 1)
             return
         assert isinstance(kernel, SplitKV), f"{name} does not split keys"
         spec, target, scratch = planner.spec, planner.target, kernel.workspace
-        split = SplitKVConfig.default(spec, target, kernel.longest_query() or 8)
+        split = SplitKVConfig.default(spec, target, kernel.max_query_len_served() or 8)
         split = replace(split, **changed(split))
         if case.programs is not None:
             split = replace(split, num_programs=case.programs, min_share=1)

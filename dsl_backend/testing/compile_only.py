@@ -138,7 +138,7 @@ def tile_of(share: Share, batch: Batch, spec: AttentionSpec, target: Target) -> 
     kernel: Any = share.kernel
     config = kernel.config
     if callable(config):
-        config = config(min(share.longest, batch.max_query_len))
+        config = config(min(share.max_seqlen_q, batch.max_query_len))
     return {
         "name": f"{config.block_m}x{config.block_n} {config.num_warps}w {config.num_stages}s",
         "predicted": config.smem_bytes(spec, target),

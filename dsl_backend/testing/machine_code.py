@@ -150,7 +150,7 @@ def attention_subjects() -> Iterator[Subject]:
                     if arch != "sm_90a" and short and not case.spec.latent:
                         smem_bytes = from_arch(arch).smem_bytes
                         kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
-                    if arch == "sm_100a" and not short and not sm100.default_config(case.spec).pair:
+                    if arch == "sm_100a" and not short and not sm100.default_config(case.spec).two_cta:
                         kinds.append("launched")
                     for kind in kinds:
                         kernels = partial(attention_kernel, arch, case, kind)
@@ -167,7 +167,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
     kernel = kernel.other if kind in ("longest", "few") else kernel
     if kind == "launched":
-        controlled = replace(kernel.config, launch_control=True)
+        controlled = replace(kernel.config, use_clc=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)
     sinks = torch.float32 if case.sinks else None
     config = kernel.config

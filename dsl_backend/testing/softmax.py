@@ -160,7 +160,7 @@ CASES = [
         id="cluster-overlap",
         rows=3,
         width=768,
-        config=spread(768, 2, 64, resident=3, overlap=True),
+        config=spread(768, 2, 64, ctas_per_sm=3, overlap=True),
         why="16-bit maxima two at a time, no column outside; launches overlap",
     ),
     SoftmaxCase(
@@ -176,7 +176,7 @@ CASES = [
         id="recompute",
         rows=3,
         width=1030,
-        config=spread(1030, 2, 64, recompute=True, resident=2),
+        config=spread(1030, 2, 64, recompute=True, ctas_per_sm=2),
         why="exponentials from the input once more, ragged",
     ),
     SoftmaxCase(

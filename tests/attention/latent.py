@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import emulator
-from dsl_backend.attention.cute.host import LatentKernel
+from dsl_backend.attention.cute.host import MlaKernel
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import Causality
 from dsl_backend.runtime.target import from_arch
@@ -36,7 +36,7 @@ class Run:
 
 
 def emulate(
-    run: Run, seed: int, arch: str, kernel_type: type[LatentKernel], config: Any, nan_below: bool = False
+    run: Run, seed: int, arch: str, kernel_type: type[MlaKernel], config: Any, nan_below: bool = False
 ) -> Profile:
     """Run a case and judge the result; any finding or warning raises.
 

@@ -9,12 +9,12 @@ import torch
 from judge import Kernel
 from suite import Rows, Suite
 
-from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig as HopperConfig
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig as HopperConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill as HopperPrefill
-from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
-from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig
-from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import MlaConfig, TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -105,40 +105,40 @@ MLA_PAIRS = mla(128, q_lens=(1, 1), kv_lens=(260, 70), q_gain=8.0, page=16)
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        subject("SM100 forward", Prefill, ForwardConfig(tile_n=32, stages=5, query_stages=2), (LONG, BRIEF)),
+        subject("SM100 forward", Prefill, DenseConfig(tile_n=32, stages=5, query_stages=2), (LONG, BRIEF)),
         subject(
             "SM100 shared ring",
             Prefill,
-            ForwardConfig(tile_n=32, query_stages=2, shared_ring=True),
+            DenseConfig(tile_n=32, query_stages=2, shared_ring=True),
             (SHARED, SHARED_BRIEF),
         ),
         subject(
             "SM100 pairs",
             Prefill,
-            ForwardConfig(halves=1, pair=True, tile_n=32, stages=4, query_stages=2),
+            DenseConfig(halves=1, two_cta=True, tile_n=32, stages=4, query_stages=2),
             (PAIRED,),
             sms=2,
         ),
         subject(
             "SM100 split-KV",
             SplitKV,
-            ForwardConfig(alternate=True, tile_n=32, query_stages=2, least_share=1),
+            DenseConfig(alternate=True, tile_n=32, query_stages=2, min_split_tiles=1),
             (SHORT,),
             sms=2,
         ),
         subject(
             "SM100 swapped",
             SplitKV,
-            ForwardConfig(alternate=True, swapped=16, query_stages=2, polynomial=0, least_share=1),
+            DenseConfig(alternate=True, swap_ab=16, query_stages=2, ex2_emulation=0, min_split_tiles=1),
             (FEW,),
             sms=2,
         ),
-        subject("SM100 MLA", LatentSplitKV, LatentConfig(tile_n=32, stages=3, least_share=1), (MLA,), sms=2),
-        subject("SM100 MLA pairs", LatentSplitKV, PairConfig(tile_n=32), (MLA_PAIRS,), sms=2),
+        subject("SM100 MLA", MlaSplitKV, MlaConfig(tile_n=32, stages=3, min_split_tiles=1), (MLA,), sms=2),
+        subject("SM100 MLA pairs", MlaSplitKV, TwoCtaMlaConfig(tile_n=32), (MLA_PAIRS,), sms=2),
         subject(
             "SM90 forward",
             HopperPrefill,
-            HopperConfig(groups=2, tile_n=32, stages=2, take_turns=True),
+            HopperConfig(groups=2, tile_n=32, stages=2, ping_pong=True),
             (ODD,),
             SM90,
             sms=2,

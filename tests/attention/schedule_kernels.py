@@ -4,9 +4,13 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import ClaimedTiles, KeyShares, Requests
+from dsl_backend.attention.cute.scheduler.tile_scheduler import (
+    BalancedSplitKVTileScheduler,
+    DynamicPersistentTileScheduler,
+    Requests,
+)
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS
-from dsl_backend.attention.cute.sm100.clc_scheduler import LaunchControl, LaunchedTiles
+from dsl_backend.attention.cute.sm100.clc_scheduler import ClcResponse, ClcTileScheduler
 
 
 class Record:
@@ -16,20 +20,20 @@ class Record:
         self.posts = posts
 
     @cute.jit
-    def post(self, count, work):
+    def produce(self, count, work):
         posts, block = self.posts, cute.arch.block_idx()[0]
         if cute.arch.lane_idx() == 0:
             for field in cutlass.range_constexpr(FIELDS):
                 posts[block, count, field] = work[field]
 
-    def wait_read(self, count):
+    def wait_consumed(self, count):
         """Whoever reads does so at once."""
 
 
-def requests_of(starts, lengths, rows, left, shortest, longest) -> Requests:
+def requests_of(starts, lengths, rows, left, min_seqlen_q, max_seqlen_q) -> Requests:
     """A batch of packed keys, without more than its lengths."""
     right, rows = cutlass.Int32(0), cutlass.Int32(rows)
-    return Requests(starts, lengths, None, starts, None, left, right, shortest, longest, rows)
+    return Requests(starts, lengths, None, starts, None, left, right, min_seqlen_q, max_seqlen_q, rows)
 
 
 class Claiming:
@@ -46,15 +50,17 @@ class Claiming:
         claims: cute.Tensor,
         posts: cute.Tensor,
         left: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
     ):
-        requests = requests_of(starts, lengths, self.tokens_per_tile, left, shortest, longest)
+        requests = requests_of(starts, lengths, self.tokens_per_tile, left, min_seqlen_q, max_seqlen_q)
         self.kernel(requests, claims, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
     def kernel(self, requests: Requests, claims: cute.Tensor, posts: cute.Tensor):
-        ClaimedTiles(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, claims).run()
+        DynamicPersistentTileScheduler(
+            self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, claims
+        ).run()
 
 
 class Launching:
@@ -70,20 +76,20 @@ class Launching:
         lengths: cute.Tensor,
         posts: cute.Tensor,
         left: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
     ):
-        requests = requests_of(starts, lengths, self.tokens_per_tile, left, shortest, longest)
+        requests = requests_of(starts, lengths, self.tokens_per_tile, left, min_seqlen_q, max_seqlen_q)
         self.kernel(requests, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
     def kernel(self, requests: Requests, posts: cute.Tensor):
-        control = LaunchControl.allocate(cutlass.utils.SmemAllocator())
+        control = ClcResponse.allocate(cutlass.utils.SmemAllocator())
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_init(control.full, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        LaunchedTiles(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, control).run()
+        ClcTileScheduler(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, control).run()
 
 
 class Sharing:
@@ -99,13 +105,15 @@ class Sharing:
         self.least, self.cluster, self.folds = least, cluster, folds
 
     @cute.jit
-    def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, cuts: cute.Tensor, posts: cute.Tensor):
-        rows, any_length = self.tokens_per_tile * self.key.pack, cutlass.Int32(1 << 30)
+    def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, split_ranges: cute.Tensor, posts: cute.Tensor):
+        rows, any_length = self.tokens_per_tile * self.key.pack_gqa, cutlass.Int32(1 << 30)
         requests = requests_of(starts, lengths, rows, cutlass.Int32(0), cutlass.Int32(1), any_length)
-        self.kernel(requests, cuts, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+        self.kernel(requests, split_ranges, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
-    def kernel(self, requests: Requests, cuts: cute.Tensor, posts: cute.Tensor):
+    def kernel(self, requests: Requests, split_ranges: cute.Tensor, posts: cute.Tensor):
         key, posted, tokens = self.key, Record(posts), self.tokens_per_tile
-        shares = KeyShares(key, posted, tokens, self.tile_n, requests, cuts, self.least, self.cluster, folds=self.folds)
-        shares.run()
+        scheduler = BalancedSplitKVTileScheduler(
+            key, posted, tokens, self.tile_n, requests, split_ranges, self.least, self.cluster, folds=self.folds
+        )
+        scheduler.run()

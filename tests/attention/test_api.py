@@ -585,7 +585,7 @@ def test_cute_takes_fp8_latents(arch: str) -> None:
     layer = dataclasses.replace(LATENT.spec, kv_dtype=FP8)
     served = dispatch.choose(Operation.MLA_DECODE, layer, from_arch(arch))
     assert served.name == CUTE
-    assert served.kernel.endswith("LatentSplitKV") or CUTE != "cute"
+    assert served.kernel.endswith("MlaSplitKV") or CUTE != "cute"
     other = dataclasses.replace(layer, kv_dtype=torch.float8_e5m2)
     assert choose(Operation.MLA_DECODE, other, from_arch(arch)) == CUTE
 
@@ -688,13 +688,13 @@ def test_shares_cover_every_query_length_once() -> None:
         Operation.PREFILL: "dense-prefill triton",
         Operation.DECODE: "dense-decode triton",
     }
-    limit = planner.short[2].longest_query()
+    limit = planner.short[2].max_query_len_served()
     assert limit is not None
-    for longest in (0, 1, limit, limit + 1, 10 * limit):
-        plan = planner.plan(dataclasses.replace(CASE.problem().batch, max_query_len=longest))
-        for q_len in range(1, longest + 1):
-            serving = [share for share in plan.shares if share.shortest <= q_len <= share.longest]
-            assert len(serving) == 1, f"{q_len=} of {longest=} is served {len(serving)} times"
+    for max_seqlen_q in (0, 1, limit, limit + 1, 10 * limit):
+        plan = planner.plan(dataclasses.replace(CASE.problem().batch, max_query_len=max_seqlen_q))
+        for q_len in range(1, max_seqlen_q + 1):
+            serving = [share for share in plan.shares if share.min_seqlen_q <= q_len <= share.max_seqlen_q]
+            assert len(serving) == 1, f"{q_len=} of {max_seqlen_q=} is served {len(serving)} times"
 
 
 def test_kernels_bind_once() -> None:

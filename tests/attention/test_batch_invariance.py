@@ -52,15 +52,22 @@ class Run:
         if self.latent is not None:
             latent_launch: Any = latent_sm90_launch if self.arch == "sm_90a" else latent_sm100_launch
             assert not self.latent.objections(spec, target.smem_bytes)
-            return latent_launch.LatentSplitKV(spec, target, scratch(), self.latent)  # type: ignore[no-any-return]
+            return latent_launch.MlaSplitKV(spec, target, scratch(), self.latent)  # type: ignore[no-any-return]
         launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
-        staging, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
+        dequant_stages, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
         tile_n = 32 if wide else 64
-        config: Any = sm90.ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
+        config: Any = sm90.DenseConfig(
+            groups=1, tile_n=tile_n, stages=2, min_split_tiles=1, dequant_stages=dequant_stages
+        )
         if self.arch != "sm_90a":
-            halves, alternate = (1, False) if wide or self.pair else (2, self.split)
-            config = sm100.ForwardConfig(
-                halves=halves, pair=self.pair, alternate=alternate, tile_n=tile_n, least_share=1, staging=staging
+            halves, alternate = (1, False) if wide or self.two_cta else (2, self.split)
+            config = sm100.DenseConfig(
+                halves=halves,
+                two_cta=self.two_cta,
+                alternate=alternate,
+                tile_n=tile_n,
+                min_split_tiles=1,
+                dequant_stages=dequant_stages,
             )
         made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
         return made
@@ -74,15 +81,19 @@ RUNS = (
     Run("prefill-fp8", replace(PREFILL, fp8=True, page=48), split=False),
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
-    Run("prefill-pair-sm100", replace(PREFILL, dim=256), "sm_100a", split=False, pair=True),
+    Run("prefill-pair-sm100", replace(PREFILL, dim=256), "sm_100a", split=False, two_cta=True),
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
-    Run("mla", LATENT, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1)),
-    Run("mla-128", LATENT_128, latent=latent_sm90.LatentConfig(tile_n=32, stages=3, least_share=1, cluster=2)),
-    Run("mla-fp8", replace(LATENT, fp8=True), latent=latent_sm90.LatentConfig(tile_n=32, staging=2, least_share=1)),
-    Run("mla-sm100", LATENT, "sm_100a", latent=latent_sm100.LatentConfig(tile_n=32, stages=3, least_share=1)),
-    Run("mla-128-sm100", LATENT_128, "sm_100a", latent=latent_sm100.PairConfig(least_share=1)),
+    Run("mla", LATENT, latent=latent_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    Run("mla-128", LATENT_128, latent=latent_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1, cluster=2)),
+    Run(
+        "mla-fp8",
+        replace(LATENT, fp8=True),
+        latent=latent_sm90.MlaConfig(tile_n=32, dequant_stages=2, min_split_tiles=1),
+    ),
+    Run("mla-sm100", LATENT, "sm_100a", latent=latent_sm100.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    Run("mla-128-sm100", LATENT_128, "sm_100a", latent=latent_sm100.TwoCtaMlaConfig(min_split_tiles=1)),
 )
 QUICK = ("decode", "prefill", "mla", "mla-128-sm100")
 EACH = [
@@ -190,13 +201,13 @@ def test_mla_has_fewer_shares_of_more_heads(arch: str, heads: int) -> None:
     """A token's partial results take 1 MB a unit at most."""
     spec = replace(mla(heads, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
     kernel: Any = dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch)).load()(spec, from_arch(arch), scratch())
-    assert kernel.shares == {16: 32, 128: 8}[heads]
+    assert kernel.max_splits == {16: 32, 128: 8}[heads]
 
 
 def test_a_guess_is_not_batch_invariant() -> None:
     """Of MLA: whether one holds depends on all rows of a warp, and those that do not are summed in another order."""
     spec = replace(LATENT.spec, batch_invariant=True)
-    config = latent_sm90.LatentConfig(tile_n=32, stages=3, guesses=True)
+    config = latent_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True)
     assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
 
@@ -204,8 +215,8 @@ def test_scratch_grows_with_requests_and_not_with_keys() -> None:
     """32 shares at most, of rows that a batch has: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
     kernel: Any = sm100_launch.SplitKV(spec, from_arch("sm_100a"), scratch())
-    assert kernel.shares == min(32, kernel.blocks // 8)
+    assert kernel.max_splits == min(32, kernel.num_ctas // 8)
     problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
     partials, merges = kernel.scratch(problem.batch, 4)
     assert merges is None
-    assert partials.numel() == 256 * 8 * kernel.shares * (4 * 128 + 8)
+    assert partials.numel() == 256 * 8 * kernel.max_splits * (4 * 128 + 8)

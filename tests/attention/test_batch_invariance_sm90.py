@@ -47,7 +47,7 @@ class Way:
     groups: int = 1
 
 
-WHOLE = Way((TOKENS,))
+NOT_SPLIT = Way((TOKENS,))
 WAYS = {
     "chunks": Way((70, 1, 129, 100), beside=True),
     "two-warpgroups": Way((TOKENS,), groups=2),
@@ -66,11 +66,15 @@ CASES = {
 QUICK = {("plain", "short-chunks"), ("plain", "short-folded"), ("window", "chunks")}
 
 
-def kernel_of(problem: Problem, way: Way, guesses: bool) -> Any:
+def kernel_of(problem: Problem, way: Way, speculative_max: bool) -> Any:
     target = replace(from_arch("sm_90a"), sm_count=SMS)
-    staging = 2 if problem.spec.is_fp8_kv else 0
-    config = configs.ForwardConfig(
-        groups=way.groups, tile_n=TILE_N, stages=2, staging=staging, guesses=guesses and not staging
+    dequant_stages = 2 if problem.spec.is_fp8_kv else 0
+    config = configs.DenseConfig(
+        groups=way.groups,
+        tile_n=TILE_N,
+        stages=2,
+        dequant_stages=dequant_stages,
+        speculative_max=speculative_max and not dequant_stages,
     )
     kind = launch.SplitKV if way.short else launch.Prefill
     return kind(problem.spec, target, Workspace(torch.device("cpu")), config)
@@ -100,9 +104,11 @@ def launches(problem: Problem, way: Way) -> Iterator[tuple[slice, Batch]]:
         begin = end
 
 
-def rows_of(problem: Problem, way: Way, guesses: bool, seed: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def rows_of(
+    problem: Problem, way: Way, speculative_max: bool, seed: int
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Of each of the prompt's rows that the way computes: out and lse."""
-    kernel, found = kernel_of(problem, way, guesses), {}
+    kernel, found = kernel_of(problem, way, speculative_max), {}
     for rows, batch in launches(problem, way):
         before = OTHER[0] if way.beside else 0
         other = problem.q[TOKENS : TOKENS + before]
@@ -128,11 +134,11 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "MOST_SPLIT_KEYS", SPLIT)
 
 
-def compare(case: Case, way: Way, guesses: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def compare(case: Case, way: Way, speculative_max: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = made(case)
-    whole = rows_of(problem, WHOLE, guesses[0], 1)
+    whole = rows_of(problem, NOT_SPLIT, speculative_max[0], 1)
     monkeypatch.setattr(shared_launch, "MOST_PARTIALS_BYTES", way.slots_bytes)
-    other = rows_of(problem, way, guesses[1], 2)
+    other = rows_of(problem, way, speculative_max[1], 2)
     assert other
     for row, (out, lse) in other.items():
         assert torch.equal(out, whole[row][0]), f"row {row} of out"
@@ -153,14 +159,14 @@ def test_how_rows_come_does_not_matter(case: str, way: str, monkeypatch: pytest.
 
 def test_guesses_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a warp guessed has the bits of what it found."""
-    compare(CASES["plain"], replace(WHOLE, chunks=(128, TOKENS - 128)), (True, False), monkeypatch)
+    compare(CASES["plain"], replace(NOT_SPLIT, chunks=(128, TOKENS - 128)), (True, False), monkeypatch)
 
 
 def test_the_prompt_is_right() -> None:
     case = Case(q_lens=(TOKENS,), kv_lens=(TOKENS,), heads=(2, 1))
     problem = made(case)
     result = check.empty_result(problem)
-    for row, (out, lse) in rows_of(problem, WHOLE, True, 1).items():
+    for row, (out, lse) in rows_of(problem, NOT_SPLIT, True, 1).items():
         result.out[row], result.lse[row] = out, lse
     check.judge(result, problem.expected(), problem.score_magnitude())
 

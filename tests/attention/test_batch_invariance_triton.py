@@ -199,7 +199,7 @@ def less_than_all(problem: Problem, requests: Sequence[int]) -> int:
     """Bytes of scratch that are one slot less than what these prompts ask for."""
     kernel, slots = kernel_of(problem), -1
     for length in (problem.q_lens[request] for request in requests):
-        splits = -(-length // (kernel.config.split_tiles * kernel.config.block_n))
+        splits = -(-length // (kernel.config.tiles_per_split * kernel.config.block_n))
         row_tiles = -(-length * problem.spec.group // kernel.config.block_m)
         slots += problem.spec.heads_kv * row_tiles * splits if splits > 1 else 0
     return slots * kernel.rows_of_slot(max(problem.q_lens)) * (kernel.dv + 2) * 4
@@ -326,7 +326,7 @@ def test_scratch_is_bounded_and_tiles_fit(arch: str, dims: tuple[int, int], fp8:
     case = prompts(1, heads=(32, 8), dim=dims[0], dim_v=dims[1], fp8=fp8, dtype=torch.float16, batch_invariant=True)
     config = BatchInvariantConfig.default(case.spec, target)
     assert config.scratch_bytes <= 128 << 20
-    assert config.split_tiles * config.block_n == 512
+    assert config.tiles_per_split * config.block_n == 512
     assert config.fits(case.spec, target) or not target.native_bf16
 
 
@@ -356,6 +356,6 @@ def test_two_kinds_of_kernels_never_share_a_layer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(dispatch.TABLE, Operation.PREFILL, refusing)
     planner = Planner(problem.spec, target, workspace)
     assert {name for _, name, _ in planner.kernels} == {"triton"}
-    assert planner.short[2].longest_query() is None
+    assert planner.short[2].max_query_len_served() is None
     ordinary = Planner(replace(problem.spec, batch_invariant=False), target, workspace)
     assert {name for _, name, _ in ordinary.kernels} == {"cute", "triton"}

@@ -13,8 +13,8 @@ pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute.host import fake_args, latent_rows_of
 from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
-from dsl_backend.attention.cute.sm100.mla_configs import PairConfig
-from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
 from dsl_backend.primitives import tensor_copy, tensor_product
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
@@ -24,7 +24,7 @@ from tests.attention.latent import SCHEDULES, Run, emulate
 from tests.attention.mistakes import Mistake, spoilt
 
 # Each pair has some seven tiles, one of which ends in the middle: every place is filled again several times.
-CONFIG = PairConfig(tile_n=32)
+CONFIG = TwoCtaMlaConfig(tile_n=32)
 CASE = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=16, why="a page is a part of a tile")
 WIDE_PAGES = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=64, why="a tile is a part of a page")
 
@@ -54,7 +54,9 @@ MISTAKES = (
     Mistake("values over values", latent_pair, "v_empty + place, phase)", "v_empty + place, phase ^ 1)"),
     Mistake("bytes of one block expected", latent_pair, "expected = PAIR * len(boxes)", "expected = len(boxes)"),
     Mistake("bytes expected by both", latent_pair, "expected, self.rank == 0)", "expected, self.rank >= 0)"),
-    Mistake("values cleared on their way", latent_pair, "if work.keys < work.end *", "if work.keys < 0 *"),
+    Mistake(
+        "values cleared on their way", latent_pair, "if work.seqlen_k < work.n_block_max *", "if work.seqlen_k < 0 *"
+    ),
     Mistake("scores of a part", latent_pair, "part == PARTS - 1 and not first", "part == 1 and not first"),
     Mistake("a part of keys never free", latent_pair, "k_empty + stage * PARTS + part)", "k_empty + stage * PARTS)"),
     Mistake(
@@ -64,8 +66,8 @@ MISTAKES = (
         "k_full + stage * PARTS, round_",
     ),
     Mistake("values never free", latent_pair, "[self.barriers.v_empty + place]", "[self.barriers.v_empty + 0 * place]"),
-    Mistake("sums told of early", latent_pair, "block == self.kernel.blocks - 1", "block == 0"),
-    Mistake("one place for the larger of two", latent_pair, "self.shrink, place)", "self.shrink, 0)"),
+    Mistake("sums told of early", latent_pair, "block == self.kernel.num_ctas - 1", "block == 0"),
+    Mistake("one place for the larger of two", latent_pair, "self.acc_scale, place)", "self.acc_scale, 0)"),
     Mistake(
         "half of the keys' largest", latent_pair, "fmax(largest, self.other(largest, place))", "fmax(largest, largest)"
     ),
@@ -80,10 +82,10 @@ QUICK = ("a part of keys never free",)
 def run(pair: Any, case: Any, schedules: tuple[str, ...]) -> None:
     """A case, on a kernel compiled anew: what is kept was made of other source."""
 
-    class Fresh(LatentSplitKV):
+    class Fresh(MlaSplitKV):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(pair.LatentPair(key), fake_args(key, *latent_rows_of(key)), target.arch, "")
+            return toolkit.compiled(pair.TwoCtaMlaForward(key), fake_args(key, *latent_rows_of(key)), target.arch, "")
 
     for seed, schedule in enumerate(schedules):
         emulate(Run(case, schedule), seed, "sm_100a", Fresh, CONFIG)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig, default_latent_config
-from dsl_backend.attention.cute.sm100.mla_host import Latent, LatentSplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import MlaConfig, TwoCtaMlaConfig, default_mla_config
+from dsl_backend.attention.cute.sm100.mla_host import Latent, MlaSplitKV
 from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla
@@ -16,18 +16,18 @@ from tests.attention.latent import EVERYWHERE, SCHEDULES, Run, emulate
 
 TARGET = from_arch("sm_100a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts; rings of two and three wrap early.
-SMALL = LatentConfig(tile_n=32, stages=3, least_share=1)
-WIDENING = LatentConfig(tile_n=32, stages=2, staging=3, least_share=1)
-TILES_OF_64 = LatentConfig(stages=2, least_share=1)
-PAIRS = PairConfig(least_share=1)
-CLUSTERS = LatentConfig(stages=2, least_share=1, cluster=2)
+SMALL = MlaConfig(tile_n=32, stages=3, min_split_tiles=1)
+WIDENING = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
+TILES_OF_64 = MlaConfig(stages=2, min_split_tiles=1)
+PAIRS = TwoCtaMlaConfig(min_split_tiles=1)
+CLUSTERS = MlaConfig(stages=2, min_split_tiles=1, cluster=2)
 
 QUICK = (
     Run(replace(latent.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(latent.PIECES, "eager"),
     Run(replace(latent.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
-    Run(latent.WHOLE_320, "eager", False, LatentConfig(tile_n=64, stages=4)),
+    Run(latent.WHOLE_320, "eager", False, MlaConfig(tile_n=64, stages=4)),
     latent.FP8[0],
 )
 FULL = (
@@ -36,8 +36,8 @@ FULL = (
     *(replace(run, schedule=schedule) for run in QUICK[:-1] for schedule in SCHEDULES if schedule != run.schedule),
     *EVERYWHERE,
     Run(latent.RAGGED, "lazy", config=TILES_OF_64),
-    Run(by_id("mla-320"), "lazy", config=LatentConfig(tile_n=128, stages=2, least_share=1)),
-    Run(by_id("mla-288"), "random", config=LatentConfig(tile_n=16, stages=4, least_share=1)),
+    Run(by_id("mla-320"), "lazy", config=MlaConfig(tile_n=128, stages=2, min_split_tiles=1)),
+    Run(by_id("mla-288"), "random", config=MlaConfig(tile_n=16, stages=4, min_split_tiles=1)),
     Run(by_id("mla-mixed"), "lazy", False, TILES_OF_64),
     Run(
         mla(20, id="pages-of-32", q_lens=(1, 4), kv_lens=(130, 270), page=32, why="tiles of two pages"),
@@ -71,17 +71,17 @@ FULL = (
             why="rings wrap, parts merge, sums are shrunk, tiles are parts of pages",
         ),
         "random",
-        config=PairConfig(tile_n=32, stages=3, least_share=1),
+        config=TwoCtaMlaConfig(tile_n=32, stages=3, min_split_tiles=1),
     ),
     Run(
         mla(80, (320, 256), id="pairs-320", q_lens=(1, 2), kv_lens=(300, 64), page=64, why="24 rows idle, one block"),
         "lazy",
-        config=PairConfig(stages=2, least_share=1),
+        config=TwoCtaMlaConfig(stages=2, min_split_tiles=1),
     ),
     Run(
         mla(96, (288, 256), id="pairs-288", q_lens=(2,), kv_lens=(300,), page=64, why="rows of 64 bytes"),
         "random",
-        config=PairConfig(tile_n=64, stages=4, least_share=1),
+        config=TwoCtaMlaConfig(tile_n=64, stages=4, min_split_tiles=1),
     ),
     Run(
         mla(
@@ -120,12 +120,12 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_100a", LatentSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
+    emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
 
 
 @pytest.mark.full
 def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_100a", LatentSplitKV, WIDENING)) == []
+    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_100a", MlaSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
@@ -133,29 +133,29 @@ def test_widening_meets_no_bank_twice() -> None:
 def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
     spec = mla(heads, dims, q_lens=(1,), kv_lens=(1,)).spec
     for each in (spec, replace(spec, kv_dtype=FP8)):
-        assert default_latent_config(each).objections(each, TARGET.smem_bytes) == []
+        assert default_mla_config(each).objections(each, TARGET.smem_bytes) == []
 
 
 @pytest.mark.parametrize(
     ("config", "dims", "reason"),
     [
-        (LatentConfig(tile_n=64, stages=3), (576, 512), "shared memory"),
-        (LatentConfig(stages=1), (576, 512), "at least 2"),
-        (LatentConfig(tile_n=48), (576, 512), "tiles of 48 keys: 16, 32"),
-        (LatentConfig(tile_n=40), (576, 512), "multiple of 16"),
-        (LatentConfig(cluster=2), (576, 512), "clusters of 2"),
-        (PairConfig(), (576, 512), "clusters of 2"),
-        (PairConfig(cluster=1), (576, 512), "it is one of 2"),
-        (PairConfig(tile_n=16), (576, 512), "32 are the least"),
-        (PairConfig(stages=2), (576, 512), "shared memory"),
-        (PairConfig(stages=0), (576, 512), "at least 1"),
-        (PairConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
-        (LatentConfig(), (512, 512), "latent sizes"),
-        (LatentConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
-        (LatentConfig(), (448, 384), "a multiple of 256"),
+        (MlaConfig(tile_n=64, stages=3), (576, 512), "shared memory"),
+        (MlaConfig(stages=1), (576, 512), "at least 2"),
+        (MlaConfig(tile_n=48), (576, 512), "tiles of 48 keys: 16, 32"),
+        (MlaConfig(tile_n=40), (576, 512), "multiple of 16"),
+        (MlaConfig(cluster=2), (576, 512), "clusters of 2"),
+        (TwoCtaMlaConfig(), (576, 512), "clusters of 2"),
+        (TwoCtaMlaConfig(cluster=1), (576, 512), "it is one of 2"),
+        (TwoCtaMlaConfig(tile_n=16), (576, 512), "32 are the least"),
+        (TwoCtaMlaConfig(stages=2), (576, 512), "shared memory"),
+        (TwoCtaMlaConfig(stages=0), (576, 512), "at least 1"),
+        (TwoCtaMlaConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
+        (MlaConfig(), (512, 512), "latent sizes"),
+        (MlaConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
+        (MlaConfig(), (448, 384), "a multiple of 256"),
     ],
 )
-def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) -> None:
+def test_objections(config: MlaConfig, dims: tuple[int, int], reason: str) -> None:
     spec = mla(16, dims, q_lens=(1,), kv_lens=(1,)).spec
     assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
 
@@ -163,8 +163,10 @@ def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) ->
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_is_had_by_name(arch: str) -> None:
     spec = mla(128, q_lens=(1,), kv_lens=(1,)).spec
-    assert choose(Operation.MLA_DECODE, spec, from_arch(arch), "cute").load() is LatentSplitKV
+    assert choose(Operation.MLA_DECODE, spec, from_arch(arch), "cute").load() is MlaSplitKV
     fp8 = mla(128, q_lens=(1,), kv_lens=(1,), fp8=True).spec
-    assert choose(Operation.MLA_DECODE, fp8, from_arch(arch), "cute").load() is LatentSplitKV
-    (objection,) = (why for why in PairConfig(staging=2).objections(fp8, TARGET.smem_bytes) if "pairs" in why)
+    assert choose(Operation.MLA_DECODE, fp8, from_arch(arch), "cute").load() is MlaSplitKV
+    (objection,) = (
+        why for why in TwoCtaMlaConfig(dequant_stages=2).objections(fp8, TARGET.smem_bytes) if "pairs" in why
+    )
     assert "fp8 ones are possible with LatentConfig" in objection

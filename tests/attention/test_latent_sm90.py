@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsl_backend.attention.cute.sm90.dense_configs import PRODUCT_REGISTERS, SM_REGISTERS
-from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, LatentConfig, default_latent_config
-from dsl_backend.attention.cute.sm90.mla_host import Latent, LatentSplitKV
+from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, MlaConfig, default_mla_config
+from dsl_backend.attention.cute.sm90.mla_host import Latent, MlaSplitKV
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import from_arch
@@ -21,13 +21,13 @@ from tests.attention.latent import EVERYWHERE, Run, emulate
 
 TARGET = from_arch("sm_90a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts.
-SMALL = LatentConfig(least_share=1)
+SMALL = MlaConfig(min_split_tiles=1)
 # Rings that go around at different times.
-WIDENING = LatentConfig(tile_n=32, stages=2, staging=3, least_share=1)
-SCORES_FIRST = LatentConfig(least_share=1, scores_first=True)
-CLUSTERS = LatentConfig(least_share=1, scores_first=True, cluster=2)
+WIDENING = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
+SCORES_FIRST = MlaConfig(min_split_tiles=1, scores_first=True)
+CLUSTERS = MlaConfig(min_split_tiles=1, scores_first=True, cluster=2)
 
-GUESSES = LatentConfig(least_share=1, guesses=True)
+GUESSES = MlaConfig(min_split_tiles=1, speculative_max=True)
 
 QUICK = (
     Run(latent.RAGGED, "random"),
@@ -35,7 +35,7 @@ QUICK = (
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(latent.PIECES, "random"),
     Run(latent.HEADS_128, "lazy", config=CLUSTERS),
-    Run(latent.WHOLE_320, "eager", False, LatentConfig(stages=4)),
+    Run(latent.WHOLE_320, "eager", False, MlaConfig(stages=4)),
     latent.FP8[0],
     Run(by_id("stale-mla"), "random"),
 )
@@ -45,15 +45,15 @@ FULL = (
     Run(by_id("stale-mla"), "lazy", False, SCORES_FIRST),
     Run(by_id("stale-mla-fp8"), "lazy", config=WIDENING),
     *(run for run in EVERYWHERE if run not in QUICK),
-    Run(by_id("mla-320"), "lazy", config=LatentConfig(stages=4, least_share=1)),
-    Run(by_id("mla-288"), "random", config=LatentConfig(stages=4, least_share=1)),
+    Run(by_id("mla-320"), "lazy", config=MlaConfig(stages=4, min_split_tiles=1)),
+    Run(by_id("mla-288"), "random", config=MlaConfig(stages=4, min_split_tiles=1)),
     Run(by_id("mla-mixed"), "lazy", False, SCORES_FIRST),
     Run(
         mla(
             20, id="many-tiles", q_lens=(1, 3), kv_lens=(130, 270), why="a third buffer, tiles of half a page's length"
         ),
         "random",
-        config=LatentConfig(tile_n=32, stages=3, least_share=1),
+        config=MlaConfig(tile_n=32, stages=3, min_split_tiles=1),
     ),
     Run(
         mla(96, id="heads-96", q_lens=(1, 3), kv_lens=(130, 64), page=64, why="48 heads a tile"),
@@ -87,12 +87,12 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_90a", LatentSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
+    emulate(run, seed, "sm_90a", MlaSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
 
 
 @pytest.mark.full
 def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_90a", LatentSplitKV, WIDENING)) == []
+    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_90a", MlaSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])
@@ -100,24 +100,24 @@ def test_widening_meets_no_bank_twice() -> None:
 def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
     spec = mla(heads, dims, q_lens=(1,), kv_lens=(1,)).spec
     for each in (spec, replace(spec, kv_dtype=FP8)):
-        assert default_latent_config(each).objections(each, TARGET.smem_bytes) == []
+        assert default_mla_config(each).objections(each, TARGET.smem_bytes) == []
 
 
 @pytest.mark.parametrize(
     ("config", "dims", "reason"),
     [
-        (LatentConfig(stages=3), (576, 512), "shared memory"),
-        (LatentConfig(stages=1), (576, 512), "at least 2"),
-        (LatentConfig(tile_n=40), (576, 512), "multiple of 16"),
-        (LatentConfig(tile_n=128), (576, 512), "registers"),
-        (LatentConfig(staging=2), (576, 512), "2 fp8 tiles in flight"),
-        (LatentConfig(cluster=2), (576, 512), "clusters of 2"),
-        (LatentConfig(), (512, 512), "latent sizes"),
-        (LatentConfig(), (576, 520), "latent sizes"),
-        (LatentConfig(), (648, 576), "latent sizes"),
+        (MlaConfig(stages=3), (576, 512), "shared memory"),
+        (MlaConfig(stages=1), (576, 512), "at least 2"),
+        (MlaConfig(tile_n=40), (576, 512), "multiple of 16"),
+        (MlaConfig(tile_n=128), (576, 512), "registers"),
+        (MlaConfig(dequant_stages=2), (576, 512), "2 fp8 tiles in flight"),
+        (MlaConfig(cluster=2), (576, 512), "clusters of 2"),
+        (MlaConfig(), (512, 512), "latent sizes"),
+        (MlaConfig(), (576, 520), "latent sizes"),
+        (MlaConfig(), (648, 576), "latent sizes"),
     ],
 )
-def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) -> None:
+def test_objections(config: MlaConfig, dims: tuple[int, int], reason: str) -> None:
     spec = mla(16, dims, q_lens=(1,), kv_lens=(1,)).spec
     assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
 
@@ -125,21 +125,21 @@ def test_objections(config: LatentConfig, dims: tuple[int, int], reason: str) ->
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (LatentConfig(), "0 fp8 tiles in flight"),
-        (LatentConfig(staging=1), "1 fp8 tiles in flight"),
-        (LatentConfig(staging=2), "shared memory"),
-        (LatentConfig(tile_n=80, staging=2), "registers"),
+        (MlaConfig(), "0 fp8 tiles in flight"),
+        (MlaConfig(dequant_stages=1), "1 fp8 tiles in flight"),
+        (MlaConfig(dequant_stages=2), "shared memory"),
+        (MlaConfig(tile_n=80, dequant_stages=2), "registers"),
     ],
 )
-def test_objections_to_fp8(config: LatentConfig, reason: str) -> None:
+def test_objections_to_fp8(config: MlaConfig, reason: str) -> None:
     spec = mla(16, q_lens=(1,), kv_lens=(1,), fp8=True).spec
     assert any(reason in objection for objection in config.objections(spec, TARGET.smem_bytes))
 
 
-@pytest.mark.parametrize("staging", [0, 2])
-def test_roles_share_what_a_block_starts_with(staging: int) -> None:
+@pytest.mark.parametrize("dequant_stages", [0, 2])
+def test_roles_share_what_a_block_starts_with(dequant_stages: int) -> None:
     """A role would wait for ever for registers that no other gives away; no product has more than there are."""
-    config = LatentConfig(staging=staging)
+    config = MlaConfig(dequant_stages=dequant_stages)
     math, other, widening = config.registers
     first = SM_REGISTERS // config.threads // 8 * 8
     assert (GROUPS * math + other + widening) * 128 <= first * config.threads
@@ -149,7 +149,7 @@ def test_roles_share_what_a_block_starts_with(staging: int) -> None:
 def test_unaligned_cache_is_refused() -> None:
     problem = by_id("mla-16").problem()
     result = check.empty_result(problem)
-    kernel = LatentSplitKV(problem.spec, TARGET, Workspace(torch.device("cpu")))
+    kernel = MlaSplitKV(problem.spec, TARGET, Workspace(torch.device("cpu")))
     keys = torch.zeros(*problem.keys.shape[:-1], 577, dtype=problem.keys.dtype)[..., 1:]
     operands = Operands(problem.q, None, keys, keys[..., :512], result.out, result.lse, *[None] * 4)
     with pytest.raises(InvalidInput, match="keys begins at"):

@@ -7,7 +7,7 @@ import pytest
 
 from dsl_backend.attention.cute.combine import FEW, RESIDENT, WARP, WARPS
 from dsl_backend.attention.cute.scheduler.tile_scheduler import FEW_PARTS, SPARED
-from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
@@ -22,14 +22,14 @@ def parts_of(case: Case, sms: int, index: int = 0, least: int = 1) -> list[int]:
     made: list[SplitKV] = []
 
     def make(planner: Planner, short: bool) -> Kernel:
-        config = ForwardConfig(groups=1, tile_n=TILE, stages=2, least_share=least)
+        config = DenseConfig(groups=1, tile_n=TILE, stages=2, min_split_tiles=least)
         made.append(SplitKV(planner.spec, planner.target, scratch(), config))
         return made[-1]
 
     emulate(case, "sm_90a", make, index, sms=sms)
-    _, cuts = made[0].scratch(case.problem().batch, 1)
-    assert cuts is not None
-    return [int(parts) for parts in cuts[:, 0]]
+    _, split_ranges = made[0].scratch(case.problem().batch, 1)
+    assert split_ranges is not None
+    return [int(parts) for parts in split_ranges[:, 0]]
 
 
 @pytest.mark.parametrize("parts", [2, FEW, FEW + 1, 11])

@@ -18,10 +18,10 @@ pytest.importorskip("cutlass")
 from cutlass.cute.runtime import from_dlpack
 
 from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Cut
-from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, WHOLE, Work
-from dsl_backend.attention.cute.score_mod import ScoreKey
-from dsl_backend.attention.cute.sm100 import clc_scheduler as launch_control
+from dsl_backend.attention.cute.scheduler.tile_scheduler import SplitRange
+from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, NOT_SPLIT, WorkTile
+from dsl_backend.attention.cute.score_mod import ScoreModKey
+from dsl_backend.attention.cute.sm100 import clc_scheduler as clc_scheduler
 from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS
 from dsl_backend.quant.format import KVFormat
@@ -42,16 +42,16 @@ def key_of(**facts: object) -> LayerKey:
         "heads_kv": 1,
         "head_dim": 64,
         "head_dim_v": 64,
-        "pack": 1,
+        "pack_gqa": 1,
         "page_size": 0,
         "kv": KVFormat("bfloat16"),
         "causality": "causal",
-        "left": False,
-        "right": False,
+        "has_window_left": False,
+        "has_window_right": False,
         "lse": False,
         "split": False,
-        "shares": 0,
-        "scores": ScoreKey(softcap=False, alibi=False, sinks=None, signed=False),
+        "max_splits": 0,
+        "scores": ScoreModKey(softcap=False, alibi=False, sinks=None, signed=False),
     }
     return LayerKey(**(usual | facts))  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ class Item:
 
     request: int
     row: int
-    unit: int
+    head_block: int
     begin: int
     end: int
 
@@ -74,8 +74,8 @@ class Lengths:
     pairs: Sequence[tuple[int, int]]
     causality: str = "causal"
     left: int | None = None
-    shortest: int = 1
-    longest: int = FAR
+    min_seqlen_q: int = 1
+    max_seqlen_q: int = FAR
 
     @property
     def starts(self) -> list[int]:
@@ -85,19 +85,19 @@ class Lengths:
         """All there are, in no order."""
         found = []
         for request, (queries, keys) in enumerate(self.pairs):
-            if not self.shortest <= queries <= self.longest:
+            if not self.min_seqlen_q <= queries <= self.max_seqlen_q:
                 continue
             for row in range(0, queries, TOKENS):
                 position = keys - queries + row
                 seen = min(keys, position + min(TOKENS, queries - row)) if self.causality == "causal" else keys
                 begin = 0 if self.left is None else max(position - self.left, 0) // TILE
                 end = max(-(-seen // TILE), begin + 1)
-                found += [Item(request, row, unit, begin, end) for unit in range(HEADS)]
+                found += [Item(request, row, head_block, begin, end) for head_block in range(HEADS)]
         return found
 
     def given(self) -> tuple[LayerKey, torch.Tensor, torch.Tensor]:
         """The layer, where requests start, and their keys."""
-        key = key_of(causality=self.causality, left=self.left is not None)
+        key = key_of(causality=self.causality, has_window_left=self.left is not None)
         starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in (self.starts, [k for _, k in self.pairs]))
         return key, starts, lengths
 
@@ -113,8 +113,8 @@ class Lengths:
                 Claiming(key, TOKENS, TILE)(
                     *(from_dlpack(one) for one in (starts, lengths, claims, posts)),
                     self.left or 0,
-                    self.shortest,
-                    self.longest,
+                    self.min_seqlen_q,
+                    self.max_seqlen_q,
                 )
             assert claims.tolist() == [0, 0]
             found = [self.of(block) for block in posts.tolist()]
@@ -127,16 +127,21 @@ class Lengths:
         posts = torch.zeros(count + beyond, count + 1, FIELDS, dtype=torch.int32)
         with emulator.device(arch="sm_100a", sms=3, schedule=order, strict=True):
             Launching(key, TOKENS, TILE)(
-                *(from_dlpack(one) for one in (starts, lengths, posts)), self.left or 0, self.shortest, self.longest
+                *(from_dlpack(one) for one in (starts, lengths, posts)),
+                self.left or 0,
+                self.min_seqlen_q,
+                self.max_seqlen_q,
             )
         return [self.of(block) for block in posts.tolist()]
 
     def of(self, posts: list[list[int]]) -> list[Item]:
-        works = [Work(*fields) for fields in posts]
+        works = [WorkTile(*fields) for fields in posts]
         stop = next(place for place, work in enumerate(works) if not work.valid)
-        requests = [max(i for i, start in enumerate(self.starts[:-1]) if start <= work.query) for work in works[:stop]]
+        requests = [
+            max(i for i, start in enumerate(self.starts[:-1]) if start <= work.q_offset) for work in works[:stop]
+        ]
         return [
-            Item(request, work.query - self.starts[request], work.unit, work.begin, work.end)
+            Item(request, work.q_offset - self.starts[request], work.head_block, work.n_block_min, work.n_block_max)
             for request, work in zip(requests, works, strict=False)
         ]
 
@@ -147,10 +152,10 @@ BATCHES = {
     "ragged": RAGGED,
     "full": Lengths(pairs=RAGGED.pairs, causality="full"),
     "window": Lengths(pairs=RAGGED.pairs, left=40),
-    "long-ones": Lengths(pairs=RAGGED.pairs, shortest=34, longest=100),
+    "long-ones": Lengths(pairs=RAGGED.pairs, min_seqlen_q=34, max_seqlen_q=100),
     "many": MANY,
     "one": Lengths(pairs=[(1, 1)]),
-    "none": Lengths(pairs=[(1, 1)], shortest=2),
+    "none": Lengths(pairs=[(1, 1)], min_seqlen_q=2),
 }
 
 
@@ -174,7 +179,7 @@ def test_longest_first(name: str) -> None:
     (claimed,) = BATCHES[name].claimed(1, "eager")
     tiles = [item.end - item.begin for item in claimed]
     assert tiles == sorted(tiles, reverse=True)
-    assert [item.unit for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
+    assert [item.head_block for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
 
 
 @pytest.mark.parametrize("beyond", [1, 20])
@@ -207,26 +212,26 @@ def test_launch_control_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch)
 MISTAKES = (
     Mistake(
         "read before it is there",
-        launch_control,
+        clc_scheduler,
         "        cute.arch.mbarrier_wait(full, phase_of(had - 1, 1))\n",
         "",
     ),
-    Mistake("the phase of another response", launch_control, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
-    Mistake("other bytes expected", launch_control, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
-    Mistake("a place of its own count", launch_control, "return place if", "return cutlass.Int32(had) if"),
+    Mistake("the phase of another response", clc_scheduler, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
+    Mistake("other bytes expected", clc_scheduler, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
+    Mistake("a place of its own count", clc_scheduler, "return place if", "return cutlass.Int32(had) if"),
     Mistake(
         "asks when there is none left",
-        launch_control,
-        "        self.mailbox.post(",
-        "        self.next_place(posted + passed + 1, None)\n        self.mailbox.post(",
+        clc_scheduler,
+        "        self.work_pipeline.produce(",
+        "        self.next_place(posted + passed + 1, None)\n        self.work_pipeline.produce(",
     ),
-    Mistake("uncounted behind the last item", launch_control, "passed += 1", "passed += 0"),
+    Mistake("uncounted behind the last item", clc_scheduler, "passed += 1", "passed += 0"),
 )
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.id)
 def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_kernels, "LaunchedTiles", spoilt(mistake, tmp_path).LaunchedTiles)
+    monkeypatch.setattr(schedule_kernels, "ClcTileScheduler", spoilt(mistake, tmp_path).ClcTileScheduler)
 
     def run() -> None:
         for order in ("eager", "lazy", "random"):
@@ -242,7 +247,7 @@ def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     (claimed,) = RAGGED.claimed(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
     sections = [(0, 1, 2), (3,), (5,)]
-    assert [item.request for item in claimed if item.unit == 0 and item.request in sections[0]][:1] == [1]
+    assert [item.request for item in claimed if item.head_block == 0 and item.request in sections[0]][:1] == [1]
     places = [next(i for i, section in enumerate(sections) if item.request in section) for item in claimed]
     assert places == sorted(places)
 
@@ -280,7 +285,7 @@ def shared(
     cluster: int = 1,
     tokens: int = SHARED_TOKENS,
     folds: bool = False,
-) -> tuple[list[list[Work]], list[Cut]]:
+) -> tuple[list[list[WorkTile]], list[SplitRange]]:
     """Items of each block and what it leaves to be merged, for requests over so many keys.
 
     Of clusters all first blocks come before all second ones.
@@ -288,14 +293,16 @@ def shared(
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
     items = sum(-(-queries // tokens) for queries in asked) * HEADS + 1
-    cuts = torch.full((blocks, schedule.CUT_FIELDS), -7, **int32)
+    split_ranges = torch.full((blocks, schedule.SPLIT_RANGE_FIELDS), -7, **int32)
     posts = torch.full((blocks, items, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
         sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, folds=folds)
-        sharing(*(from_dlpack(one) for one in (starts, keys, cuts, posts)))
-    found = [[Work(*fields) for fields in block] for block in posts.tolist()]
+        sharing(*(from_dlpack(one) for one in (starts, keys, split_ranges, posts)))
+    found = [[WorkTile(*fields) for fields in block] for block in posts.tolist()]
     found = [block[: [work.valid for work in block].index(0)] for block in found]
-    return [block for rank in range(cluster) for block in found[rank::cluster]], [Cut(*one) for one in cuts.tolist()]
+    return [block for rank in range(cluster) for block in found[rank::cluster]], [
+        SplitRange(*one) for one in split_ranges.tolist()
+    ]
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -305,10 +312,10 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
     """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks."""
     lengths, blocks = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
     q_lens = [1] * len(lengths) if name in DECODES else PROMPTS
-    found, cuts = shared(lengths, blocks, q_lens, cluster)
-    assert_shared(found, cuts, lengths, q_lens)
+    found, split_ranges = shared(lengths, blocks, q_lens, cluster)
+    assert_shared(found, split_ranges, lengths, q_lens)
     if clusters > 1 and name in ("long", "one", "prompts"):
-        assert any(cut.parts for cut in cuts)
+        assert any(cut.parts for cut in split_ranges)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -318,22 +325,22 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
 def test_folded_shares(name: str, tokens: int, clusters: int, cluster: int) -> None:
     """As well where prompts may be folded; tokens of a row tile divide a key tile's keys, or do not."""
     q_lens, lengths = FOLDED[name]
-    found, cuts = shared(lengths, clusters * cluster, q_lens, cluster, tokens, folds=True)
-    assert_shared(found, cuts, lengths, q_lens, tokens, folds=True)
+    found, split_ranges = shared(lengths, clusters * cluster, q_lens, cluster, tokens, folds=True)
+    assert_shared(found, split_ranges, lengths, q_lens, tokens, folds=True)
 
 
 def assert_shared(
-    found: list[list[Work]],
-    cuts: list[Cut],
+    found: list[list[WorkTile]],
+    split_ranges: list[SplitRange],
     lengths: Sequence[int],
     q_lens: Sequence[int],
     tokens: int = SHARED_TOKENS,
     folds: bool = False,
 ) -> None:
-    ranges: dict[tuple[int, int], list[tuple[int, Work]]] = {}
+    ranges: dict[tuple[int, int], list[tuple[int, WorkTile]]] = {}
     for block, items in enumerate(found):
         for work in items:
-            ranges.setdefault((work.query, work.unit), []).append((block, work))
+            ranges.setdefault((work.q_offset, work.head_block), []).append((block, work))
     tiles_of = {}  # of each row tile: its request's key tiles, those that it sees, its rows
     for keys, queries, first in zip(lengths, q_lens, accumulate([0, *q_lens]), strict=False):
         for row in range(0, queries, tokens):
@@ -342,41 +349,41 @@ def assert_shared(
                 max(-(-count // TILE), 1) for count in (keys, min(keys, max(keys - queries + row + rows, 0)))
             )
             tiles_of[first + row] = tiles, seen, rows
-    assert set(ranges) == {(query, unit) for query in tiles_of for unit in range(HEADS)}
+    assert set(ranges) == {(query, head_block) for query in tiles_of for head_block in range(HEADS)}
     expected = {}
-    for (query, unit), parts in ranges.items():
+    for (query, head_block), parts in ranges.items():
         tiles, seen, rows = tiles_of[query]
-        ends = [work.end for _, work in parts]
+        ends = [work.n_block_max for _, work in parts]
         first = parts[0][0]
         assert [block for block, _ in parts] == list(range(first, first + len(parts)))
-        assert {work.rows for _, work in parts} == {rows}
-        assert [work.begin for _, work in parts] == [0, *ends[:-1]]
+        assert {work.num_rows for _, work in parts} == {rows}
+        assert [work.n_block_min for _, work in parts] == [0, *ends[:-1]]
         if len(parts) > 1:
             assert ends[-1] == (seen if folds else tiles)
-            assert [work.slot for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
-            expected[first] = Cut(len(parts), query, unit, rows)
+            assert [work.partial_idx for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
+            expected[first] = SplitRange(len(parts), query, head_block, rows)
         else:
             assert ends == [seen]
-            assert parts[0][1].slot == WHOLE
-    assert {block: cut for block, cut in enumerate(cuts) if cut.parts} == expected
+            assert parts[0][1].partial_idx == NOT_SPLIT
+    assert {block: cut for block, cut in enumerate(split_ranges) if cut.parts} == expected
 
 
 def test_folds_stay_whole() -> None:
     """Beside requests of one query, a prompt with more row tiles than blocks are left: nothing is merged."""
     q_lens, lengths, tiles = [1] * 18 + [24], [14 * TILE] * 18 + [24], 14
     blocks = 18 * HEADS + 3 * HEADS
-    found, cuts = shared(lengths, blocks, q_lens, tokens=4, folds=True)
-    assert_shared(found, cuts, lengths, q_lens, tokens=4, folds=True)
-    assert not any(cut.parts for cut in cuts)
-    assert max(sum(work.end - work.begin for work in items) for items in found) == tiles
+    found, split_ranges = shared(lengths, blocks, q_lens, tokens=4, folds=True)
+    assert_shared(found, split_ranges, lengths, q_lens, tokens=4, folds=True)
+    assert not any(cut.parts for cut in split_ranges)
+    assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) == tiles
 
 
 def test_folds_are_even() -> None:
     """A prompt's first row tiles count what they see: a block has no more than its share of that, and of holes."""
     queries, blocks = 20 * TILE, 8
     found, _ = shared([queries], blocks, [queries], tokens=4, folds=True)
-    seen = sum(work.end - work.begin for items in found for work in items)
-    held = [sum(work.end - work.begin for work in items) for items in found]
+    seen = sum(work.n_block_max - work.n_block_min for items in found for work in items)
+    held = [sum(work.n_block_max - work.n_block_min for work in items) for items in found]
     assert max(held) <= 1.1 * seen / blocks
 
 
@@ -391,8 +398,11 @@ def test_shares_are_even(name: str) -> None:
     tiles = [max(-(-length // TILE), 1) for length in lengths]
     found, _ = shared(lengths, blocks)
     if len(set(tiles)) == 1:
-        assert max(sum(work.end - work.begin for work in items) for items in found) <= tiles[0] * HEADS
+        assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) <= tiles[0] * HEADS
         return
     share = max(-(-HEADS * sum(tile + schedule.ITEM_TILES for tile in tiles) // blocks), LEAST)
-    begun = [sum(work.end - work.begin + schedule.ITEM_TILES * (work.begin == 0) for work in items) for items in found]
+    begun = [
+        sum(work.n_block_max - work.n_block_min + schedule.ITEM_TILES * (work.n_block_min == 0) for work in items)
+        for items in found
+    ]
     assert max(begun) <= share + schedule.ITEM_TILES

@@ -17,7 +17,7 @@ from dsl_backend.attention.cute.sm100 import dense_correction as correct
 from dsl_backend.attention.cute.sm100 import dense_kernel as forward
 from dsl_backend.attention.cute.sm100 import dense_mma as multiply
 from dsl_backend.attention.cute.sm100 import kv_stages as places
-from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm100.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
@@ -30,7 +30,7 @@ from tests.attention.mistakes import Mistake, spoilt
 
 # Ten tiles go through the three places, and the last one ends in the middle.
 CASE = Case(q_lens=(140,), kv_lens=(150,), heads=(2, 1), dim=192, dim_v=128, page=None)
-CONFIG = ForwardConfig(tile_n=32, shared_ring=True)
+CONFIG = DenseConfig(tile_n=32, shared_ring=True)
 
 MISTAKES = (
     Mistake(
@@ -59,11 +59,16 @@ MISTAKES = (
     Mistake("places of keys that others have", multiply, "places.of_keys(tile)", "places.of_keys(tile + 1)"),
     Mistake("values free too early", multiply, "if g == self.kernel.halves - 1 else []", "if g == 0 else []"),
     Mistake("values never free", multiply, "if g == self.kernel.halves - 1 else []", "if g < 0 else []"),
-    Mistake("zeros in another place", correct, "self.places.of_values(count)", "buffer"),
+    Mistake(
+        "zeros in another place",
+        correct,
+        "of_values(count)]\n            clear_rows(values, cutlass.max",
+        "of_values(count + 1)]\n            clear_rows(values, cutlass.max",
+    ),
 )
 QUICK = ("one place for the other columns", "a phase of three places")
 # The classes of these modules that the kernel is made of.
-ROLES = ("OwnRings", "SharedRing", "SharedRingLoader", "Multiplier", "AlternatingMultiplier", "Corrector")
+ROLES = ("OwnRings", "SharedRing", "SharedRingLoadWarp", "MmaWarp", "AlternatingMmaWarp", "CorrectionWarps")
 
 
 def run(schedules: Iterable[int]) -> None:
@@ -72,7 +77,7 @@ def run(schedules: Iterable[int]) -> None:
     class Fresh(Prefill):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward.Forward(key), fake_args(key, *rows_of(key)), target.arch, "")
+            return toolkit.compiled(forward.DenseForward(key), fake_args(key, *rows_of(key)), target.arch, "")
 
     def make(planner: Planner, short: bool) -> Kernel:
         return Fresh(planner.spec, planner.target, scratch(), CONFIG)

@@ -11,14 +11,14 @@ import pytest
 
 from dsl_backend.attention.cute.host import function_of, nothing
 from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
-from dsl_backend.attention.cute.scheduler.tile_scheduler import work_of
-from dsl_backend.attention.cute.sizes import packed_heads, padded
+from dsl_backend.attention.cute.scheduler.tile_scheduler import work_tile_of
+from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded
 from dsl_backend.attention.cute.sm100 import dense_correction as correct
 from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
 from dsl_backend.attention.cute.sm100 import idle_warps as rest
 from dsl_backend.attention.cute.sm100.dense_configs import (
     SWAPPED_VALUES,
-    ForwardConfig,
+    DenseConfig,
     default_config,
     default_split_config,
     few_rows_config,
@@ -26,10 +26,10 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
 )
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
 from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of
-from dsl_backend.attention.cute.sm100.two_cta_correction import PairCorrector
-from dsl_backend.attention.cute.sm100.two_cta_kernel import PairForward
-from dsl_backend.attention.cute.sm100.two_cta_mma import PairMultiplier
-from dsl_backend.attention.cute.sm100.two_cta_scheduler import PairTiles
+from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
+from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
+from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
+from dsl_backend.attention.cute.sm100.two_cta_scheduler import TwoCtaTileScheduler
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec, Batch
@@ -65,16 +65,18 @@ REGISTERS = 1 << 16  # of an SM
 def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
-    stages, query_stages, tile_n, staging = 2 + index % 2, 1 + index % 2, 64 if spec.head_dim <= 256 else 32, 0
+    stages, query_stages, tile_n, dequant_stages = 2 + index % 2, 1 + index % 2, 64 if spec.head_dim <= 256 else 32, 0
     if spec.is_fp8_kv:
-        stages, query_stages, staging = 2, 1, 2 + index % 2
+        stages, query_stages, dequant_stages = 2, 1, 2 + index % 2
         tile_n = 32 if spec.head_dim > 192 else 64
-    config = ForwardConfig(halves=halves, tile_n=tile_n, stages=stages, query_stages=query_stages, staging=staging)
+    config = DenseConfig(
+        halves=halves, tile_n=tile_n, stages=stages, query_stages=query_stages, dequant_stages=dequant_stages
+    )
     if short:
-        config = replace(config, alternate=halves == 2, query_stages=1, least_share=1)
+        config = replace(config, alternate=halves == 2, query_stages=1, min_split_tiles=1)
     if config.objections(spec, target.smem_bytes):
         # Wide heads leave no room for more.
-        config = replace(config, stages=2, query_stages=1, staging=min(2, staging))
+        config = replace(config, stages=2, query_stages=1, dequant_stages=min(2, dequant_stages))
     return (SplitKV if short else Prefill)(spec, target, scratch(), config)
 
 
@@ -140,7 +142,7 @@ CONTROLLED = (
 def controlled(planner: Planner, short: bool, index: int) -> Kernel:
     if short:
         return make(planner, short, index)
-    config = ForwardConfig(halves=1 + index % 2, tile_n=64, query_stages=1 + index % 2, launch_control=True)
+    config = DenseConfig(halves=1 + index % 2, tile_n=64, query_stages=1 + index % 2, use_clc=True)
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
     return Prefill(planner.spec, planner.target, scratch(), config)
 
@@ -153,23 +155,23 @@ def test_launch_control(case: Case, index: int) -> None:
     assert sum(kernel.events["clusters cancelled"] for kernel in profile.kernels.values()) > 2
 
 
-def bound(batch: Batch, shortest: int = 0) -> int:
+def bound(batch: Batch, min_seqlen_q: int = 0) -> int:
     """Blocks of a grid with 256 rows a tile."""
     spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
-    return Prefill(spec, target, scratch(), ForwardConfig(launch_control=True)).grid(batch, shortest)
+    return Prefill(spec, target, scratch(), DenseConfig(use_clc=True)).grid(batch, min_seqlen_q)
 
 
 @pytest.mark.parametrize("shortest", [1, 3, 17])
 @pytest.mark.parametrize("q_lens", [(1,), (256,), (257, 255), (2, 300, 0, 17, 512), (16,) * 9, (16, 18) * 9])
-def test_a_grid_has_a_block_for_each_item(q_lens: tuple[int, ...], shortest: int) -> None:
+def test_a_grid_has_a_block_for_each_item(q_lens: tuple[int, ...], min_seqlen_q: int) -> None:
     batch = replace(CONTROLLED[0], q_lens=q_lens, kv_lens=q_lens).problem().batch
-    items = 2 * sum(-(-length // 256) for length in q_lens if length >= shortest)
-    assert max(items, 1) <= bound(batch, shortest) <= items + 2 * len(q_lens) + 2
+    items = 2 * sum(-(-length // 256) for length in q_lens if length >= min_seqlen_q)
+    assert max(items, 1) <= bound(batch, min_seqlen_q) <= items + 2 * len(q_lens) + 2
 
 
 def test_an_empty_batch_launches_nothing() -> None:
     spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
-    kernel = Prefill(spec, target, scratch(), ForwardConfig(launch_control=True))
+    kernel = Prefill(spec, target, scratch(), DenseConfig(use_clc=True))
     batch = CONTROLLED[0].problem().batch
     assert kernel.bind(replace(batch, seq_lens=batch.seq_lens[:0]), 0, 1) is nothing
     assert kernel.bind(replace(batch, num_tokens=0), 0, 1) is nothing
@@ -177,15 +179,15 @@ def test_an_empty_batch_launches_nothing() -> None:
 
 def test_launch_control_serves_whole_ranges_alone() -> None:
     spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
-    alternating = ForwardConfig(alternate=True, launch_control=True)
+    alternating = DenseConfig(alternate=True, use_clc=True)
     assert any("key ranges are split" in reason for reason in alternating.objections(spec, target.smem_bytes))
     with pytest.raises(InvalidInput, match="key ranges are split"):
-        SplitKV(spec, target, scratch(), ForwardConfig(launch_control=True))
+        SplitKV(spec, target, scratch(), DenseConfig(use_clc=True))
 
 
 def rounded_down(work: Any, thread: Any) -> Any:
     """Rests where a warp's rows are there in part."""
-    return arrivals_of(work._replace(rows=work.rows - rest.WARP + 1), thread)
+    return arrivals_of(work._replace(rows=work.num_rows - rest.WARP + 1), thread)
 
 
 def once(work: Any, thread: Any) -> Any:
@@ -195,14 +197,14 @@ def once(work: Any, thread: Any) -> Any:
 
 def whole_to_the_end(*args: Any) -> Any:
     """The tile behind which a row's keys end is not masked."""
-    work = work_of(*args)
-    return work._replace(whole_end=work.end)
+    work = work_tile_of(*args)
+    return work._replace(n_block_full_max=work.n_block_max)
 
 
 def whole_from_the_beginning(*args: Any) -> Any:
     """The tile before which a row's window begins is not masked."""
-    work = work_of(*args)
-    return work._replace(whole_begin=work.begin)
+    work = work_tile_of(*args)
+    return work._replace(n_block_full_min=work.n_block_min)
 
 
 @pytest.fixture
@@ -224,8 +226,8 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ((softmax, correct), "arrivals_of", rounded_down),
         ((softmax,), "arrivals_of", once),
         ((correct,), "arrivals_of", once),
-        ((schedule,), "work_of", whole_to_the_end),
-        ((schedule,), "work_of", whole_from_the_beginning),
+        ((schedule,), "work_tile_of", whole_to_the_end),
+        ((schedule,), "work_tile_of", whole_from_the_beginning),
     ],
 )
 def test_mistakes_are_found(
@@ -258,12 +260,12 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
 
 def sharing(planner: Planner, short: bool, index: int) -> Kernel:
     """One ring for keys and values, tiles small enough to go around it."""
-    config = ForwardConfig(
+    config = DenseConfig(
         shared_ring=True,
         halves=2 - index % 2,
         tile_n=32 + 32 * (index % 3 // 2),
         query_stages=1 + index % 2,
-        least_share=1,
+        min_split_tiles=1,
     )
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
     return (SplitKV if short else Prefill)(planner.spec, planner.target, scratch(), config)
@@ -293,7 +295,7 @@ def paired(planner: Planner, short: bool, index: int) -> Kernel:
     if short:
         return SplitKV(planner.spec, planner.target, scratch())
     tile_n, stages, query_stages = ((64, 3, 1), (128, 2, 1), (32, 4, 2), (96, 2, 1))[index % 4]
-    config = ForwardConfig(halves=1, pair=True, tile_n=tile_n, stages=stages, query_stages=query_stages)
+    config = DenseConfig(halves=1, two_cta=True, tile_n=tile_n, stages=stages, query_stages=query_stages)
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
     return Prefill(planner.spec, planner.target, scratch(), config)
 
@@ -323,9 +325,14 @@ def swapped(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     if not short:
         return Prefill(spec, target, scratch())
-    rows = 32 if packed_heads(spec.group) > 16 or index % 4 == 3 else 16
-    config = ForwardConfig(
-        alternate=True, swapped=rows, polynomial=0, stages=2 + index % 2, query_stages=1 + index % 2, least_share=1
+    rows = 32 if packed_gqa_heads(spec.group) > 16 or index % 4 == 3 else 16
+    config = DenseConfig(
+        alternate=True,
+        swap_ab=rows,
+        ex2_emulation=0,
+        stages=2 + index % 2,
+        query_stages=1 + index % 2,
+        min_split_tiles=1,
     )
     if config.objections(spec, target.smem_bytes):
         config = replace(config, stages=2)
@@ -370,7 +377,7 @@ def test_few_rows_are_swapped_by_default(few: bool) -> None:
     emulate(Case(q_lens=(4, 1, 2 if few else 5), kv_lens=(333, 90, 30), heads=(8, 2), dim=64), "sm_100a", make, 2)
     kernel = next(kernel for kernel in made if kernel.split)
     assert kernel.other is not None
-    assert kernel.other.config.swapped == 16
+    assert kernel.other.config.swap_ab == 16
     assert [bool(one._functions) for one in (kernel, kernel.other)] == [not few, few]
 
 
@@ -396,25 +403,25 @@ def test_whose_few_rows_are_swapped(facts: dict[str, Any], rows: int, stages: in
     config = few_rows_config(spec, from_arch("sm_100a").smem_bytes)
     assert (config is not None) == (rows > 0)
     if config is not None:
-        assert (config.swapped, config.stages) == (rows, stages)
+        assert (config.swap_ab, config.stages) == (rows, stages)
         assert config.registers.softmax * 2 * 128 + config.registers.other * 128 <= REGISTERS
 
 
 @pytest.mark.parametrize(
     ("changes", "facts", "reason"),
     [
-        ({"swapped": 8}, {}, "8 query rows as a product's columns"),
+        ({"swap_ab": 8}, {}, "8 query rows as a product's columns"),
         ({"alternate": False}, {}, "halves alternate, with tiles of 128 keys"),
         ({"tile_n": 64}, {}, "halves alternate, with tiles of 128 keys"),
-        ({"polynomial": 2}, {}, "no polynomials"),
-        ({"staging": 2}, {"fp8": True}, "no fp8 keys"),
+        ({"ex2_emulation": 2}, {}, "no polynomials"),
+        ({"dequant_stages": 2}, {"fp8": True}, "no fp8 keys"),
         ({}, {"dim": 96}, "values of 96 elements"),
         ({"stages": 4}, {}, "shared memory"),
     ],
 )
 def test_objections_to_swapping(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(8, 2), dim=128), **facts).spec
-    config = replace(ForwardConfig(alternate=True, swapped=16, polynomial=0), **changes)
+    config = replace(DenseConfig(alternate=True, swap_ab=16, ex2_emulation=0), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
@@ -431,11 +438,11 @@ def unwaited(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("role", "name", "mistake", "index"),
     [
-        (PairCorrector, "wait_summed", unwaited, 1),
-        (PairCorrector, "clear_past", unwaited, 0),
-        (PairMultiplier, "wait_values", unwaited, 1),
-        (PairTiles, "wait_heard", unwaited, 1),
-        (PairForward, "meet", unwaited, 1),
+        (TwoCtaCorrectionWarps, "wait_summed", unwaited, 1),
+        (TwoCtaCorrectionWarps, "clear_past", unwaited, 0),
+        (TwoCtaMmaWarp, "wait_values", unwaited, 1),
+        (TwoCtaTileScheduler, "wait_heard", unwaited, 1),
+        (TwoCtaForward, "meet", unwaited, 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -465,15 +472,15 @@ def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pa
     assert default_config(spec).pair == pair
     assert not default_split_config(spec).pair
     assert default_config(spec).objections(spec, smem_bytes) == []
-    assert any(config.pair for config in variants(spec, smem_bytes)) == tried
+    assert any(config.two_cta for config in variants(spec, smem_bytes)) == tried
 
 
 @pytest.mark.parametrize(
     ("changes", "facts", "reason"),
     [
         ({"halves": 2}, {}, "2 products of a block of a pair"),
-        ({"launch_control": True}, {}, "no launch control"),
-        ({"staging": 2}, {"fp8": True}, "no fp8 keys"),
+        ({"use_clc": True}, {}, "no launch control"),
+        ({"dequant_stages": 2}, {"fp8": True}, "no fp8 keys"),
         ({}, {"dim": 144}, "values of 144 elements"),
         ({"stages": 3}, {}, "shared memory"),
         ({}, {"dim": 512}, "shared memory"),
@@ -481,19 +488,19 @@ def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pa
 )
 def test_objections_to_pairs(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(PAIR_CASES[0], **facts).spec
-    config = replace(ForwardConfig(halves=1, pair=True), **changes)
+    config = replace(DenseConfig(halves=1, two_cta=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
 def test_pairs_serve_whole_ranges_alone() -> None:
     spec, target = PAIR_CASES[0].spec, from_arch("sm_100a")
     with pytest.raises(InvalidInput, match="key ranges are split"):
-        SplitKV(spec, target, scratch(), ForwardConfig(halves=1, pair=True))
+        SplitKV(spec, target, scratch(), DenseConfig(halves=1, two_cta=True))
 
 
 def test_a_grid_of_pairs_has_no_block_left_over() -> None:
     target = replace(from_arch("sm_100a"), sm_count=7)
-    assert Prefill(PAIR_CASES[0].spec, target, scratch()).blocks == 6
+    assert Prefill(PAIR_CASES[0].spec, target, scratch()).num_ctas == 6
 
 
 @pytest.mark.full
@@ -512,7 +519,7 @@ def test_widening_meets_no_bank_twice(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [*range(16, 257, 16), 384])
 @pytest.mark.parametrize("default", [default_config, default_split_config])
-def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
+def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], DenseConfig]) -> None:
     spec = replace(FP8_CASES[0], dim=dim).spec
     assert default(spec).objections(spec, from_arch("sm_100a").smem_bytes) == []
 
@@ -520,31 +527,31 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], Fo
 @pytest.mark.parametrize(
     "config",
     [
-        *(ForwardConfig(halves=halves, staging=staging) for halves in (1, 2) for staging in (0, 2)),
-        ForwardConfig(halves=1, pair=True),
+        *(DenseConfig(halves=halves, dequant_stages=dequant_stages) for halves in (1, 2) for dequant_stages in (0, 2)),
+        DenseConfig(halves=1, two_cta=True),
     ],
-    ids=lambda config: f"{config.halves}-{config.staging}-{config.pair}",
+    ids=lambda config: f"{config.halves}-{config.dequant_stages}-{config.two_cta}",
 )
-def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
+def test_roles_share_what_a_block_starts_with(config: DenseConfig) -> None:
     """A role would wait for ever for registers that no other gives away."""
     softmax, correct, other, widen = config.registers
     first = REGISTERS // config.threads // 8 * 8
     # The second half's warps are as any other where there is none; blocks of a pair have none of these.
-    idle = 1 if config.pair else 3 - config.halves
+    idle = 1 if config.two_cta else 3 - config.halves
     assert (config.halves * softmax + correct + idle * other + widen) * 128 <= first * config.threads
 
 
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        (ForwardConfig(), {}, "0 fp8 tiles in flight"),
-        (ForwardConfig(staging=1), {}, "1 fp8 tiles in flight"),
-        (ForwardConfig(staging=2), {"fp8": False}, "2 fp8 tiles in flight"),
-        (ForwardConfig(staging=2), {}, "shared memory"),
-        (ForwardConfig(halves=1, tile_n=32, staging=2), {"dim": 512}, "shared memory"),
+        (DenseConfig(), {}, "0 fp8 tiles in flight"),
+        (DenseConfig(dequant_stages=1), {}, "1 fp8 tiles in flight"),
+        (DenseConfig(dequant_stages=2), {"fp8": False}, "2 fp8 tiles in flight"),
+        (DenseConfig(dequant_stages=2), {}, "shared memory"),
+        (DenseConfig(halves=1, tile_n=32, dequant_stages=2), {"dim": 512}, "shared memory"),
     ],
 )
-def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
+def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: str) -> None:
     spec = replace(FP8_CASES[0], **facts).spec
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
@@ -555,14 +562,14 @@ def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason:
         ({}, {"dim": 128}, "keys must be wider"),
         ({"stages": 3}, {}, "3 stages"),
         ({"alternate": True}, {}, "halves alternate"),
-        ({"staging": 2}, {"fp8": True}, "keys are fp8"),
+        ({"dequant_stages": 2}, {"fp8": True}, "keys are fp8"),
         ({}, {"dim": 256}, "shared memory"),
         ({"query_stages": 2}, {}, "shared memory"),
     ],
 )
 def test_objections_to_a_shared_ring(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(SHARED_RING_CASES[0], **facts).spec
-    config = replace(ForwardConfig(shared_ring=True), **changes)
+    config = replace(DenseConfig(shared_ring=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
-from dsl_backend.attention.cute.sm100.mla_configs import LatentConfig, PairConfig
-from dsl_backend.attention.cute.sm100.mla_host import LatentSplitKV
+from dsl_backend.attention.cute.sm100.mla_configs import MlaConfig, TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.testing.cases import Case, mla
@@ -28,17 +28,17 @@ FP8 = Case(q_lens=(1, 40), kv_lens=(300, 150), heads=(4, 2), fp8=True, **FACTS)
 RING = Case(q_lens=(20, 140), kv_lens=(300, 260), heads=(2, 2), dim=192, dim_v=128, **FACTS)
 
 # Of long queries (Prefill) or of short ones (SplitKV).
-DENSE: dict[str, tuple[Case, type[Prefill] | type[SplitKV], ForwardConfig]] = {
-    "two-halves": (LONG, Prefill, ForwardConfig(tile_n=64)),
-    "one-half": (LONG, Prefill, ForwardConfig(halves=1, tile_n=128)),
-    "shared-ring": (RING, Prefill, ForwardConfig(shared_ring=True, tile_n=64)),
-    "pair": (WIDE, Prefill, ForwardConfig(halves=1, pair=True, tile_n=64, stages=3)),
-    "pair-two-stages": (WIDE, Prefill, ForwardConfig(halves=1, pair=True, tile_n=128, stages=2)),
-    "alternate": (SHORT, SplitKV, ForwardConfig(alternate=True, tile_n=64, polynomial=0, least_share=1)),
-    "swapped": (SHORT, SplitKV, ForwardConfig(alternate=True, swapped=16, polynomial=0, stages=2, least_share=1)),
-    "split-one-half": (SHORT, SplitKV, ForwardConfig(halves=1, tile_n=32, polynomial=0, least_share=1)),
-    "fp8": (FP8, Prefill, ForwardConfig(tile_n=64, staging=2)),
-    "fp8-alternate": (FP8, SplitKV, ForwardConfig(alternate=True, tile_n=64, polynomial=0, staging=3)),
+DENSE: dict[str, tuple[Case, type[Prefill] | type[SplitKV], DenseConfig]] = {
+    "two-halves": (LONG, Prefill, DenseConfig(tile_n=64)),
+    "one-half": (LONG, Prefill, DenseConfig(halves=1, tile_n=128)),
+    "shared-ring": (RING, Prefill, DenseConfig(shared_ring=True, tile_n=64)),
+    "pair": (WIDE, Prefill, DenseConfig(halves=1, two_cta=True, tile_n=64, stages=3)),
+    "pair-two-stages": (WIDE, Prefill, DenseConfig(halves=1, two_cta=True, tile_n=128, stages=2)),
+    "alternate": (SHORT, SplitKV, DenseConfig(alternate=True, tile_n=64, ex2_emulation=0, min_split_tiles=1)),
+    "swapped": (SHORT, SplitKV, DenseConfig(alternate=True, swap_ab=16, ex2_emulation=0, stages=2, min_split_tiles=1)),
+    "split-one-half": (SHORT, SplitKV, DenseConfig(halves=1, tile_n=32, ex2_emulation=0, min_split_tiles=1)),
+    "fp8": (FP8, Prefill, DenseConfig(tile_n=64, dequant_stages=2)),
+    "fp8-alternate": (FP8, SplitKV, DenseConfig(alternate=True, tile_n=64, ex2_emulation=0, dequant_stages=3)),
 }
 QUICK_DENSE = ("two-halves", "pair", "alternate", "swapped", "fp8-alternate")
 
@@ -68,16 +68,16 @@ def test_dense(index: int, name: str, schedule: int) -> None:
 MLA = mla(16, q_lens=(1, 2, 1), kv_lens=(300, 150, 75), **FACTS)
 MLA_128 = mla(128, q_lens=(1, 1), kv_lens=(300, 90), page=64, **FACTS)
 LATENT = {
-    "mla": Run(MLA, "random", config=LatentConfig(tile_n=32, stages=3, least_share=1)),
-    "mla-tiles-of-64": Run(MLA, "eager", config=LatentConfig(stages=2, least_share=1)),
+    "mla": Run(MLA, "random", config=MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    "mla-tiles-of-64": Run(MLA, "eager", config=MlaConfig(stages=2, min_split_tiles=1)),
     "mla-fp8": Run(
         mla(16, q_lens=(1, 2), kv_lens=(300, 150), fp8=True, **FACTS),
         "lazy",
-        config=LatentConfig(tile_n=32, stages=2, staging=3, least_share=1),
+        config=MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1),
     ),
-    "mla-pairs": Run(MLA_128, "lazy", config=PairConfig(least_share=1)),
-    "mla-pairs-three-stages": Run(MLA_128, "random", config=PairConfig(tile_n=32, stages=3, least_share=1)),
-    "mla-clusters": Run(MLA_128, "lazy", config=LatentConfig(stages=2, least_share=1, cluster=2)),
+    "mla-pairs": Run(MLA_128, "lazy", config=TwoCtaMlaConfig(min_split_tiles=1)),
+    "mla-pairs-three-stages": Run(MLA_128, "random", config=TwoCtaMlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    "mla-clusters": Run(MLA_128, "lazy", config=MlaConfig(stages=2, min_split_tiles=1, cluster=2)),
 }
 QUICK_LATENT = ("mla", "mla-pairs")
 
@@ -91,4 +91,4 @@ QUICK_LATENT = ("mla", "mla-pairs")
 )
 def test_latent(seed: int, name: str) -> None:
     run = LATENT[name]
-    latent.emulate(run, seed, "sm_100a", LatentSplitKV, run.config, nan_below=True)
+    latent.emulate(run, seed, "sm_100a", MlaSplitKV, run.config, nan_below=True)

@@ -18,7 +18,7 @@ from dsl_backend.attention.cute import score_mod as scores
 from dsl_backend.attention.cute.host import function_of
 from dsl_backend.attention.cute.sm100 import dense_kernel as forward
 from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
-from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig, default_config
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
@@ -38,14 +38,14 @@ class Subject:
     """A case, and the configuration of its long queries; the layer's default where there is none."""
 
     case: Case
-    config: ForwardConfig | None = None
+    config: DenseConfig | None = None
     spoil: Callable[[Problem], None] | None = None
 
     def make(self, planner: Planner, short: bool) -> Kernel:
         if short:
             return SplitKV(planner.spec, planner.target, scratch())
         config = self.config or default_config(planner.spec)
-        assert config.polynomial > 0
+        assert config.ex2_emulation > 0
         assert config.objections(planner.spec, planner.target.smem_bytes) == []
         return Prefill(planner.spec, planner.target, scratch(), config)
 
@@ -62,7 +62,7 @@ def nan_keys(problem: Problem) -> None:
         problem.keys[int(table[0, position // page]), position % page, 0] = math.nan
 
 
-SMALL = ForwardConfig(tile_n=64, polynomial=POLYNOMIAL)
+SMALL = DenseConfig(tile_n=64, ex2_emulation=POLYNOMIAL)
 SUBJECTS = (
     Subject(
         Case(
@@ -98,7 +98,7 @@ SUBJECTS = (
             alibi=True,
             why="distances of both signs",
         ),
-        replace(SMALL, polynomial=8),
+        replace(SMALL, ex2_emulation=8),
     ),
     Subject(
         Case(id="pairs", q_lens=(150,), kv_lens=(400,), heads=(2, 2), dim=256, dtype=FP16, why="pairs of blocks"),
@@ -140,11 +140,11 @@ SUBJECTS = (
             q_gain=4.0,
             why="unmasked tiles between masked ones",
         ),
-        replace(SMALL, polynomial=8, halves=1),
+        replace(SMALL, ex2_emulation=8, halves=1),
     ),
     Subject(
         Case(id="launched", q_lens=(140, 40), kv_lens=(300, 200), heads=(2, 1), dtype=FP16, why="off the grid"),
-        replace(SMALL, launch_control=True),
+        replace(SMALL, use_clc=True),
     ),
     Subject(
         Case(id="wide", q_lens=(20, 40), kv_lens=(200, 150), heads=(1, 1), dim=384, dtype=FP16, why="slices of values")
@@ -173,15 +173,15 @@ def exp2_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
 
 
 def softmax_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return forward, "Softmax", wrong.Softmax
+    return forward, "Softmax", wrong.SoftmaxWarps
 
 
-def scores_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return softmax, "scores_of", wrong.scores_of
+def score_mod_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
+    return softmax, "score_mod_of", wrong.score_mod_of
 
 
 SHIFTED = "return shift_exponent(power[0], rounded[0]), shift_exponent(power[1], rounded[1])"
-LARGEST = "top = largest_by_threes([before, *scores], nan=self.polynomial > 0)"
+LARGEST = "row_max = largest_by_threes([before, *scores], nan=self.ex2_emulation > 0)"
 # A mistake, what has it in place of the right one, and the quick case that has to show it.
 MISTAKES = (
     (
@@ -215,7 +215,7 @@ MISTAKES = (
         "nan-keys",
     ),
     (
-        Mistake("nan-left-out-of-the-maximum", softmax, LARGEST, LARGEST.replace("self.polynomial > 0", "False")),
+        Mistake("nan-left-out-of-the-maximum", softmax, LARGEST, LARGEST.replace("self.ex2_emulation > 0", "False")),
         softmax_of,
         "nan-keys",
     ),
@@ -223,7 +223,7 @@ MISTAKES = (
         Mistake(
             "distance-without-abs", scores, "value -= slope * cute.arch.fmax(away, -away)", "value -= slope * away"
         ),
-        scores_of,
+        score_mod_of,
         "alibi-full",
     ),
 )

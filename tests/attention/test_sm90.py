@@ -11,7 +11,7 @@ from dsl_backend.attention.cute.sm90 import dense_host as launch
 from dsl_backend.attention.cute.sm90.dense_configs import (
     REGISTERS,
     WIDENING_REGISTERS,
-    ForwardConfig,
+    DenseConfig,
     default_config,
     default_split_config,
 )
@@ -43,20 +43,20 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     widest = max(spec.head_dim, spec.head_dim_v)
     tile_n = 64 if widest <= 128 else 32
-    staging = 2 + index % 2 if spec.is_fp8_kv else 0
+    dequant_stages = 2 + index % 2 if spec.is_fp8_kv else 0
     if short:
-        config = ForwardConfig(groups=1, tile_n=tile_n, stages=2, least_share=1, staging=staging)
+        config = DenseConfig(groups=1, tile_n=tile_n, stages=2, min_split_tiles=1, dequant_stages=dequant_stages)
         return SplitKV(spec, target, scratch(), config)
     groups = 1 if spec.is_fp8_kv and spec.head_dim_v > 192 else index % 2 + 1
     turns = groups == 2
-    config = ForwardConfig(
+    config = DenseConfig(
         groups=groups,
         tile_n=tile_n,
         stages=2,
         query_stages=groups if widest <= 256 else 1,
-        take_turns=turns,
-        guesses=index // 2 % 2 == 0,
-        staging=staging,
+        ping_pong=turns,
+        speculative_max=index // 2 % 2 == 0,
+        dequant_stages=dequant_stages,
     )
     return Prefill(spec, target, scratch(), config)
 
@@ -90,19 +90,19 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
 
 @pytest.mark.parametrize("guesses", [True, False])
 @pytest.mark.parametrize("name", ["large-scores", "negative-scale", "window-sinks", "fp16-growing", "no-number"])
-def test_weights_by_guess(name: str, guesses: bool) -> None:
+def test_weights_by_guess(name: str, speculative_max: bool) -> None:
     """Scores that exceed those before them by far, that a row has not seen any of, and that are no number."""
     growing = Case(q_lens=(40,), kv_lens=(200,), heads=(1, 1), dim=64, dtype=FP16, scale=4.0)
     more = {"fp16-growing": growing, "no-number": Case(q_lens=(70, 3), kv_lens=(200, 70), nan_request=0)}
-    config = ForwardConfig(groups=2, tile_n=32, stages=2, take_turns=True, guesses=guesses)
+    config = DenseConfig(groups=2, tile_n=32, stages=2, ping_pong=True, speculative_max=speculative_max)
     make = lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config)  # noqa: E731
     emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
 
 
 @pytest.mark.parametrize("longest", [True, False])
-def test_tiles_of_the_longest_queries(longest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_longest_queries(max_seqlen_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warpgroups, where a query of the batch is long enough; else this is another kernel."""
-    monkeypatch.setattr(launch, "LONG_QUERY", 200 if longest else 201)
+    monkeypatch.setattr(launch, "LONG_QUERY", 200 if max_seqlen_q else 201)
     made: list[Prefill] = []
 
     def make(planner: Planner, short: bool) -> Kernel:
@@ -114,7 +114,7 @@ def test_tiles_of_the_longest_queries(longest: bool, monkeypatch: pytest.MonkeyP
     emulate(Case(q_lens=(200, 3, 30), kv_lens=(333, 90, 30), heads=(4, 2), dim=64), "sm_90a", make, 2)
     assert made[0].other is not None
     assert made[0].other.config.groups == 3
-    assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not longest, longest]
+    assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not max_seqlen_q, max_seqlen_q]
 
 
 @pytest.mark.full
@@ -135,7 +135,7 @@ def test_widening_meets_no_bank_twice(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [*range(16, 257, 16), 384, 512])
 @pytest.mark.parametrize("default", [default_config, default_split_config])
-def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], ForwardConfig]) -> None:
+def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], DenseConfig]) -> None:
     spec = replace(FP8_CASES[0], dim=dim).spec
     assert default(spec).objections(spec, from_arch("sm_90a").smem_bytes) == []
 
@@ -143,15 +143,15 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], Fo
 @pytest.mark.parametrize(
     "config",
     [
-        *(ForwardConfig(groups=groups, tile_n=64, stages=2) for groups in REGISTERS),
+        *(DenseConfig(groups=groups, tile_n=64, stages=2) for groups in REGISTERS),
         *(
-            ForwardConfig(groups=groups, tile_n=64, stages=2, staging=2, resident=resident)
-            for groups, resident in WIDENING_REGISTERS
+            DenseConfig(groups=groups, tile_n=64, stages=2, dequant_stages=2, ctas_per_sm=ctas_per_sm)
+            for groups, ctas_per_sm in WIDENING_REGISTERS
         ),
     ],
-    ids=lambda config: f"{config.groups}-{config.resident}-{config.staging}",
+    ids=lambda config: f"{config.groups}-{config.ctas_per_sm}-{config.dequant_stages}",
 )
-def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
+def test_roles_share_what_a_block_starts_with(config: DenseConfig) -> None:
     """A role would wait for ever for registers that no other gives away."""
     math, other, widening = config.registers
     assert (config.groups * math + other + widening) * 128 <= config.first_registers * config.threads
@@ -160,15 +160,15 @@ def test_roles_share_what_a_block_starts_with(config: ForwardConfig) -> None:
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        (ForwardConfig(groups=1, tile_n=64, stages=2), {}, "0 fp8 tiles in flight"),
-        (ForwardConfig(groups=1, tile_n=64, stages=2, staging=1), {}, "1 fp8 tiles in flight"),
-        (ForwardConfig(groups=1, tile_n=64, stages=2, staging=2), {"fp8": False}, "2 fp8 tiles in flight"),
-        (ForwardConfig(groups=3, tile_n=64, stages=2, staging=2), {}, "3 warpgroups, 1 blocks on an SM"),
-        (ForwardConfig(groups=2, tile_n=48, stages=2, staging=2), {"dim": 256}, "do not fit the 128 of a thread"),
-        (ForwardConfig(groups=1, tile_n=128, stages=3, staging=2), {}, "shared memory"),
+        (DenseConfig(groups=1, tile_n=64, stages=2), {}, "0 fp8 tiles in flight"),
+        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=1), {}, "1 fp8 tiles in flight"),
+        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=2), {"fp8": False}, "2 fp8 tiles in flight"),
+        (DenseConfig(groups=3, tile_n=64, stages=2, dequant_stages=2), {}, "3 warpgroups, 1 blocks on an SM"),
+        (DenseConfig(groups=2, tile_n=48, stages=2, dequant_stages=2), {"dim": 256}, "do not fit the 128 of a thread"),
+        (DenseConfig(groups=1, tile_n=128, stages=3, dequant_stages=2), {}, "shared memory"),
     ],
 )
-def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason: str) -> None:
+def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: str) -> None:
     spec = replace(FP8_CASES[0], **facts).spec
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
@@ -176,5 +176,5 @@ def test_objections_to_fp8(config: ForwardConfig, facts: dict[str, Any], reason:
 def test_outputs_narrower_than_queries_in_flight() -> None:
     """The next queries arrive while a tile's outputs leave."""
     case = Case(q_lens=(130, 70), kv_lens=(130, 70), heads=(2, 2), dim=192, dim_v=128, page=None)
-    config = ForwardConfig(groups=1, tile_n=32, stages=2, query_stages=2)
+    config = DenseConfig(groups=1, tile_n=32, stages=2, query_stages=2)
     emulate(case, "sm_90a", lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config), 1)

@@ -87,7 +87,7 @@ def test_mla(arch: str) -> None:
     ],
 )
 def test_windows(facts: dict[str, Any], windows: list[bool]) -> None:
-    assert [key.left for key in keys(LLAMA | facts) if not key.split] == windows
+    assert [key.has_window_left for key in keys(LLAMA | facts) if not key.split] == windows
 
 
 @pytest.mark.parametrize(("more", "heads"), [({}, 4), ({"attention_k_eq_v": True}, 1)])
@@ -96,7 +96,7 @@ def test_wider_heads_without_a_window(more: dict[str, Any], heads: int) -> None:
     gemma = {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2, "sliding_window": 512}
     layers = {"layer_types": ["sliding_attention", "full_attention"]}
     found = keys(LLAMA | gemma | layers | more, tensor_parallel=2)
-    assert {(key.head_dim, key.heads_kv, key.left) for key in found} == {(256, 4, True), (512, heads, False)}
+    assert {(key.head_dim, key.heads_kv, key.has_window_left) for key in found} == {(256, 4, True), (512, heads, False)}
 
 
 def test_the_longest_queries() -> None:

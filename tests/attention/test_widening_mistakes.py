@@ -15,7 +15,7 @@ pytest.importorskip("cutlass")
 from dsl_backend.attention.cute import dequant as widen
 from dsl_backend.attention.cute.host import fake_args, rows_of
 from dsl_backend.attention.cute.sm90 import dense_kernel as forward
-from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
@@ -28,10 +28,10 @@ from tests.attention.mistakes import Mistake, spoilt
 
 # Five key tiles go through two places.
 CASE = Case(q_lens=(20,), kv_lens=(150,), heads=(1, 1), dim=128, page=16, fp8=True)
-CONFIG = ForwardConfig(groups=1, tile_n=32, stages=2, staging=2)
+CONFIG = DenseConfig(groups=1, tile_n=32, stages=2, dequant_stages=2)
 
 WAITS = "            if cutlass.const_expr(first == 0):\n"
-ARRIVES = "        self.arrive(self.taken + place * parts, self.blocks)\n"
+ARRIVES = "        self.arrive(self.taken + place * parts, self.num_ctas)\n"
 
 
 def early() -> Mistake:
@@ -48,7 +48,7 @@ def run(index: int) -> None:
     class Fresh(Prefill):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward.Forward(key), fake_args(key, *rows_of(key)), target.arch, "")
+            return toolkit.compiled(forward.DenseForward(key), fake_args(key, *rows_of(key)), target.arch, "")
 
     def make(planner: Planner, short: bool) -> Kernel:
         return Fresh(planner.spec, planner.target, scratch(), CONFIG)
@@ -64,6 +64,6 @@ def test_right_without_a_mistake(index: int) -> None:
 
 @pytest.mark.parametrize("index", range(len(SCHEDULES)), ids=SCHEDULES)
 def test_given_back_in_front_of_the_stores(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "Widener", spoilt(early(), tmp_path).Widener)
+    monkeypatch.setattr(forward, "DequantWarps", spoilt(early(), tmp_path).DequantWarps)
     with pytest.raises(EmulatorError, match="an earlier load may still be under way"):
         run(index)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig, default_config, default_split_config
-from dsl_backend.attention.cute.sm90.mla_configs import LatentConfig, default_latent_config
-from dsl_backend.attention.cute.sm100.dense_configs import ForwardConfig as Sm100Config
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig, default_config, default_split_config
+from dsl_backend.attention.cute.sm90.mla_configs import MlaConfig, default_mla_config
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig as Sm100Config
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec
@@ -37,8 +37,8 @@ SPEC = AttentionSpec(
     scale=0.1,
 )
 LATENT = replace(SPEC, heads_q=16, heads_kv=1, head_dim=576, head_dim_v=512, page_size=64, latent=True)
-BETTER = ForwardConfig(groups=1, tile_n=96, stages=3)
-BETTER_LATENT = LatentConfig(tile_n=32, stages=4)
+BETTER = DenseConfig(groups=1, tile_n=96, stages=3)
+BETTER_LATENT = MlaConfig(tile_n=32, stages=4)
 
 
 def winner(problem: Problem, config: Any, **changes: Any) -> Any:
@@ -131,14 +131,14 @@ def test_what_makes_no_difference(measured: Callable[..., None], spec: Attention
 
 def test_the_first_that_fits(measured: Callable[..., None]) -> None:
     """Of another SM, or one that objects to this very problem, is none."""
-    broken = ForwardConfig(groups=1, tile_n=100, stages=3)
+    broken = DenseConfig(groups=1, tile_n=100, stages=3)
     measured(*(winner(decode(), config) for config in (Sm100Config(), broken, BETTER, replace(BETTER, tile_n=32))))
     assert config_of(SPEC, TARGET, default_split_config) == BETTER
 
 
 def test_fp8_keys_are_a_class_of_their_own(measured: Callable[..., None]) -> None:
     fp8 = replace(SPEC, kv_dtype=FP8)
-    staged = ForwardConfig(groups=1, tile_n=64, stages=2, staging=3)
+    staged = DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=3)
     measured(winner(decode(), BETTER), winner(decode(fp8), staged))
     assert config_of(fp8, TARGET, default_split_config) == staged
     assert config_of(SPEC, TARGET, default_split_config) == BETTER
@@ -146,7 +146,7 @@ def test_fp8_keys_are_a_class_of_their_own(measured: Callable[..., None]) -> Non
 
 def test_absorbed_mla(measured: Callable[..., None]) -> None:
     measured(winner(problem_of(LATENT, "mla_decode"), BETTER_LATENT))
-    assert config_of(LATENT, TARGET, default_latent_config) == BETTER_LATENT != default_latent_config(LATENT)
+    assert config_of(LATENT, TARGET, default_mla_config) == BETTER_LATENT != default_mla_config(LATENT)
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
@@ -155,7 +155,7 @@ def test_dispatch_judges_what_would_run(measured: Callable[..., None]) -> None:
     wide = replace(SPEC, head_dim=256, head_dim_v=256)
     small = replace(TARGET, smem_bytes=default_split_config(wide).smem_bytes(wide) - 1)
     assert dispatch.choose(Operation.DECODE, wide, small).name == "triton"
-    measured(winner(decode(wide), ForwardConfig(groups=1, tile_n=32, stages=2)))
+    measured(winner(decode(wide), DenseConfig(groups=1, tile_n=32, stages=2)))
     assert dispatch.choose(Operation.DECODE, wide, small).name == "cute"
 
 

@@ -5,16 +5,16 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    CUT_FIELDS,
-    Cut,
+    SPLIT_RANGE_FIELDS,
     Requests,
-    lengths_of,
+    SplitRange,
     own_range,
     row_tile_of,
+    seqlens_of,
     splits_of,
 )
-from dsl_backend.attention.cute.scheduler.work_tile import head_of, slice_of
-from dsl_backend.attention.cute.score_mod import Scoring, value_scale
+from dsl_backend.attention.cute.scheduler.work_tile import head_of, v_split_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fused, quotient, tree
@@ -39,17 +39,17 @@ def folding_size(rows: int, columns: int) -> int:
 
 
 @cute.jit
-def folded(top, its_top):
+def folded(row_max, its_top):
     """Two partial results as one: (its largest base-2 score, what the first one's and the second one's are times).
 
     The same operations wherever they are asked for, so that who folds does not matter.
     """
-    higher = cute.arch.fmax(top, its_top)
+    higher = cute.arch.fmax(row_max, its_top)
     reference = finite_or_zero(higher)
-    return higher, exp2(top - reference), exp2(its_top - reference)
+    return higher, exp2(row_max - reference), exp2(its_top - reference)
 
 
-class Merge:
+class SplitKVCombine:
     """A warp merges up to 128 columns of a row, a lane four or two of them; the warps of a block share long ranges.
 
     Every block finds out alone what there is to do: rows of ranges that were cut are few in some batches and many in
@@ -61,10 +61,12 @@ class Merge:
         resident: blocks of an SM that left the partial results.
     """
 
-    def __init__(self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None, resident: int = 1):
+    def __init__(
+        self, key, tile_n: int, least: int, columns: int, tile_tokens: int | None = None, ctas_per_sm: int = 1
+    ):
         self.key, self.tile_n, self.least, self.columns = key, tile_n, least, columns
-        self.tile_tokens, self.resident = tile_tokens, resident
-        self.units = key.units
+        self.tile_tokens, self.ctas_per_sm = tile_tokens, ctas_per_sm
+        self.head_blocks = key.head_blocks
         self.vector = 4 if columns > 2 * WARP else 2
         self.slices = -(-columns // (WARP * self.vector))
 
@@ -72,19 +74,19 @@ class Merge:
     def __call__(
         self,
         partials: cute.Tensor,
-        cuts: cute.Tensor | None,
+        split_ranges: cute.Tensor | None,
         requests: Requests,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        scoring: Scoring,
-        blocks: cutlass.Int32,
+        scoring: ScoreModArgs,
+        num_ctas: cutlass.Int32,
         stream,
     ):
-        grid = (blocks * RESIDENT // self.resident, 1, 1)
-        if cutlass.const_expr(self.key.shares or self.key.split_tiles):
+        grid = (num_ctas * RESIDENT // self.ctas_per_sm, 1, 1)
+        if cutlass.const_expr(self.key.max_splits or self.key.tiles_per_split):
             needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
-            grid = (cute.size(requests.lengths) * self.units, needed, 1)
-        self.kernel(partials, cuts, requests, out, lse, scoring).launch(
+            grid = (cute.size(requests.seqused_k) * self.head_blocks, needed, 1)
+        self.kernel(partials, split_ranges, requests, out, lse, scoring).launch(
             grid=grid,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -98,31 +100,33 @@ class Merge:
     def kernel(
         self,
         partials: cute.Tensor,
-        cuts: cute.Tensor | None,
+        split_ranges: cute.Tensor | None,
         requests: Requests,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
-        merger = Merger(self, partials, requests, out, lse, scoring, sums, statistics)
-        if cutlass.const_expr(self.key.split_tiles):
-            merger.merge_fixed(cuts)
-        elif cutlass.const_expr(self.key.shares):
+        merger = CombineThread(self, partials, requests, out, lse, scoring, sums, statistics)
+        if cutlass.const_expr(self.key.tiles_per_split):
+            merger.merge_fixed(split_ranges)
+        elif cutlass.const_expr(self.key.max_splits):
             merger.merge_own()
         else:
-            merger.merge_dealt(cuts)
+            merger.merge_dealt(split_ranges)
 
 
-class Merger:
+class CombineThread:
     """A thread's part in it. An item is a row's slice of columns: row * slices + slice."""
 
-    def __init__(self, merge: Merge, partials, requests: Requests, out, lse, scoring: Scoring, sums, statistics):
+    def __init__(
+        self, merge: SplitKVCombine, partials, requests: Requests, out, lse, scoring: ScoreModArgs, sums, statistics
+    ):
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
         self.tile_n, self.least = merge.tile_n, merge.least
-        self.tile_tokens, self.units = merge.tile_tokens, merge.units
+        self.tile_tokens, self.head_blocks = merge.tile_tokens, merge.head_blocks
         self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
         self.sums, self.statistics = sums, statistics
         self.lane = cute.arch.lane_idx()
@@ -136,42 +140,42 @@ class Merger:
     def merge_own(self):
         """The block's request and unit, with the blocks beside it."""
         range_, place, _ = cute.arch.block_idx()
-        blocks = cute.arch.grid_dim()[1]
-        parts, query, unit, rows = self.own_parts(range_)
+        num_ctas = cute.arch.grid_dim()[1]
+        parts, query, head_block, rows = self.own_parts(range_)
         # Before any exit, as below.
         cute.arch.griddepcontrol_wait()
         items = rows * self.slices
         if parts <= FEW:
-            for item in cutlass.range(place * WARPS + self.warp, items, blocks * WARPS, unroll=1):
-                self.merge_alone(range_, parts, query, unit, item)
+            for item in cutlass.range(place * WARPS + self.warp, items, num_ctas * WARPS, unroll=1):
+                self.merge_alone(range_, parts, query, head_block, item)
         else:
-            for item in cutlass.range(place, items, blocks, unroll=1):
-                self.merge_together(range_, parts, query, unit, item)
+            for item in cutlass.range(place, items, num_ctas, unroll=1):
+                self.merge_together(range_, parts, query, head_block, item)
 
     @cute.jit
     def merge_fixed(self, bases):
         """The block's request and unit, with the blocks beside it: splits that begin at fixed keys."""
         range_, place, _ = cute.arch.block_idx()
-        blocks = cute.arch.grid_dim()[1]
-        request, unit = range_ // self.units, range_ % self.units
-        query, queries, keys = lengths_of(self.requests, request, cute.size(self.requests.lengths))
-        _, parts = splits_of(self.key, self.tile_n, self.requests, queries, keys)
+        num_ctas = cute.arch.grid_dim()[1]
+        request, head_block = range_ // self.head_blocks, range_ % self.head_blocks
+        query, seqlen_q, seqlen_k = seqlens_of(self.requests, request, cute.size(self.requests.seqused_k))
+        _, parts = splits_of(self.key, self.tile_n, self.requests, seqlen_q, seqlen_k)
         # Before any exit, as below.
         cute.arch.griddepcontrol_wait()
         base = bases[request]
         if base >= 0:
-            items = queries * self.key.pack * self.slices
-            for item in cutlass.range(place * WARPS + self.warp, items, blocks * WARPS, unroll=1):
-                self.fold_row(base, parts, query, unit, item)
+            items = seqlen_q * self.key.pack_gqa * self.slices
+            for item in cutlass.range(place * WARPS + self.warp, items, num_ctas * WARPS, unroll=1):
+                self.fold_row(base, parts, query, head_block, item)
 
     @cute.jit
-    def fold_row(self, base, parts, query, unit, item):
+    def fold_row(self, base, parts, query, head_block, item):
         """A row's partial results folded from the last split to the first, as `Multiplier.fold` does it."""
         row, column = item // self.slices, self.column(item)
-        rows = cutlass.const_expr(self.tile_tokens * self.key.pack)
-        first, m = base + row // rows * parts * self.units + unit, row % rows
+        rows = cutlass.const_expr(self.tile_tokens * self.key.pack_gqa)
+        first, m = base + row // rows * parts * self.head_blocks + head_block, row % rows
         statistics = self.partials.iterator + self.held * self.columns + m
-        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         own = cute.make_rmem_tensor(self.vector, cutlass.Float32)
         values = cute.make_rmem_tensor((self.vector, FOLD_DEPTH), cutlass.Float32)
         own.fill(0.0)
@@ -180,7 +184,7 @@ class Merger:
             part = parts - 1 - chunk - self.lane
             here, mine = -cutlass.Float32.inf, cutlass.Float32(0.0)
             if part >= 0:
-                source = statistics + cutlass.Int64(first + part * self.units) * self.size
+                source = statistics + cutlass.Int64(first + part * self.head_blocks) * self.size
                 here = cute.make_tensor(source, cute.make_layout(1))[0]
                 mine = cute.make_tensor(source + self.held, cute.make_layout(1))[0]
             for at in cutlass.range(0, cutlass.min(parts - chunk, WARP), FOLD_DEPTH, unroll=1):
@@ -188,54 +192,58 @@ class Merger:
                 for i in cutlass.range_constexpr(FOLD_DEPTH):
                     one = parts - 1 - chunk - at - i
                     if one >= 0 and column < self.columns:
-                        source = cutlass.Int64(first + one * self.units) * self.size + m * self.columns + column
+                        source = cutlass.Int64(first + one * self.head_blocks) * self.size + m * self.columns + column
                         load_vector(self.partials.iterator, source, values[None, i])
                 for i in cutlass.range_constexpr(FOLD_DEPTH):
                     its_top, its_total = cute.arch.shuffle_sync(here, at + i), cute.arch.shuffle_sync(mine, at + i)
-                    top, keeps, adds = folded(top, its_top)
-                    total = fused(its_total, adds, total * keeps)
+                    row_max, keeps, adds = folded(row_max, its_top)
+                    row_sum = fused(its_total, adds, row_sum * keeps)
                     for j in cutlass.range_constexpr(self.vector):
                         own[j] = fused(values[j, i], adds, own[j] * keeps)
-        self.write(own, top, total, query, unit, row, column)
+        self.write(own, row_max, row_sum, query, head_block, row, column)
 
     @cute.jit
     def own_parts(self, range_):
         """Of a request's range for a unit, as a Cut has them: parts, query row, unit, rows (0: nothing to merge)."""
         requests = self.requests
-        first, queries, keys = lengths_of(requests, range_ // self.units, cute.size(requests.lengths))
-        _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, queries, keys)
-        parts, rows = (tiles + share - 1) // share, queries * self.key.pack
-        if parts == 1 or queries < requests.shortest or queries > requests.longest:
+        first, seqlen_q, seqlen_k = seqlens_of(requests, range_ // self.head_blocks, cute.size(requests.seqused_k))
+        _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, seqlen_q, seqlen_k)
+        parts, rows = (tiles + share - 1) // share, seqlen_q * self.key.pack_gqa
+        if parts == 1 or seqlen_q < requests.min_seqlen_q or seqlen_q > requests.max_seqlen_q:
             rows = cutlass.Int32(0)
-        return parts, first, range_ % self.units, rows
+        return parts, first, range_ % self.head_blocks, rows
 
     @cute.jit
-    def merge_dealt(self, cuts):
+    def merge_dealt(self, split_ranges):
         """Items of all ranges that were cut: of those of many parts by blocks, of the others by warps.
 
         Every block's Cut has places for as many items as there may be, place = item * blocks + block. They are dealt
         out in turns, one less than there are blocks or warps: a step by them goes to the block before, or nearly. Where
         ranges are equally long, every so many blocks leave a Cut, and whole rounds would meet all of them or none.
         """
-        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        rounds = cute.ceil_div(cute.size(cuts, mode=[0]) * self.held * self.slices, cutlass.max(blocks - 1, 1))
+        block, num_ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        rounds = cute.ceil_div(
+            cute.size(split_ranges, mode=[0]) * self.held * self.slices, cutlass.max(num_ctas - 1, 1)
+        )
         for first in cutlass.range(0, rounds, WARP, unroll=1):
-            entry, item = self.dealt(cuts, block, blocks, first + self.lane)
-            own_entry, own_item = self.dealt(cuts, block * WARPS + self.warp, blocks * WARPS, first + self.lane)
+            entry, item = self.dealt(split_ranges, block, num_ctas, first + self.lane)
+            own_entry, own_item = self.dealt(
+                split_ranges, block * WARPS + self.warp, num_ctas * WARPS, first + self.lane
+            )
             if first == 0:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
                 cute.arch.griddepcontrol_wait()
-            cut, own_cut = self.cut(cuts, entry), self.cut(cuts, own_entry)
+            cut, own_cut = self.cut(split_ranges, entry), self.cut(split_ranges, own_entry)
             many = cut.parts > FEW and item < cut.rows * self.slices
             few = own_cut.parts > 0 and own_cut.parts <= FEW and own_item < own_cut.rows * self.slices
             many, few = cute.arch.vote_ballot_sync(many), cute.arch.vote_ballot_sync(few)
-            self.merge_some(cuts, own_entry, own_item, few, False)
-            self.merge_some(cuts, entry, item, many, True)
+            self.merge_some(split_ranges, own_entry, own_item, few, False)
+            self.merge_some(split_ranges, entry, item, many, True)
 
     @cute.jit
-    def dealt(self, cuts, own, turns, nth):
+    def dealt(self, split_ranges, own, turns, nth):
         """The block and the item of the nth place of who has its own of so many turns."""
-        count = cute.size(cuts, mode=[0])
+        count = cute.size(split_ranges, mode=[0])
         place = own + nth * cutlass.max(turns - 1, 1)
         if own > 0 and own == turns - 1:
             place = count * self.held * self.slices  # behind all items
@@ -243,7 +251,7 @@ class Merger:
         return place - item * count, item
 
     @cute.jit
-    def merge_some(self, cuts, entry, item, wanted, together: cutlass.Constexpr[bool]):
+    def merge_some(self, split_ranges, entry, item, wanted, together: cutlass.Constexpr[bool]):
         """The items of the lanes that are wanted, one after the other.
 
         What blocks left is read again: kept, it would take registers that values of parts need.
@@ -251,48 +259,48 @@ class Merger:
         while wanted != 0:
             lane = cute.arch.popc(~wanted & (wanted - 1))
             range_, one = cute.arch.shuffle_sync(entry, lane), cute.arch.shuffle_sync(item, lane)
-            parts, query, unit, _ = self.cut(cuts, range_)
+            parts, query, head_block, _ = self.cut(split_ranges, range_)
             if cutlass.const_expr(together):
-                self.merge_together(range_, parts, query, unit, one)
+                self.merge_together(range_, parts, query, head_block, one)
             else:
-                self.merge_alone(range_, parts, query, unit, one)
+                self.merge_alone(range_, parts, query, head_block, one)
             wanted &= wanted - 1
 
     @cute.jit
-    def cut(self, cuts, entry):
+    def cut(self, split_ranges, entry):
         """What a block left."""
-        fields = cute.make_rmem_tensor(CUT_FIELDS, cutlass.Int32)
-        load_vector(cuts.iterator, cutlass.Int64(entry) * CUT_FIELDS, fields)
-        return Cut(*[fields[i] for i in range(CUT_FIELDS)])
+        fields = cute.make_rmem_tensor(SPLIT_RANGE_FIELDS, cutlass.Int32)
+        load_vector(split_ranges.iterator, cutlass.Int64(entry) * SPLIT_RANGE_FIELDS, fields)
+        return SplitRange(*[fields[i] for i in range(SPLIT_RANGE_FIELDS)])
 
     # ------------------------------------------------------------------ an item
 
     @cute.jit
-    def merge_alone(self, range_, parts, query, unit, item):
+    def merge_alone(self, range_, parts, query, head_block, item):
         row, column = item // self.slices, self.column(item)
-        top, total, own = self.add(range_, query, row, column, parts, 0, 1)
-        self.write(own, top, total, query, unit, row, column)
+        row_max, row_sum, own = self.add(range_, query, row, column, parts, 0, 1)
+        self.write(own, row_max, row_sum, query, head_block, row, column)
 
     @cute.jit
-    def merge_together(self, range_, parts, query, unit, item):
+    def merge_together(self, range_, parts, query, head_block, item):
         """By all warps of the block, which share the parts."""
         row, column = item // self.slices, self.column(item)
-        top, total, own = self.add(range_, query, row, column, parts, self.warp, WARPS)
+        row_max, row_sum, own = self.add(range_, query, row, column, parts, self.warp, WARPS)
         sums, statistics = self.sums, self.statistics
         for j in cutlass.range_constexpr(self.vector):
             sums[j, self.lane, self.warp] = own[j]
         if self.lane == 0:
-            statistics[self.warp, 0], statistics[self.warp, 1] = top, total
+            statistics[self.warp, 0], statistics[self.warp, 1] = row_max, row_sum
         cute.arch.sync_threads()
         if self.warp == 0:
-            tops = [statistics[warp, 0] for warp in range(WARPS)]
-            top = tree(tops, cute.arch.fmax)
-            weights = [exp2(one - finite_or_zero(top)) for one in tops]
-            total = tree([statistics[warp, 1] * weights[warp] for warp in range(WARPS)], lambda a, b: a + b)
+            row_maxes = [statistics[warp, 0] for warp in range(WARPS)]
+            row_max = tree(row_maxes, cute.arch.fmax)
+            probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
+            row_sum = tree([statistics[warp, 1] * probs[warp] for warp in range(WARPS)], lambda a, b: a + b)
             for j in cutlass.range_constexpr(self.vector):
-                parts_of = [sums[j, self.lane, warp] * weights[warp] for warp in range(WARPS)]
+                parts_of = [sums[j, self.lane, warp] * probs[warp] for warp in range(WARPS)]
                 own[j] = tree(parts_of, lambda a, b: a + b)
-            self.write(own, top, total, query, unit, row, column)
+            self.write(own, row_max, row_sum, query, head_block, row, column)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -305,7 +313,7 @@ class Merger:
         """Over parts `first`, `first + step`, ... of a row: its largest base-2 score, its total, the lane's sums."""
         base, m = self.held_at(range_, query, row)
         count = (parts - first + step - 1) // step
-        top, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         own = cute.make_rmem_tensor(self.vector, cutlass.Float32)
         values = cute.make_rmem_tensor((self.vector, DEPTH), cutlass.Float32)
         own.fill(0.0)
@@ -318,18 +326,18 @@ class Merger:
                 mine = cute.make_tensor(source + self.held, cute.make_layout(1))[0]
             # On their way while weights are found.
             self.load(values, base, m, column, first + chunk * step, count - chunk, step)
-            higher = cute.arch.fmax(top, cute.arch.warp_reduction(here, cute.arch.fmax))
+            higher = cute.arch.fmax(row_max, cute.arch.warp_reduction(here, cute.arch.fmax))
             reference = finite_or_zero(higher)
-            weight, shrink = exp2(here - reference), exp2(top - reference)
-            total = total * shrink + cute.arch.warp_reduction(mine * weight, lambda a, b: a + b)
-            top = higher
+            weight, acc_scale = exp2(here - reference), exp2(row_max - reference)
+            row_sum = row_sum * acc_scale + cute.arch.warp_reduction(mine * weight, lambda a, b: a + b)
+            row_max = higher
             for j in cutlass.range_constexpr(self.vector):
-                own[j] *= shrink
+                own[j] *= acc_scale
             self.add_values(own, values, weight, 0)
             for at in cutlass.range(DEPTH, cutlass.min(count - chunk, WARP), DEPTH, unroll=1):
                 self.load(values, base, m, column, first + (chunk + at) * step, count - chunk - at, step)
                 self.add_values(own, values, weight, at)
-        return top, total, own
+        return row_max, row_sum, own
 
     @cute.jit
     def load(self, values, base, row, column, first, count, step: cutlass.Constexpr[int]):
@@ -350,18 +358,18 @@ class Merger:
                 own[j] += values[j, i] * factor
 
     @cute.jit
-    def write(self, own, top, total, query, unit, row, column):
+    def write(self, own, row_max, row_sum, query, head_block, row, column):
         """Sums, divided, into the row's place, where the column is one of the unit's."""
         out, lse = self.out, self.lse
-        head = head_of(self.key, unit, row)
-        token = query + row // self.key.pack
+        head = head_of(self.key, head_block, row)
+        token = query + row // self.key.pack_gqa
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, unit))
+        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block))
         place = column
-        if cutlass.const_expr(self.key.value_slices > 1):
-            place += slice_of(self.key, unit) * self.key.columns
+        if cutlass.const_expr(self.key.v_splits > 1):
+            place += v_split_of(self.key, head_block) * self.key.columns
         if column < self.key.columns:
             result = cute.make_rmem_tensor(self.vector, out.element_type)
             for j in cutlass.range_constexpr(self.vector):
@@ -376,19 +384,19 @@ class Merger:
     def held_at(self, range_, query, row):
         """What `place` takes for the tile of a range's row, and which of the tile's rows it is."""
         base, m = range_, row
-        if cutlass.const_expr(self.key.shares):
+        if cutlass.const_expr(self.key.max_splits):
             tile = cutlass.Int32(0)
             if cutlass.const_expr(self.tile_tokens is not None):
-                rows = cutlass.const_expr(self.tile_tokens * self.key.pack)
+                rows = cutlass.const_expr(self.tile_tokens * self.key.pack_gqa)
                 tile, m = row // rows, row % rows
-            number = row_tile_of(query, range_ // self.units, tile, self.tile_tokens)
-            base = (number * self.units + range_ % self.units) * self.key.shares
+            number = row_tile_of(query, range_ // self.head_blocks, tile, self.tile_tokens)
+            base = (number * self.head_blocks + range_ % self.head_blocks) * self.key.max_splits
         return base, m
 
     @cute.jit
     def place(self, base, part):
         """Where part `part` of a range lies."""
         slot = 2 * (base + part) + (1 if part == 0 else 0)
-        if cutlass.const_expr(self.key.shares):
+        if cutlass.const_expr(self.key.max_splits):
             slot = base + part
         return cutlass.Int64(slot) * self.size

@@ -36,7 +36,7 @@ def bytes_boxed(rows: int, copied: int) -> tuple[cute.Layout, tuple[int, int]]:
     return cute.make_layout((rows, copied), stride=(copied, 1)), (rows, copied)
 
 
-class Tiles:
+class DequantTiles:
     """Keys, or values, or some columns of them, on their way from one ring to the other.
 
     Vectors of 16 elements are dealt out to the threads in turn. Where a row has eight, the second four are those of the
@@ -52,18 +52,18 @@ class Tiles:
         blocks: that write to each other's sources.
     """
 
-    def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), blocks=1):
-        self.rows, width, self.staging = (cute.size(source, mode=[i]) for i in range(3))
+    def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), num_ctas=1):
+        self.rows, width, self.dequant_stages = (cute.size(source, mode=[i]) for i in range(3))
         self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
         self.widen_word = WIDENERS[kv]
         which, self.parts = part
         self.loaded, self.taken, self.full, self.empty = (ring + which for ring in rings)
-        self.blocks, self.thread = blocks, cute.arch.thread_idx()[0] % WARPGROUP
+        self.num_ctas, self.thread = num_ctas, cute.arch.thread_idx()[0] % WARPGROUP
         columns = columns or range(width)
         self.vectors = self.rows * len(columns) // 16
         self.each = copied // 16  # vectors of a row in one copy
         self.line = 2 * min(self.each, 4)  # vectors of a row in one swizzled chunk
-        self.source = as_vectors(source, self.rows * width // 16, self.staging)
+        self.source = as_vectors(source, self.rows * width // 16, self.dequant_stages)
         self.target = as_vectors(target, self.rows * width // 8, self.stages)
         first = self.rows * columns.start // 16
         vector = self.thread % self.each
@@ -75,9 +75,9 @@ class Tiles:
     @cute.jit
     def widen(self, count):
         """The count-th tile."""
-        stages, staging, parts = (cutlass.const_expr(n) for n in (self.stages, self.staging, self.parts))
-        place, stage = count % staging, count % stages
-        cute.arch.mbarrier_wait(self.loaded + place * parts, (count // staging) & 1)
+        stages, dequant_stages, parts = (cutlass.const_expr(n) for n in (self.stages, self.dequant_stages, self.parts))
+        place, stage = count % dequant_stages, count % stages
+        cute.arch.mbarrier_wait(self.loaded + place * parts, (count // dequant_stages) & 1)
         turns = cutlass.const_expr(-(-self.vectors // WARPGROUP))
         held = cute.make_rmem_tensor((VECTOR, AT_A_TIME), cutlass.Int32)
         for first in cutlass.range_constexpr(0, turns, AT_A_TIME):
@@ -92,20 +92,20 @@ class Tiles:
                     self.store(held[None, turn - first], self.write + self.offset(turn), stage)
         # Behind the stores, which wait for the loads. A copy that the arrival lets in writes by another proxy: on an
         # H200 arrivals overtook loads that were under way, and copies wrote over what these were to read.
-        self.arrive(self.taken + place * parts, self.blocks)
+        self.arrive(self.taken + place * parts, self.num_ctas)
         # Products read by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.arrive(self.full + stage * parts, 1)
 
     @cute.jit
-    def arrive(self, barrier, blocks: cutlass.Constexpr[int]):
+    def arrive(self, barrier, num_ctas: cutlass.Constexpr[int]):
         """By a lane, for the warp, in each of so many blocks."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            if cutlass.const_expr(blocks == 1):
+            if cutlass.const_expr(num_ctas == 1):
                 cute.arch.mbarrier_arrive(barrier)
             else:
-                for block in cutlass.range_constexpr(blocks):
+                for block in cutlass.range_constexpr(num_ctas):
                     cute.arch.mbarrier_arrive(barrier, block)
 
     def offset(self, turn: int) -> int:
@@ -124,33 +124,37 @@ class Tiles:
         cute.autovec_copy(words[None, 1], self.target[None, to ^ 1, stage])
 
 
-class Widener:
+class DequantWarps:
     """In the order in which they are loaded: keys, and values one tile behind.
 
     Args:
         loaded_k, loaded_v: where tensor copies lay bytes; sK, sV: where products read.
     """
 
-    def __init__(self, kernel, mailbox, barriers, loaded_k, sK, loaded_v, sV):
-        self.mailbox, b = mailbox, barriers
-        self.keys = Tiles(kernel.key.kv, kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
-        self.values = Tiles(kernel.key.kv, kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty))
+    def __init__(self, kernel, work_pipeline, barriers, loaded_k, sK, loaded_v, sV):
+        self.work_pipeline, b = work_pipeline, barriers
+        self.keys = DequantTiles(
+            kernel.key.kv, kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty)
+        )
+        self.values = DequantTiles(
+            kernel.key.kv, kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty)
+        )
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.keys.widen(tiles)
-            for _ in cutlass.range(work.end - work.begin - 1, unroll=1):
+            for _ in cutlass.range(work.n_block_max - work.n_block_min - 1, unroll=1):
                 self.keys.widen(tiles + 1)
                 self.values.widen(tiles)
                 tiles += 1
             self.values.widen(tiles)
             tiles += 1
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
 

@@ -11,11 +11,11 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.attention.cute.combine import folding_size, partial_size
-from dsl_backend.attention.cute.mla import LatentKey
+from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
-from dsl_backend.attention.cute.scheduler.tile_scheduler import CUT_FIELDS, row_tiles
-from dsl_backend.attention.cute.score_mod import ScoreKey
-from dsl_backend.attention.cute.sizes import packed_heads, padded, value_slices
+from dsl_backend.attention.cute.scheduler.tile_scheduler import SPLIT_RANGE_FIELDS, row_tiles
+from dsl_backend.attention.cute.score_mod import ScoreModKey
+from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded, v_splits
 from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
@@ -45,10 +45,10 @@ def facts_of(
     *,
     lse: bool,
     sinks: torch.dtype | None,
-    pack: int,
+    pack_gqa: int,
     split: bool,
-    shares: int,
-    split_tiles: int,
+    max_splits: int,
+    tiles_per_split: int,
 ) -> dict[str, Any]:
     """The fields of a LayerKey."""
     return {
@@ -57,17 +57,17 @@ def facts_of(
         "heads_kv": spec.heads_kv,
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
-        "pack": pack,
+        "pack_gqa": pack_gqa,
         "page_size": spec.page_size or 0,
         "kv": spec.kv,
         "causality": spec.causality.value,
-        "left": spec.window_left is not None,
-        "right": spec.window_right is not None,
+        "has_window_left": spec.window_left is not None,
+        "has_window_right": spec.window_right is not None,
         "lse": lse,
         "split": split,
-        "shares": shares,
-        "split_tiles": split_tiles,
-        "scores": ScoreKey(
+        "max_splits": max_splits,
+        "tiles_per_split": tiles_per_split,
+        "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
     }
@@ -84,12 +84,14 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
     return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
 
 
-def fake_ledger(key: LayerKey) -> Any:
+def fake_scheduler_workspace(key: LayerKey) -> Any:
     """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
-    if key.split and key.split_tiles:
+    if key.split and key.tiles_per_split:
         return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=ALIGNMENT)
-    if key.split and not key.shares:
-        return make_fake_tensor(cutlass.Int32, (cute.sym_int(), CUT_FIELDS), (CUT_FIELDS, 1), assumed_align=ALIGNMENT)
+    if key.split and not key.max_splits:
+        return make_fake_tensor(
+            cutlass.Int32, (cute.sym_int(), SPLIT_RANGE_FIELDS), (SPLIT_RANGE_FIELDS, 1), assumed_align=ALIGNMENT
+        )
     return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
 
 
@@ -106,7 +108,7 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
     def vector_of(numeric: Any, length: Any, align: int = 4) -> Any:
         return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
 
-    table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
+    page_table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
     lse = make_fake_tensor(
         cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
     )
@@ -117,14 +119,14 @@ def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
         lse if key.lse else None,
         vector_of(cutlass.Int32, many()),
         vector_of(cutlass.Int32, many()),
-        table if key.page_size else None,
+        page_table if key.page_size else None,
         None if key.page_size else vector_of(cutlass.Int32, many()),
         fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
         vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
-        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split or key.split_tiles else None,
-        fake_ledger(key),
+        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split or key.tiles_per_split else None,
+        fake_scheduler_workspace(key),
         cutlass.Float32(1.0),
         cutlass.Float32(1.0),
         *[cutlass.Int32(1)] * 6,
@@ -247,7 +249,7 @@ class LayerKernel:
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or config_of(spec, target, self.default)
-        self.blocks, self.pack, self.tile_m = self.sizes()
+        self.num_ctas, self.pack_gqa, self.tile_m = self.sizes()
         self.claims = self.key(lse=False, sinks=None).claims
         if self.claims:
             # Now, and not while a graph is captured.
@@ -258,7 +260,7 @@ class LayerKernel:
         """Blocks of the grid, heads packed into a tile's rows, rows of a tile."""
         raise NotImplementedError
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         raise NotImplementedError
 
     def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
@@ -266,43 +268,43 @@ class LayerKernel:
         raise NotImplementedError
 
     @property
-    def value_slices(self) -> int:
+    def v_splits(self) -> int:
         """Of a value row, each with row tiles of its own; as the kernel's key has it."""
         return 1
 
     @property
-    def units(self) -> int:
+    def head_blocks(self) -> int:
         """Row tiles of a token."""
-        return self.spec.heads_q // self.pack * self.value_slices
+        return self.spec.heads_q // self.pack_gqa * self.v_splits
 
     @property
     def columns(self) -> int:
         """Of a partial result."""
-        return padded(self.spec.head_dim_v // self.value_slices)
+        return padded(self.spec.head_dim_v // self.v_splits)
 
     @property
-    def shares(self) -> int:
+    def max_splits(self) -> int:
         """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
-        if self.split_tiles or not (self.split and self.spec.batch_invariant):
+        if self.tiles_per_split or not (self.split and self.spec.batch_invariant):
             return 0
-        held = MOST_SHARES_BYTES // (4 * self.pack * self.columns)
-        return max(1, min(MOST_SHARES, held, self.blocks // self.units))
+        held = MOST_SHARES_BYTES // (4 * self.pack_gqa * self.columns)
+        return max(1, min(MOST_SHARES, held, self.num_ctas // self.head_blocks))
 
     @property
-    def split_tiles(self) -> int:
+    def tiles_per_split(self) -> int:
         """Key tiles of a split that begins at fixed keys; 0 where splits depend on lengths."""
         return 0
 
     @property
     def folding(self) -> int:
         """float32s of what all blocks fold; 0 where splits do not begin at fixed keys."""
-        return self.blocks * folding_size(self.tile_m, self.columns) if self.split_tiles else 0
+        return self.num_ctas * folding_size(self.tile_m, self.columns) if self.tiles_per_split else 0
 
     def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Results that blocks fold, then partial results of splits; and each request's first of these."""
-        splits = -(-batch.max_seq_len // (self.split_tiles * self.config.tile_n)) + 1
-        row_tiles_ = row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack))
-        wanted = row_tiles_ * self.units * splits * partial_size(rows, self.columns)
+        splits = -(-batch.max_seq_len // (self.tiles_per_split * self.config.tile_n)) + 1
+        row_tiles_ = row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack_gqa))
+        wanted = row_tiles_ * self.head_blocks * splits * partial_size(rows, self.columns)
         count = self.folding + min(wanted, MOST_PARTIALS_BYTES // 4)
         bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
         return self.workspace.partials(count)[:count], bases
@@ -312,31 +314,31 @@ class LayerKernel:
         if not self.split:
             folding = self.workspace.partials(self.folding)[: self.folding] if self.folding else None
             return folding, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
-        if self.split_tiles:
+        if self.tiles_per_split:
             return self.fixed_scratch(batch, rows)
         columns = self.columns
-        if self.shares:
-            tokens = self.tile_m // self.pack if self.longest_query() is None else None
-            slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.units * self.shares
+        if self.max_splits:
+            tokens = self.tile_m // self.pack_gqa if self.max_query_len_served() is None else None
+            slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
             return self.workspace.partials(slots * partial_size(rows, columns)), None
-        cuts = self.workspace.integers(self.blocks * CUT_FIELDS)[: self.blocks * CUT_FIELDS]
+        split_ranges = self.workspace.integers(self.num_ctas * SPLIT_RANGE_FIELDS)[: self.num_ctas * SPLIT_RANGE_FIELDS]
         # Of whole row tiles: the same for every batch.
-        partials = self.workspace.partials(2 * self.blocks * partial_size(self.tile_m, columns))
-        return partials, cuts.view(self.blocks, CUT_FIELDS)
+        partials = self.workspace.partials(2 * self.num_ctas * partial_size(self.tile_m, columns))
+        return partials, split_ranges.view(self.num_ctas, SPLIT_RANGE_FIELDS)
 
-    def grid(self, batch: Batch, shortest: int) -> int:
+    def grid(self, batch: Batch, min_seqlen_q: int) -> int:
         """Blocks to launch for the requests of so many queries or more."""
-        return self.blocks
+        return self.num_ctas
 
     def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
         facts = facts_of(
             self.spec,
             lse=lse,
             sinks=sinks,
-            pack=self.pack,
+            pack_gqa=self.pack_gqa,
             split=self.split,
-            shares=self.shares,
-            split_tiles=self.split_tiles,
+            max_splits=self.max_splits,
+            tiles_per_split=self.tiles_per_split,
         )
         return self.key_type(config=self.config, **facts)
 
@@ -354,12 +356,12 @@ class LayerKernel:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         self.function(lse, sinks)
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return nothing
         spec, tensors = self.spec, self.tensors
         # One at least: a grid has no dimension of 0.
-        rows = max(1, min(self.tile_m, min(longest, batch.max_query_len) * self.pack))
+        rows = max(1, min(self.tile_m, min(max_seqlen_q, batch.max_query_len) * self.pack_gqa))
         requests = requests_of(spec, batch)
         tail = (
             *self.scratch(batch, rows),
@@ -367,9 +369,9 @@ class LayerKernel:
             spec.softcap,
             window(spec.window_left),
             window(spec.window_right),
-            max(1, shortest),
-            longest,
-            self.grid(batch, shortest),
+            max(1, min_seqlen_q),
+            max_seqlen_q,
+            self.grid(batch, min_seqlen_q),
             rows,
         )
 
@@ -400,7 +402,7 @@ class DenseKernel(LayerKernel):
         """Of the kernel for some batches; None where there is none."""
         return None
 
-    def is_for_other(self, batch: Batch, longest: int) -> bool:
+    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
         """Whether the other kernel serves a batch; longest: of the queries that are asked of this one."""
         raise NotImplementedError
 
@@ -412,37 +414,37 @@ class DenseKernel(LayerKernel):
         if self.other is not None:
             self.other.prepare(lse, sinks)
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
-        if self.other is not None and self.is_for_other(batch, min(longest, batch.max_query_len)):
-            return self.other.bind(batch, shortest, longest)
-        return super().bind(batch, shortest, longest)
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
+        if self.other is not None and self.is_for_other(batch, min(max_seqlen_q, batch.max_query_len)):
+            return self.other.bind(batch, min_seqlen_q, max_seqlen_q)
+        return super().bind(batch, min_seqlen_q, max_seqlen_q)
 
     def sizes(self) -> tuple[int, int, int]:
-        pack = packed_heads(self.spec.group) if self.split else 1
-        return self.target.sm_count * self.config.resident, pack, self.config.tile_m
+        pack_gqa = packed_gqa_heads(self.spec.group) if self.split else 1
+        return self.target.sm_count * self.config.ctas_per_sm, pack_gqa, self.config.tile_m
 
     @property
-    def value_slices(self) -> int:
-        return value_slices(self.spec.head_dim_v)
+    def v_splits(self) -> int:
+        return v_splits(self.spec.head_dim_v)
 
-    def longest_query(self) -> int | None:
-        return min(16, self.tile_m // self.pack) if self.split else None
+    def max_query_len_served(self) -> int | None:
+        return min(16, self.tile_m // self.pack_gqa) if self.split else None
 
     def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
         return operands.q, stored(self.spec, operands.keys), stored(self.spec, operands.values)
 
 
-class LatentKernel(LayerKernel):
+class MlaKernel(LayerKernel):
     """Absorbed MLA: values are the first elements of keys."""
 
-    key_type = LatentKey
+    key_type = MlaKey
 
     def sizes(self) -> tuple[int, int, int]:
-        blocks = self.target.sm_count // self.config.cluster * self.config.cluster
-        return blocks, packed_heads(self.spec.group), ROWS
+        num_ctas = self.target.sm_count // self.config.cluster * self.config.cluster
+        return num_ctas, packed_gqa_heads(self.spec.group), ROWS
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         return None
 
     def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:

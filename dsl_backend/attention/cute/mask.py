@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.scheduler.work_tile import head_of
-from dsl_backend.attention.cute.score_mod import scores_of, value_scale
+from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.primitives.accumulators import packed, words_of
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
@@ -15,7 +15,7 @@ THREAD_ROWS = 2
 QUAD = 4  # lanes that share a row of an accumulator
 
 
-class Rows:
+class AccumulatorRows:
     """Rows `row` and `row + 8`, columns `column` and the one after it of each 8.
 
     Neighbouring rows are the heads of a token that share a tile, then the next token's.
@@ -26,7 +26,7 @@ class Rows:
     def __init__(self, key, tile_n: int, requests, scoring, row, column):
         self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
         self.row, self.column = row, column
-        self.scores = scores_of(key, scoring)
+        self.scores = score_mod_of(key, scoring)
         self.slope = cute.make_rmem_tensor(self.count, cutlass.Float32)
 
     def place(self, j: int) -> int:
@@ -36,19 +36,19 @@ class Rows:
     @cute.jit
     def start(self, work):
         """Before the scores of an item."""
-        self.scores.of_head.start(work.unit)
+        self.scores.of_head.start(work.head_block)
         if cutlass.const_expr(self.key.scores.alibi):
             for row in cutlass.range_constexpr(self.count):
-                self.slope[row] = self.scoring.slopes[self.head(work, row)] * LOG2_E
+                self.slope[row] = self.scoring.alibi_slopes[self.head(work, row)] * LOG2_E
 
     @cute.jit
     def position(self, work, row: cutlass.Constexpr[int]):
         """Where a row's token stands among its request's keys."""
-        return work.position + (self.row + 8 * row) // self.key.pack
+        return work.q_position + (self.row + 8 * row) // self.key.pack_gqa
 
     @cute.jit
     def head(self, work, row: cutlass.Constexpr[int]):
-        return head_of(self.key, work.unit, self.row + 8 * row)
+        return head_of(self.key, work.head_block, self.row + 8 * row)
 
     @cute.jit
     def sink(self, work, row: cutlass.Constexpr[int]):
@@ -61,17 +61,17 @@ class Rows:
     @cute.jit
     def v_scale(self, work):
         """What stored values are multiplied by; None where they are real ones."""
-        return value_scale(self.key, self.scoring, work.unit)
+        return v_scale_of(self.key, self.scoring, work.head_block)
 
     @cute.jit
-    def bend(self, scores, work, tile):
+    def score_mod(self, scores, work, tile):
         """Products [row, column] become scores, where that is more than a factor."""
-        if cutlass.const_expr(self.scores.bends):
+        if cutlass.const_expr(self.scores.modifies):
             first = tile * self.tile_n + self.column
             for row in cutlass.range_constexpr(self.count):
                 away = self.position(work, row) - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    scores[row, j] = self.scores.bend(scores[row, j], self.slope[row], away - self.place(j))
+                    scores[row, j] = self.scores.score_mod(scores[row, j], self.slope[row], away - self.place(j))
 
     @cute.jit
     def mask(self, scores, work, tile):
@@ -79,19 +79,19 @@ class Rows:
         first = tile * self.tile_n + self.column
         for row in cutlass.range_constexpr(self.count):
             position = self.position(work, row)
-            stop = work.keys
-            if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-                stop = cutlass.min(stop, position + work.right + 1)
+            stop = work.seqlen_k
+            if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
+                stop = cutlass.min(stop, position + work.window_size_right + 1)
             stop -= first
             for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[row, j] = scores[row, j] if self.place(j) < stop else -cutlass.Float32.inf
-            if cutlass.const_expr(self.key.left):
-                start = position - self.requests.left - first
+            if cutlass.const_expr(self.key.has_window_left):
+                start = position - self.requests.window_size_left - first
                 for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                     scores[row, j] = scores[row, j] if self.place(j) >= start else -cutlass.Float32.inf
 
 
-class WholeRow(Rows):
+class AccumulatorRow(AccumulatorRows):
     """Row `row` alone, all columns from `column` on."""
 
     count = 1
@@ -102,8 +102,8 @@ class WholeRow(Rows):
 
 def by_row(accumulator: cute.Tensor) -> cute.Tensor:
     """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
-    blocks = cute.size(accumulator) // 4
-    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, blocks)), stride=(2, (1, 4))))
+    num_ctas = cute.size(accumulator) // 4
+    return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, num_ctas)), stride=(2, (1, 4))))
 
 
 @cute.jit

@@ -10,15 +10,15 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.cute.dequant import Tiles, bytes_boxed, bytes_staged
-from dsl_backend.attention.cute.loader.dense import Loader, box_rows, query_box, tokens_of_box
-from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, LatentSizes
+from dsl_backend.attention.cute.dequant import DequantTiles, bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.loader.dense import LoadWarp, box_rows, query_box, tokens_of_box
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig
 from dsl_backend.attention.cute.scheduler.tile_scheduler import (
     SPARED_LATENT,
-    KeyShares,
-    OwnShares,
-    QueryTiles,
+    BalancedSplitKVTileScheduler,
     Requests,
+    SplitKVTileScheduler,
+    StaticPersistentTileScheduler,
 )
 from dsl_backend.attention.cute.sizes import chunk
 from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
@@ -26,10 +26,10 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentKey(LayerKey):
+class MlaKey(LayerKey):
     """All that a kernel's code depends on."""
 
-    config: LatentSizes
+    config: MlaTileConfig
 
     @property
     def claims(self) -> bool:
@@ -37,7 +37,7 @@ class LatentKey(LayerKey):
         return False
 
     @property
-    def value_slices(self) -> int:
+    def v_splits(self) -> int:
         """Blocks have room for the sums of whole rows."""
         return 1
 
@@ -50,7 +50,7 @@ class LatentKey(LayerKey):
 MOST_BOXES = 4  # of queries that an item asks for, each a copy of every chunk
 
 
-class LatentTiled:
+class TiledMla:
     """Sizes, layouts, copies and schedule of a kernel.
 
     Of an item's queries only the boxes are copied that its tokens lie in: with 16 heads one token has 18 KB of a tile's
@@ -70,16 +70,16 @@ class LatentTiled:
     most_boxes = 1
     products_release = False
 
-    def __init__(self, key: LatentKey):
+    def __init__(self, key: MlaKey):
         self.key: Any = key
         self.config: Any = key.config
         self.dtype = NUMERIC[key.dtype]
         self.dims, self.dims_v = key.head_dim, key.head_dim_v
         self.chunk = chunk(key.head_dim)
         self.tile_n = self.config.tile_n
-        self.tokens_per_tile = ROWS // key.pack
-        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile, self.most_boxes)
-        self.rows_loaded = self.box_tokens * key.pack
+        self.tokens_per_tile = ROWS // key.pack_gqa
+        self.box_tokens = tokens_of_box(key.pack_gqa, self.tokens_per_tile, self.most_boxes)
+        self.rows_loaded = self.box_tokens * key.pack_gqa
         self.math_clears = self.most_boxes > 1 and self.rows_loaded < ROWS
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
@@ -102,7 +102,7 @@ class LatentTiled:
         """Where tensor copies lay keys: where products read them, or where fp8 is widened from."""
         if not self.key.kv.fp8:
             return sK
-        layout = bytes_staged(self.tile_n, self.dims, self.chunk, self.config.staging)
+        layout = bytes_staged(self.tile_n, self.dims, self.chunk, self.config.dequant_stages)
         return allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
 
     def values(self, sK: cute.Tensor) -> cute.Tensor:
@@ -119,7 +119,7 @@ class LatentTiled:
         key, atom = self.key, self.atom(self.chunk)
         load, load_keys = self.load_ops()
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
-        q_tile = (key.pack, self.box_tokens, self.chunk)
+        q_tile = (key.pack_gqa, self.box_tokens, self.chunk)
         k_tile = (self.box, self.chunk)
         k_box = bytes_boxed(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
@@ -138,34 +138,37 @@ class LatentTiled:
     def by_head(self, q: cute.Tensor) -> cute.Tensor:
         """Queries [tokens, heads, width] as [heads of a tile, tokens, width, tile of heads]."""
         tokens, heads, width = q.shape
-        pack = self.key.pack
+        pack_gqa = self.key.pack_gqa
         return cute.make_tensor(
             q.iterator,
             cute.make_layout(
-                (pack, tokens, width, heads // pack), stride=(q.stride[1], q.stride[0], 1, q.stride[1] * pack)
+                (pack_gqa, tokens, width, heads // pack_gqa),
+                stride=(q.stride[1], q.stride[0], 1, q.stride[1] * pack_gqa),
             ),
         )
 
-    def schedule(self, mailbox, requests: Requests, ledger):
+    def schedule(self, work_pipeline, requests: Requests, scheduler_workspace):
         """The role that finds work."""
         tokens, config = self.tokens_per_tile, self.config
-        if self.key.shares:
+        if self.key.max_splits:
             # Neighbouring blocks have neighbouring units of a share: those of a cluster load the same keys.
-            return OwnShares(self.key, mailbox, tokens, self.tile_n, requests, config.least_share, several=True)
+            return SplitKVTileScheduler(
+                self.key, work_pipeline, tokens, self.tile_n, requests, config.min_split_tiles, several=True
+            )
         if self.key.split:
-            return KeyShares(
+            return BalancedSplitKVTileScheduler(
                 self.key,
-                mailbox,
+                work_pipeline,
                 tokens,
                 self.tile_n,
                 requests,
-                ledger,
-                config.least_share,
+                scheduler_workspace,
+                config.min_split_tiles,
                 config.cluster,
                 SPARED_LATENT,
                 folds=True,
             )
-        return QueryTiles(self.key, mailbox, tokens, self.tile_n, requests)
+        return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)
 
     @cute.jit
     def meet(self):
@@ -177,10 +180,10 @@ class LatentTiled:
             cute.arch.sync_threads()
 
 
-class LatentLoader(Loader):
+class MlaLoadWarp(LoadWarp):
     """Fills the ring: for each item key tiles from the last to the first, behind that one the queries' two parts."""
 
-    def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests):
+    def __init__(self, kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.tile_n // self.box
@@ -190,15 +193,15 @@ class LatentLoader(Loader):
         if cluster > 1:
             self.first_box = cute.arch.block_idx_in_cluster() * self.own_boxes
             self.multicast = {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
-        self.group = kernel.key.heads_q // kernel.key.pack
-        self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
+        self.group = kernel.key.heads_q // kernel.key.pack_gqa
+        self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         # Queries against what is value too, and against the rest.
         self.v_load, self.mV, self.r_load, self.mR = v_load, mV, r_load, mR
         self.k_load, self.mK = k_load, mK
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.take_boxes(kernel)
-        self.stages = self.config.staging if self.key.kv.fp8 else self.config.stages
+        self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
         self.drains = kernel.products_release and cluster > 1 and not self.key.kv.fp8
         self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
         # Rows of a chunk lie one after another: [head and token, box, chunk].
@@ -213,18 +216,18 @@ class LatentLoader(Loader):
         for atom in (self.v_load, self.r_load, self.k_load):
             cpasync.prefetch_descriptor(atom)
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            for step in cutlass.range(work.end - work.begin, unroll=1):
-                tile = work.end - 1 - step
+            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+                tile = work.n_block_max - 1 - step
                 self.load_rows(work, tile, self.pages_of(work, tile), tiles)
                 if step == 0:
                     # Behind keys, which come from memory, and whose place is free while the item before is multiplied.
                     self.load_queries(work, items)
                 tiles += 1
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
         if cutlass.const_expr(self.drains):
             # What the other block's products have to say comes to barriers of this block, which are there so long.
@@ -244,13 +247,13 @@ class LatentLoader(Loader):
         cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ self.q_phase)
         full = self.barriers.q_full
         boxes = self.expect_queries(work, full)
-        tile = (self.key.pack, self.box_tokens, self.chunk)
+        tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
         first = 0
         for atom, source, chunks in (
             (self.v_load, self.mV, self.chunks_v),
             (self.r_load, self.mR, self.chunks - self.chunks_v),
         ):
-            rows = cute.domain_offset((0, work.query, 0), source[None, None, None, work.unit])
+            rows = cute.domain_offset((0, work.q_offset, 0), source[None, None, None, work.head_block])
             given = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
             to, given = cpasync.tma_partition(atom, 0, cute.make_layout(1), self.sQ, given)
             for box in cutlass.range(boxes, unroll=1):
@@ -270,18 +273,18 @@ class LatentLoader(Loader):
             self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
 
 
-class LatentWidener:
+class MlaDequantWarps:
     """Key tiles of fp8, in the order and parts in which they are loaded.
 
     Args:
         loaded: where tensor copies lay bytes; sK: where products read.
     """
 
-    def __init__(self, kernel, mailbox, barriers, loaded, sK):
-        self.mailbox, b = mailbox, barriers
+    def __init__(self, kernel, work_pipeline, barriers, loaded, sK):
+        self.work_pipeline, b = work_pipeline, barriers
         rings, wide = (b.k_loaded, b.k_taken, b.k_full, b.k_empty), kernel.chunk
         self.tiles = [
-            Tiles(
+            DequantTiles(
                 kernel.key.kv,
                 wide,
                 loaded,
@@ -289,7 +292,7 @@ class LatentWidener:
                 rings,
                 columns=range(part.start * wide, part.stop * wide),
                 part=(i, PARTS),
-                blocks=kernel.config.cluster,
+                num_ctas=kernel.config.cluster,
             )
             for i, part in enumerate(kernel.parts)
         ]
@@ -297,13 +300,13 @@ class LatentWidener:
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            for _ in cutlass.range(work.end - work.begin, unroll=1):
+            for _ in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
                 for part in cutlass.range_constexpr(PARTS):
                     self.tiles[part].widen(tiles)
                 tiles += 1
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_heads
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # query rows of a tile: tokens times the heads that share it
@@ -13,11 +13,11 @@ PARTS = 3
 
 def row_tiles(spec: AttentionSpec) -> int:
     """That the heads of a token fill."""
-    return spec.group // packed_heads(spec.group)
+    return spec.group // packed_gqa_heads(spec.group)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSizes:
+class MlaTileConfig:
     """Tiles and buffers of a kernel.
 
     Attributes:
@@ -31,8 +31,8 @@ class LatentSizes:
     tile_n: int = 64
     stages: int = 2
     cluster: int = 1
-    staging: int = 0
-    least_share: int = 2
+    dequant_stages: int = 0
+    min_split_tiles: int = 2
 
     @property
     def least_stages(self) -> int:
@@ -44,8 +44,8 @@ class LatentSizes:
 
     def key_bytes(self, spec: AttentionSpec) -> int:
         """Of it, key tiles and their barriers."""
-        row = self.stages * spec.dtype.itemsize + self.staging
-        return self.tile_n * spec.head_dim * row + MBARRIER_BYTES * 2 * PARTS * (self.stages + self.staging)
+        row = self.stages * spec.dtype.itemsize + self.dequant_stages
+        return self.tile_n * spec.head_dim * row + MBARRIER_BYTES * 2 * PARTS * (self.stages + self.dequant_stages)
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         """Those of one kernel alone."""
@@ -62,8 +62,10 @@ class LatentSizes:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 128 is possible")
         if self.stages < self.least_stages:
             reasons.append(f"{self.stages} key tiles in flight: at least {self.least_stages} are needed")
-        if spec.is_fp8_kv != (self.staging > 0) or self.staging == 1:
-            reasons.append(f"{self.staging} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible")
+        if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
+            reasons.append(
+                f"{self.dequant_stages} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible"
+            )
         wide = 2 * chunk(spec.head_dim)
         if spec.head_dim % 16 or spec.head_dim_v % wide or spec.head_dim_v >= spec.head_dim or spec.head_dim_v > 512:
             reasons.append(

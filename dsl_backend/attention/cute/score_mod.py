@@ -15,7 +15,7 @@ from dsl_backend.primitives.math import LOG2_E, exp2
 
 
 @dataclass(frozen=True)
-class ScoreKey:
+class ScoreModKey:
     """Which of them a layer has."""
 
     softcap: bool = False
@@ -24,7 +24,7 @@ class ScoreKey:
     signed: bool = False  # the scale is not positive: the largest score need not be the largest product
 
 
-class Scoring(NamedTuple):
+class ScoreModArgs(NamedTuple):
     """Their values: sinks [heads_q], slopes [heads_q] float32; of fp8 keys and values, the scales [heads_kv] float32.
 
     Where all heads have one scale, it is there once, with a stride of 0.
@@ -33,53 +33,53 @@ class Scoring(NamedTuple):
     scale: cutlass.Float32
     softcap: cutlass.Float32
     sinks: cute.Tensor | None
-    slopes: cute.Tensor | None
+    alibi_slopes: cute.Tensor | None
     k_scale: cute.Tensor | None
     v_scale: cute.Tensor | None
 
 
-def factor_of(scoring: Scoring, head_kv=0):
+def qk_scale_of(scoring: ScoreModArgs, head_kv=0):
     """What a product of a query and a stored key is multiplied by."""
     return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[head_kv]
 
 
-def value_scale(key, scoring: Scoring, unit):
+def v_scale_of(key, scoring: ScoreModArgs, head_block):
     """What stored values of a unit's key head are multiplied by; None where they are real ones."""
     if scoring.v_scale is None:
         return None
-    return scoring.v_scale[key_head_of(key, unit) if key.scaled_by_head else 0]
+    return scoring.v_scale[key_head_of(key, head_block) if key.scaled_by_head else 0]
 
 
-class HeadFactor:
+class SoftmaxScale:
     """`factor_of` times a constant: found once where all key heads have the same, else for every item."""
 
-    def __init__(self, key, scoring: Scoring, constant: float):
+    def __init__(self, key, scoring: ScoreModArgs, constant: float):
         self.key, self.scoring, self.constant = key, scoring, constant
         self.held = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_head else None
         self.shared = None if key.scaled_by_head else self.times(0)
 
     def times(self, head_kv):
-        factor = factor_of(self.scoring, head_kv)
+        factor = qk_scale_of(self.scoring, head_kv)
         return factor if self.constant == 1.0 else factor * self.constant
 
     @cute.jit
-    def start(self, unit):
+    def start(self, head_block):
         """Before the scores of an item."""
         if cutlass.const_expr(self.key.scaled_by_head):
-            self.held[0] = self.times(key_head_of(self.key, unit))
+            self.held[0] = self.times(key_head_of(self.key, head_block))
 
     @property
     def value(self):
         return self.shared if self.held is None else self.held[0]
 
 
-class PlainScores:
+class NoScoreMod:
     """score = scale q·k. The scale is left to the exponential's own multiplication."""
 
-    bends = False
+    modifies = False
 
-    def __init__(self, key, scoring: Scoring):
-        self.of_head = HeadFactor(key, scoring, LOG2_E)
+    def __init__(self, key, scoring: ScoreModArgs):
+        self.of_head = SoftmaxScale(key, scoring, LOG2_E)
 
     @property
     def factor(self):
@@ -87,16 +87,16 @@ class PlainScores:
         return self.of_head.value
 
 
-class BentScores:
+class ScoreMod:
     """score = softcap tanh(scale q·k / softcap) - slope |position - key|."""
 
-    bends = True
+    modifies = True
 
-    def __init__(self, key, scoring: Scoring):
-        self.key, self.scoring, self.of_head = key.scores, scoring, HeadFactor(key, scoring, 1.0)
+    def __init__(self, key, scoring: ScoreModArgs):
+        self.key, self.scoring, self.of_head = key.scores, scoring, SoftmaxScale(key, scoring, 1.0)
         self.factor = cutlass.Float32(1.0)
 
-    def bend(self, score, slope, distance):
+    def score_mod(self, score, slope, distance):
         """The base-2 score; slope times log2(e), distance = position - key."""
         value = score * self.of_head.value
         if self.key.softcap:
@@ -111,7 +111,7 @@ class BentScores:
         return value
 
 
-def scores_of(key, scoring: Scoring):
+def score_mod_of(key, scoring: ScoreModArgs):
     """What a layer's scores are made by; key: a LayerKey."""
-    bends = key.scores.softcap or key.scores.alibi or key.scores.signed
-    return BentScores(key, scoring) if bends else PlainScores(key, scoring)
+    modifies = key.scores.softcap or key.scores.alibi or key.scores.signed
+    return ScoreMod(key, scoring) if modifies else NoScoreMod(key, scoring)

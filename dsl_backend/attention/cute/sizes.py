@@ -23,16 +23,16 @@ def fp8_chunk(dim: int) -> int:
     return next(width for width in (128, 64, 32, 16) if padded(dim) % width == 0)
 
 
-def value_slices(dim_v: int) -> int:
+def v_splits(dim_v: int) -> int:
     """Slices of equal width into which a value row is cut, so that a block has room for the sums of one."""
     return -(-dim_v // MOST_COLUMNS)
 
 
-def slice_columns(dim_v: int) -> int:
+def v_split_dim(dim_v: int) -> int:
     """Elements of a slice of a value row."""
-    return dim_v // value_slices(dim_v)
+    return dim_v // v_splits(dim_v)
 
 
-def packed_heads(group: int, most: int = 64) -> int:
+def packed_gqa_heads(group: int, most: int = 64) -> int:
     """Query heads that share a tile's rows: the group, or where it is wider than the rows a part of it."""
-    return next(pack for pack in range(min(group, most), 0, -1) if group % pack == 0)
+    return next(pack_gqa for pack_gqa in range(min(group, most), 0, -1) if group % pack_gqa == 0)

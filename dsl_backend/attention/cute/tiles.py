@@ -11,15 +11,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsl_backend.attention.cute.dequant import bytes_boxed, bytes_staged
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    ClaimedTiles,
-    FixedSplits,
-    KeyShares,
-    OwnShares,
+    BalancedSplitKVTileScheduler,
+    DynamicPersistentTileScheduler,
+    FixedSplitKVTileScheduler,
     Requests,
+    SplitKVTileScheduler,
 )
-from dsl_backend.attention.cute.scheduler.work_tile import head_of, slice_of
-from dsl_backend.attention.cute.score_mod import ScoreKey
-from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, value_slices
+from dsl_backend.attention.cute.scheduler.work_tile import head_of, v_split_of
+from dsl_backend.attention.cute.score_mod import ScoreModKey
+from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, v_splits
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.quant.format import KVFormat
 
@@ -56,17 +56,17 @@ class LayerKey:
     heads_kv: int
     head_dim: int
     head_dim_v: int
-    pack: int
+    pack_gqa: int
     page_size: int
     kv: KVFormat
     causality: str
-    left: bool
-    right: bool
+    has_window_left: bool
+    has_window_right: bool
     lse: bool
     split: bool
-    shares: int
-    scores: ScoreKey
-    split_tiles: int = 0
+    max_splits: int
+    scores: ScoreModKey
+    tiles_per_split: int = 0
 
     @property
     def claims(self) -> bool:
@@ -79,24 +79,24 @@ class LayerKey:
         return self.kv.fp8 and self.heads_kv > 1
 
     @property
-    def value_slices(self) -> int:
+    def v_splits(self) -> int:
         """Slices of a value row, each multiplied as if it were a head's own."""
-        return value_slices(self.head_dim_v)
+        return v_splits(self.head_dim_v)
 
     @property
     def columns(self) -> int:
         """Of a slice."""
-        return self.head_dim_v // self.value_slices
+        return self.head_dim_v // self.v_splits
 
     @property
     def key_bytes(self) -> int:
-        """Of a key and the slice of its value."""
+        """Of a key and the split of its value."""
         return (self.head_dim + self.columns) * self.kv.itemsize
 
     @property
-    def units(self) -> int:
+    def head_blocks(self) -> int:
         """Row tiles of a token: packed heads, times slices."""
-        return self.heads_q // self.pack * self.value_slices
+        return self.heads_q // self.pack_gqa * self.v_splits
 
 
 class TiledKernel:
@@ -124,9 +124,9 @@ class TiledKernel:
         self.dims, self.dims_v = padded(key.head_dim), padded(key.columns)
         self.chunk, self.chunk_v = chunk(key.head_dim), chunk(key.columns)
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
-        self.tokens_per_tile = self.tile_m // key.pack
-        self.box_tokens = tokens_of_box(key.pack, self.tokens_per_tile, self.most_boxes)
-        self.rows_loaded = self.box_tokens * key.pack
+        self.tokens_per_tile = self.tile_m // key.pack_gqa
+        self.box_tokens = tokens_of_box(key.pack_gqa, self.tokens_per_tile, self.most_boxes)
+        self.rows_loaded = self.box_tokens * key.pack_gqa
         self.math_clears = self.box_tokens < self.tokens_per_tile
         self.box = box_rows(key.page_size, self.tile_n)
         self.dtype_v = cutlass.Float16 if key.kv.fp8 else self.dtype
@@ -158,7 +158,7 @@ class TiledKernel:
         if not self.key.kv.fp8:
             return sK, sV
         widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
-        layouts = [bytes_staged(self.tile_n, width, copied, self.config.staging) for width, copied in widths]
+        layouts = [bytes_staged(self.tile_n, width, copied, self.config.dequant_stages) for width, copied in widths]
         return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
 
     def value_box(self):
@@ -179,7 +179,7 @@ class TiledKernel:
         key = self.key
         load = self.load_op()
         tokens, _, width = q.shape
-        if key.pack == 1:
+        if key.pack_gqa == 1:
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
             q_tile: tuple[int, ...] = (self.box_tokens, self.chunk)
             q_box = self.boxed(self.box_tokens, self.chunk)
@@ -187,16 +187,16 @@ class TiledKernel:
             mQ = cute.make_tensor(
                 q.iterator,
                 cute.make_layout(
-                    (key.pack, tokens, width, key.heads_q // key.pack),
-                    stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack),
+                    (key.pack_gqa, tokens, width, key.heads_q // key.pack_gqa),
+                    stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack_gqa),
                 ),
             )
-            q_tile = (key.pack, self.box_tokens, self.chunk)
+            q_tile = (key.pack_gqa, self.box_tokens, self.chunk)
             q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self, self.box_tokens))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
-        if key.value_slices > 1:
+        if key.v_splits > 1:
             mV = self.by_slice(mV)
         q_copy = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
         k_copy = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
@@ -209,20 +209,28 @@ class TiledKernel:
     def by_slice(self, values: cute.Tensor) -> cute.Tensor:
         """Values [token, column, ...] as [token, column of a slice, ..., slice]."""
         (tokens, _, *shape), (stride, *strides) = values.layout.shape, values.layout.stride
-        columns, slices = self.key.columns, self.key.value_slices
+        columns, slices = self.key.columns, self.key.v_splits
         layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
         return cute.make_tensor(values.iterator, layout)
 
-    def schedule(self, mailbox, requests: Requests, ledger, slots=None):
+    def schedule(self, work_pipeline, requests: Requests, scheduler_workspace, slots=None):
         """The role that finds work."""
-        if self.key.split and self.key.split_tiles:
-            return FixedSplits(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger, slots)
-        if self.key.shares:
-            return OwnShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, self.config.least_share)
+        if self.key.split and self.key.tiles_per_split:
+            return FixedSplitKVTileScheduler(
+                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, slots
+            )
+        if self.key.max_splits:
+            return SplitKVTileScheduler(
+                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, self.config.min_split_tiles
+            )
         if self.key.split:
-            least = self.config.least_share
-            return KeyShares(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger, least)
-        return ClaimedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, ledger)
+            least = self.config.min_split_tiles
+            return BalancedSplitKVTileScheduler(
+                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, least
+            )
+        return DynamicPersistentTileScheduler(
+            self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace
+        )
 
 
 @cute.jit
@@ -244,11 +252,11 @@ def store_rows(
     """
     vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
     step = cutlass.const_expr(threads // vectors)
-    if cutlass.const_expr(threads % vectors == 0 and step % key.pack == 0 and count % step == 0):
+    if cutlass.const_expr(threads % vectors == 0 and step % key.pack_gqa == 0 and count % step == 0):
         # A thread keeps its column and its head.
         own, place = first + thread // vectors, thread % vectors
         offset = row_offset(out, work, key, own)
-        stride = out.stride[0] * (step // key.pack)
+        stride = out.stride[0] * (step // key.pack_gqa)
         for i in cutlass.range(count // step, unroll=4):
             store_piece(rows, out, work, key, own + i * step, place, offset)
             offset += stride
@@ -262,7 +270,7 @@ def store_rows(
 @cute.jit
 def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexpr, m, column, offset):
     """16 bytes of row m, which begins at the offset."""
-    if m < work.rows and column * VECTOR < key.columns:
+    if m < work.num_rows and column * VECTOR < key.columns:
         held = cute.make_rmem_tensor(VECTOR, rows.element_type)
         cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
         store_vector(held, out.iterator, offset + column * VECTOR)
@@ -271,9 +279,9 @@ def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexp
 @cute.jit
 def row_offset(out: cute.Tensor, work, key: cutlass.Constexpr, m):
     """Elements from the output's beginning to row m of a tile."""
-    token = work.query + m // key.pack
-    head = head_of(key, work.unit, m)
+    token = work.q_offset + m // key.pack_gqa
+    head = head_of(key, work.head_block, m)
     offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
-    if cutlass.const_expr(key.value_slices > 1):
-        offset += slice_of(key, work.unit) * key.columns
+    if cutlass.const_expr(key.v_splits > 1):
+        offset += v_split_of(key, work.head_block) * key.columns
     return offset

@@ -83,7 +83,7 @@ class Requests(NamedTuple):
     causal: Any
 
 
-class Scoring(NamedTuple):
+class ScoreModArgs(NamedTuple):
     """What scores and outputs are multiplied by or joined with; scale_log2 is the scale times log2(e)."""
 
     scale_log2: Any
@@ -147,8 +147,8 @@ def cache_of(tensor: torch.Tensor, target: Target) -> Cache:
     return Cache(key_storage(tensor, target), *(strides if len(strides) == 3 else (0, *strides)))
 
 
-def scoring_of(spec: AttentionSpec, operands: Operands) -> Scoring:
-    return Scoring(
+def scoring_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
+    return ScoreModArgs(
         spec.scale / math.log(2),
         operands.sinks,
         operands.alibi_slopes,

@@ -77,14 +77,14 @@ def fold(acc1, acc2, top, total, part1, part2, part_top, part_total, LAYER):
 
 
 @triton.jit
-def request_tiles(request, inside, requests, shortest, longest, LAYER, TILES):
+def request_tiles(request, inside, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES):
     """Row tiles of requests (a scalar or a vector) times key heads, and their key tiles first ... last.
 
     No row tiles for requests that are not served; otherwise one key tile at least, so that every row is written.
     """
     _, q_len = query_range(requests, request, inside)
     kv_len = tl.load(requests.kv_lens + request, mask=inside, other=0)
-    served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
+    served = (q_len > 0) & (q_len >= min_seqlen_q) & (q_len <= max_seqlen_q)
     items = tl.where(served, LAYER.heads_kv * tl.cdiv(q_len * LAYER.group, TILES.m), 0)
     first = q_len * 0
     if LAYER.left >= 0:
@@ -93,12 +93,12 @@ def request_tiles(request, inside, requests, shortest, longest, LAYER, TILES):
 
 
 @triton.jit
-def even_share(requests, num_requests, shortest, longest, LAYER, TILES, PROGRAMS: tl.constexpr):
+def even_share(requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, PROGRAMS: tl.constexpr):
     """The batch's key tiles over PROGRAMS: what a program would do if all were busy to the end; int64."""
     tiles = tl.zeros([TILES.scan], tl.int64)
     for chunk in range(0, num_requests, TILES.scan):
         r = chunk + tl.arange(0, TILES.scan)
-        items, first, last = request_tiles(r, r < num_requests, requests, shortest, longest, LAYER, TILES)
+        items, first, last = request_tiles(r, r < num_requests, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES)
         tiles += items.to(tl.int64) * (last - first + 1)
     return tl.sum(tiles) // PROGRAMS
 
@@ -121,8 +121,8 @@ def locate_work(
     whole,
     requests,
     num_requests,
-    shortest,
-    longest,
+    min_seqlen_q,
+    max_seqlen_q,
     share,
     slots,
     LAYER,
@@ -143,7 +143,7 @@ def locate_work(
     all_slots = 0
     for chunk in range(0, num_requests, TILES.scan):
         r = chunk + tl.arange(0, TILES.scan)
-        items, first, last = request_tiles(r, r < num_requests, requests, shortest, longest, LAYER, TILES)
+        items, first, last = request_tiles(r, r < num_requests, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES)
         wanted, _ = slots_wanted(items, first, last, share, slots, SPLIT, FACTOR)
         is_split = (wanted > 0) & (all_slots + tl.cumsum(wanted, 0) <= slots)
         split_items = tl.where(is_split, items, 0)
@@ -200,8 +200,8 @@ def batch_invariant_kernel(
     k_scale_stride,
     v_scale_stride,
     num_requests,
-    shortest,
-    longest,
+    min_seqlen_q,
+    max_seqlen_q,
     partials_ptr,
     combines_ptr,
     slots,
@@ -219,9 +219,9 @@ def batch_invariant_kernel(
         gdc_launch_dependents()  # programs of the combine kernel may start beside these, and wait there
     program = tl.program_id(0)
     whole = program >= PROGRAMS
-    share = even_share(requests, num_requests, shortest, longest, LAYER, TILES, PROGRAMS)
+    share = even_share(requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, PROGRAMS)
     _, _, _, all_work, all_items = locate_work(
-        0, whole, requests, num_requests, shortest, longest, share, slots, LAYER, TILES, SPLIT, FACTOR
+        0, whole, requests, num_requests, min_seqlen_q, max_seqlen_q, share, slots, LAYER, TILES, SPLIT, FACTOR
     )
     if program == 0:
         tl.store(combines_ptr, all_items)
@@ -231,10 +231,10 @@ def batch_invariant_kernel(
     if place >= end:
         return
     request, base, item_base, _, _ = locate_work(
-        place, whole, requests, num_requests, shortest, longest, share, slots, LAYER, TILES, SPLIT, FACTOR
+        place, whole, requests, num_requests, min_seqlen_q, max_seqlen_q, share, slots, LAYER, TILES, SPLIT, FACTOR
     )
     while place < end:
-        items, first, last = request_tiles(request, True, requests, shortest, longest, LAYER, TILES)
+        items, first, last = request_tiles(request, True, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES)
         wanted, splits = slots_wanted(items, first, last, share, slots, SPLIT, FACTOR)
         # `locate_work` has found the request of a row tile that is processed whole.
         work = tl.where(whole, items, wanted)
@@ -396,13 +396,13 @@ class BatchInvariant:
         self.dv = self.layer.dv1.value + self.layer.dv2.value
         self.scratch()  # now, and not while a graph is captured
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         """No limit: another kernel for longer queries would have another reduction order."""
         return None
 
-    def rows_of_slot(self, longest: int) -> int:
+    def rows_of_slot(self, max_seqlen_q: int) -> int:
         """Rows that a slot has room for, with queries of up to `longest` tokens."""
-        return min(self.config.block_m, longest * self.spec.group)
+        return min(self.config.block_m, max_seqlen_q * self.spec.group)
 
     def slots(self, rows: int) -> int:
         """Partial results of that many rows for which there is room."""
@@ -421,27 +421,27 @@ class BatchInvariant:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
-        return partial(self.attend, batch, shortest, longest)
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
+        return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)
 
-    def attend(self, batch: Batch, shortest: int, longest: int, operands: Operands) -> None:
+    def attend(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         # Each served request ends with at most one row tile that is not full.
-        served = min(batch.num_requests, batch.num_tokens // max(1, shortest))
+        served = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
         row_tiles = batch.num_tokens * self.spec.group // self.config.block_m + served
         if row_tiles == 0:
             return
         items = row_tiles * self.spec.heads_kv
-        rows = self.rows_of_slot(min(longest, batch.max_query_len))
+        rows = self.rows_of_slot(min(max_seqlen_q, batch.max_query_len))
         slots = self.slots(rows)
         partials, combines = self.scratch()
         # Fused multiply-adds where the code says so, and nowhere else: two kernels must round alike.
         options = {"enable_fp_fusion": False}
         batch_invariant_kernel[(self.config.num_programs + items,)](
             *launch_arguments(self.spec, self.target, batch, operands),
-            shortest,
-            longest,
+            min_seqlen_q,
+            max_seqlen_q,
             partials,
             combines,
             slots,

@@ -115,13 +115,13 @@ class SplitKVConfig(TileConfig):
     """
 
     num_programs: int
-    resident: int = 1
+    ctas_per_sm: int = 1
     min_share: int = 2
     scan: int = 128
 
     @property
     def programs_per_sm(self) -> int:
-        return self.resident
+        return self.ctas_per_sm
 
     @classmethod
     def default(cls, spec: AttentionSpec, target: Target, max_query_len: int) -> "SplitKVConfig":
@@ -157,10 +157,10 @@ class SplitKVConfig(TileConfig):
                 block_n=n,
                 num_warps=warps,
                 num_stages=stages,
-                num_programs=target.sm_count * resident,
-                resident=resident,
+                num_programs=target.sm_count * ctas_per_sm,
+                ctas_per_sm=ctas_per_sm,
             )
-            for n, warps, stages, resident in shapes
+            for n, warps, stages, ctas_per_sm in shapes
         ]
 
 
@@ -202,14 +202,14 @@ class BatchInvariantConfig(TileConfig):
 
     split_tiles: int
     num_programs: int
-    resident: int = 1
+    ctas_per_sm: int = 1
     split_factor: int = 4
     scratch_bytes: int = SCRATCH_BYTES
     scan: int = 128
 
     @property
     def programs_per_sm(self) -> int:
-        return self.resident
+        return self.ctas_per_sm
 
     @classmethod
     def default(cls, spec: AttentionSpec, target: Target) -> "BatchInvariantConfig":
@@ -251,8 +251,8 @@ class BatchInvariantConfig(TileConfig):
                 num_warps=warps,
                 num_stages=stages,
                 split_tiles=split_keys // n,
-                num_programs=target.sm_count * resident,
-                resident=resident,
+                num_programs=target.sm_count * ctas_per_sm,
+                ctas_per_sm=ctas_per_sm,
             )
-            for n, warps, stages, resident in shapes
+            for n, warps, stages, ctas_per_sm in shapes
         ]

@@ -41,7 +41,7 @@ def query_range(requests, request, inside):
 
 
 @triton.jit
-def locate(place, requests, num_requests, shortest, longest, LAYER, TILES, WORK_OF: tl.constexpr):
+def locate(place, requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, WORK_OF: tl.constexpr):
     """The request that piece of work `place` of the batch belongs to, and the pieces of the requests before it.
 
     WORK_OF(request, inside, requests, shortest, longest, LAYER, TILES) is how many pieces requests have. Past the last
@@ -52,7 +52,7 @@ def locate(place, requests, num_requests, shortest, longest, LAYER, TILES, WORK_
     seen = 0
     for chunk in range(0, num_requests, TILES.scan):
         r = chunk + tl.arange(0, TILES.scan)
-        work = WORK_OF(r, r < num_requests, requests, shortest, longest, LAYER, TILES)
+        work = WORK_OF(r, r < num_requests, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES)
         through = seen + tl.cumsum(work, 0)
         before = (through <= place) & (r < num_requests)
         request += tl.sum(before.to(tl.int32))

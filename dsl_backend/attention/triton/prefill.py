@@ -33,10 +33,10 @@ from dsl_backend.runtime.workspace import Workspace
 
 
 @triton.jit
-def query_tiles_of(request, inside, requests, shortest, longest, LAYER, TILES):
+def query_tiles_of(request, inside, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES):
     """Query tiles of requests [scan]: 0 for those that another kernel serves."""
     _, q_len = query_range(requests, request, inside)
-    served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
+    served = (q_len > 0) & (q_len >= min_seqlen_q) & (q_len <= max_seqlen_q)
     return tl.where(served, tl.cdiv(q_len, TILES.m), 0)
 
 
@@ -70,8 +70,8 @@ def prefill_kernel(
     k_scale_stride,
     v_scale_stride,
     num_requests,
-    shortest,
-    longest,
+    min_seqlen_q,
+    max_seqlen_q,
     LAYER,
     TILES,
 ):
@@ -79,7 +79,7 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr = TILES.n
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     index = tl.program_id(0) // HEADS
-    request, base = locate(index, requests, num_requests, shortest, longest, LAYER, TILES, query_tiles_of)
+    request, base = locate(index, requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, query_tiles_of)
     if request >= num_requests:
         return
 
@@ -161,27 +161,27 @@ class Prefill:
         self.config = config or PrefillConfig.default(spec, target)
         self.constants = (layer_of(spec), tiles_of(self.config, scan=4 if target.is_cpu else 128))
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         return None
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
-        return partial(self.attend, batch, shortest, longest)
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
+        return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)
 
-    def attend(self, batch: Batch, shortest: int, longest: int, operands: Operands) -> None:
+    def attend(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
         # Each served request ends with at most one tile that is not full.
-        served = min(batch.num_requests, batch.num_tokens // max(1, shortest))
+        served = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
         tiles = batch.num_tokens // self.config.block_m + served
         if tiles == 0:
             return
         prefill_kernel[(tiles * self.spec.heads_q,)](
             *launch_arguments(self.spec, self.target, batch, operands),
-            shortest,
-            longest,
+            min_seqlen_q,
+            max_seqlen_q,
             *self.constants,
             num_warps=self.config.num_warps,
             num_stages=self.config.num_stages,

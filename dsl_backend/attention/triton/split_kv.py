@@ -57,22 +57,22 @@ def tile_range(q_len, kv_len, LAYER, TILES):
 
 
 @triton.jit
-def work_of(request, inside, requests, shortest, longest, LAYER, TILES):
+def work_of(request, inside, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES):
     """Key tiles to visit for requests (a scalar or a vector): 0 for those that another kernel serves."""
     _, q_len = query_range(requests, request, inside)
     kv_len = tl.load(requests.kv_lens + request, mask=inside, other=0)
     _, tiles = tile_range(q_len, kv_len, LAYER, TILES)
-    served = (q_len > 0) & (q_len >= shortest) & (q_len <= longest)
+    served = (q_len > 0) & (q_len >= min_seqlen_q) & (q_len <= max_seqlen_q)
     return tl.where(served, LAYER.heads_kv * tl.cdiv(q_len * LAYER.group, TILES.m) * tiles, 0)
 
 
 @triton.jit
-def share_of(num_programs, requests, num_requests, shortest, longest, LAYER, TILES, MIN_SHARE: tl.constexpr):
+def share_of(num_programs, requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, MIN_SHARE: tl.constexpr):
     """Key tiles that each program takes, and those of the whole batch."""
     total_tiles = 0
     for chunk in range(0, num_requests, TILES.scan):
         r = chunk + tl.arange(0, TILES.scan)
-        total_tiles += tl.sum(work_of(r, r < num_requests, requests, shortest, longest, LAYER, TILES))
+        total_tiles += tl.sum(work_of(r, r < num_requests, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES))
     return tl.maximum(tl.cdiv(total_tiles, num_programs), MIN_SHARE), total_tiles
 
 
@@ -103,8 +103,8 @@ def split_kv_kernel(
     k_scale_stride,
     v_scale_stride,
     num_requests,
-    shortest,
-    longest,
+    min_seqlen_q,
+    max_seqlen_q,
     partials_ptr,
     merges_ptr,
     LAYER,
@@ -118,18 +118,18 @@ def split_kv_kernel(
         gdc_launch_dependents()  # the merge kernel may take its place beside this one, and waits there
     program = tl.program_id(0)
     share, total_tiles = share_of(
-        tl.num_programs(0), requests, num_requests, shortest, longest, LAYER, TILES, MIN_SHARE
+        tl.num_programs(0), requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, MIN_SHARE
     )
     place = program * share
     end = tl.minimum(place + share, total_tiles)
-    request, base = locate(place, requests, num_requests, shortest, longest, LAYER, TILES, work_of)
+    request, base = locate(place, requests, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES, work_of)
 
     # What the merge kernel must do for the range that begins in this share and goes on after it, if there is one.
     merge_ptr = merges_ptr + program * MERGE_FIELDS
     parts = 0
 
     while place < end:
-        work = work_of(request, True, requests, shortest, longest, LAYER, TILES)
+        work = work_of(request, True, requests, min_seqlen_q, max_seqlen_q, LAYER, TILES)
         if place - base >= work:
             base += work
             request += 1
@@ -289,9 +289,9 @@ class SplitKV:
         self.layer = layer_of(spec)
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
         self.dv = self.layer.dv1.value + self.layer.dv2.value
-        self.scratch(self.config(self.longest_query() or 64))  # now, and not while a graph is captured
+        self.scratch(self.config(self.max_query_len_served() or 64))  # now, and not while a graph is captured
 
-    def longest_query(self) -> int | None:
+    def max_query_len_served(self) -> int | None:
         """Rows that a tile of 64 holds, but at most 16 queries: longer ones belong to the prefill kernel."""
         return None if self.spec.latent else min(16, max(1, 64 // self.spec.group))
 
@@ -314,19 +314,19 @@ class SplitKV:
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
 
-    def bind(self, batch: Batch, shortest: int, longest: int) -> Launch:
-        return partial(self.attend, batch, shortest, longest)
+    def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
+        return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)
 
-    def attend(self, batch: Batch, shortest: int, longest: int, operands: Operands) -> None:
+    def attend(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
-        config = self.config(min(longest, batch.max_query_len))
+        config = self.config(min(max_seqlen_q, batch.max_query_len))
         partials, merges = self.scratch(config)
         constants = (self.layer, tiles_of(config, config.scan))
         split_kv_kernel[(config.num_programs,)](
             *launch_arguments(self.spec, self.target, batch, operands),
-            shortest,
-            longest,
+            min_seqlen_q,
+            max_seqlen_q,
             partials,
             merges,
             *constants,
@@ -335,7 +335,7 @@ class SplitKV:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        rows = min(config.block_m, min(longest, batch.max_query_len) * self.spec.group)
+        rows = min(config.block_m, min(max_seqlen_q, batch.max_query_len) * self.spec.group)
         columns = min(256, self.dv & -self.dv)  # the largest power of two that divides a row
         merge_kernel[(config.num_programs, rows, self.dv // columns)](
             rows_of(operands.out),

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.scheduler.work_tile import packed_of, slice_of
+from dsl_backend.attention.cute.scheduler.work_tile import packed_of, v_split_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
@@ -19,19 +19,21 @@ def box_rows(page_size: int, tile_n: int) -> int:
     return math.gcd(page_size, tile_n) if page_size else tile_n
 
 
-def tokens_of_box(pack: int, tokens: int, most_boxes: int) -> int:
+def tokens_of_box(pack_gqa: int, tokens: int, most_boxes: int) -> int:
     """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
-    parts = (n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack % SWIZZLED_ROWS == 0)
+    parts = (
+        n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack_gqa % SWIZZLED_ROWS == 0
+    )
     return next(parts, tokens)
 
 
 def query_box(kernel, tokens: int) -> cute.Layout:
     """[packed heads, tokens, chunk] of some tokens of a query tile in shared memory, swizzle apart."""
-    shape = (kernel.key.pack, tokens, kernel.chunk)
-    return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack * kernel.chunk, 1))
+    shape = (kernel.key.pack_gqa, tokens, kernel.chunk)
+    return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack_gqa * kernel.chunk, 1))
 
 
-class Loader:
+class LoadWarp:
     """Fills the rings: for each item key tiles from the last to the first, values one behind, and the query tile.
 
     Attributes:
@@ -41,23 +43,23 @@ class Loader:
 
     rolled = False
 
-    def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
+    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
         self.first_box, self.multicast = 0, {}
-        self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack
-        self.mailbox, self.barriers, self.requests = mailbox, barriers, requests
+        self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
+        self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.q_load, self.k_load, self.v_load = q_load, k_load, v_load
         self.mQ, self.mK, self.mV = mQ, mK, mV
         self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.copied
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
-        self.stages = self.config.staging if self.key.kv.fp8 else self.config.stages
+        self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
         self.take_boxes(kernel)
         size = self.key.kv.itemsize
         self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
-        if self.key.pack == 1:
+        if self.key.pack_gqa == 1:
             self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)
         else:
             # Rows of a chunk lie one after another: [head and token, box, chunk, stage].
@@ -78,16 +80,16 @@ class Loader:
         for atom in (self.q_load, self.k_load, self.v_load):
             cpasync.prefetch_descriptor(atom)
         items, keys, values = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            last = work.end - 1
+            last = work.n_block_max - 1
             pages = self.pages_of(work, last)
             self.load_keys(work, last, pages, keys)
             # Behind keys, which come from memory, and whose place is free while the item before is multiplied.
             self.load_queries(work, items)
             keys += 1
-            for step in cutlass.range(work.end - work.begin - 1, unroll=1):
+            for step in cutlass.range(work.n_block_max - work.n_block_min - 1, unroll=1):
                 tile = last - 1 - step
                 before = pages
                 pages = self.pages_of(work, tile)
@@ -95,10 +97,10 @@ class Loader:
                 self.load_values(work, tile + 1, before, values)
                 keys += 1
                 values += 1
-            self.load_values(work, work.begin, pages, values)
+            self.load_values(work, work.n_block_min, pages, values)
             values += 1
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
@@ -108,8 +110,8 @@ class Loader:
         if cutlass.const_expr(self.page > 0):
             page = cutlass.Int32(cute.size(self.mK, mode=[3]))
             token = tile * self.tile_n + cute.arch.lane_idx() * self.box
-            if token < work.keys and cute.arch.lane_idx() < self.boxes:
-                page = self.requests.table[work.source, token // self.page]
+            if token < work.seqlen_k and cute.arch.lane_idx() < self.boxes:
+                page = self.requests.page_table[work.kv_source, token // self.page]
         return page
 
     @cute.jit
@@ -123,13 +125,13 @@ class Loader:
         cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ self.q_phase)
         full = self.barriers.q_full + stage
         boxes = self.expect_queries(work, full)
-        packed = packed_of(self.key, work.unit)
-        if cutlass.const_expr(self.key.pack == 1):
-            rows = cute.domain_offset((work.query, 0), self.mQ[None, None, packed])
+        packed = packed_of(self.key, work.head_block)
+        if cutlass.const_expr(self.key.pack_gqa == 1):
+            rows = cute.domain_offset((work.q_offset, 0), self.mQ[None, None, packed])
             gQ = cute.group_modes(cute.local_tile(rows, (self.box_tokens, self.chunk), (None, None)), 0, 2)
         else:
-            rows = cute.domain_offset((0, work.query, 0), self.mQ[None, None, None, packed])
-            tile = (self.key.pack, self.box_tokens, self.chunk)
+            rows = cute.domain_offset((0, work.q_offset, 0), self.mQ[None, None, None, packed])
+            tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
             gQ = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
         to, given = cpasync.tma_partition(self.q_load, 0, cute.make_layout(1), self.sQ, gQ)
         if cutlass.const_expr(self.q_boxes == 1):
@@ -151,7 +153,7 @@ class Loader:
 
     def expect_queries(self, work, full):
         """Of an item; how many boxes there are to copy. One box is a constant, as some loaders' copies want it."""
-        boxes = cute.ceil_div(work.rows, self.rows_loaded) if self.q_boxes > 1 else 1
+        boxes = cute.ceil_div(work.num_rows, self.rows_loaded) if self.q_boxes > 1 else 1
         self.expect(full, boxes * self.q_bytes)
         return boxes
 
@@ -199,22 +201,22 @@ class Loader:
 
     def values_of(self, work):
         """Values as keys are: [token, column, head, page], of the item's slice."""
-        if self.key.value_slices == 1:
+        if self.key.v_splits == 1:
             return self.mV
         every = (None,) * (4 if self.page else 3)
-        return self.mV[(*every, slice_of(self.key, work.unit))]
+        return self.mV[(*every, v_split_of(self.key, work.head_block))]
 
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
         """Every box of a tile of keys or values, and of it the chunks (a range)."""
         one = cute.make_layout(1)
-        head = packed_of(self.key, work.unit) // self.group
+        head = packed_of(self.key, work.head_block) // self.group
         if self.page:
             # [box, place in a page, chunk, page]
             cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
             to, given = cpasync.tma_partition(atom, 0, one, target, cut)
             self.load_boxes(atom, given, to, chunks, tile, pages, stage, full)
         else:
-            rows = cute.domain_offset((work.source + tile * self.tile_n, 0), source[None, None, head])
+            rows = cute.domain_offset((work.kv_source + tile * self.tile_n, 0), source[None, None, head])
             cut = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
             self.copy(atom, cut, target, stage, full, chunks)
 
@@ -239,11 +241,11 @@ class Loader:
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
 
 
-class RolledLoader(Loader):
+class RolledLoadWarp(LoadWarp):
     rolled = True
 
 
-class ItemsInTurn:
+class PerTileLoads:
     """For loaders that load an item's tiles by one method."""
 
     @cute.jit
@@ -251,14 +253,14 @@ class ItemsInTurn:
         for atom in self.atoms():
             cpasync.prefetch_descriptor(atom)
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.load_queries(work, items)
             self.load_item(work, tiles)
-            tiles += work.end - work.begin
+            tiles += work.n_block_max - work.n_block_min
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     def atoms(self):

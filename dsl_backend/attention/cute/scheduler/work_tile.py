@@ -9,10 +9,10 @@ from cutlass import cute
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 SLOTS = 2  # the next item is found while the last one is worked on
-WHOLE = -1
+NOT_SPLIT = -1
 
 
-class Work(NamedTuple):
+class WorkTile(NamedTuple):
     """A tile of query rows against a range of key tiles; all int32.
 
     Attributes:
@@ -30,59 +30,59 @@ class Work(NamedTuple):
     """
 
     valid: cutlass.Int32
-    query: cutlass.Int32
-    rows: cutlass.Int32
-    unit: cutlass.Int32
-    position: cutlass.Int32
-    keys: cutlass.Int32
-    begin: cutlass.Int32
-    end: cutlass.Int32
-    whole_begin: cutlass.Int32
-    whole_end: cutlass.Int32
-    right: cutlass.Int32
-    source: cutlass.Int32
-    slot: cutlass.Int32
+    q_offset: cutlass.Int32
+    num_rows: cutlass.Int32
+    head_block: cutlass.Int32
+    q_position: cutlass.Int32
+    seqlen_k: cutlass.Int32
+    n_block_min: cutlass.Int32
+    n_block_max: cutlass.Int32
+    n_block_full_min: cutlass.Int32
+    n_block_full_max: cutlass.Int32
+    window_size_right: cutlass.Int32
+    kv_source: cutlass.Int32
+    partial_idx: cutlass.Int32
 
 
-FIELDS = len(Work._fields)
+FIELDS = len(WorkTile._fields)
 
 
-def no_work() -> Work:
+def no_work_tile() -> WorkTile:
     """What is posted behind the last item."""
     nothing = cutlass.Int32(0)
-    return Work(*[nothing] * FIELDS)
+    return WorkTile(*[nothing] * FIELDS)
 
 
-def packed_of(key, unit):
+def packed_of(key, head_block):
     """Which packed heads a unit has: head_q // pack."""
-    return unit if key.value_slices == 1 else unit // key.value_slices
+    return head_block if key.v_splits == 1 else head_block // key.v_splits
 
 
-def key_head_of(key, unit):
+def key_head_of(key, head_block):
     """The key head that a unit's queries share."""
-    return packed_of(key, unit) // (key.heads_q // key.heads_kv // key.pack)
+    return packed_of(key, head_block) // (key.heads_q // key.heads_kv // key.pack_gqa)
 
 
-def slice_of(key, unit):
+def v_split_of(key, head_block):
     """Which slice of value rows, and of outputs, a unit has."""
-    return 0 if key.value_slices == 1 else unit % key.value_slices
+    return 0 if key.v_splits == 1 else head_block % key.v_splits
 
 
-def head_of(key, unit, m):
+def head_of(key, head_block, m):
     """The query head of a tile's row m."""
-    return packed_of(key, unit) * key.pack + m % key.pack
+    return packed_of(key, head_block) * key.pack_gqa + m % key.pack_gqa
 
 
 @cute.jit
-def lse_rows(key: cutlass.Constexpr, work: Work):
+def lse_rows(key: cutlass.Constexpr, work: WorkTile):
     """Rows whose LSE is for an item to write: all slices of a row have the same, and the first one writes it."""
-    rows = work.rows
-    if cutlass.const_expr(key.value_slices > 1):
-        rows = work.rows if slice_of(key, work.unit) == 0 else cutlass.Int32(0)
+    rows = work.num_rows
+    if cutlass.const_expr(key.v_splits > 1):
+        rows = work.num_rows if v_split_of(key, work.head_block) == 0 else cutlass.Int32(0)
     return rows
 
 
-class Mailbox:
+class WorkTilePipeline:
     """Items from one warp to `readers` others, in order."""
 
     def __init__(self, items: cute.Tensor, full: cute.Pointer, empty: cute.Pointer):
@@ -93,7 +93,7 @@ class Mailbox:
         return cute.make_layout((FIELDS, SLOTS), stride=(1, 16))
 
     @cute.jit
-    def post(self, count: cutlass.Int32, work: Work):
+    def produce(self, count: cutlass.Int32, work: WorkTile):
         """By all lanes of the writing warp; count: of the items before."""
         slot = stage_of(count, SLOTS)
         cute.arch.mbarrier_wait(self.empty + slot, phase_of(count, SLOTS) ^ 1)
@@ -103,16 +103,16 @@ class Mailbox:
             cute.arch.mbarrier_arrive(self.full + slot)
 
     @cute.jit
-    def wait_read(self, count: cutlass.Int32):
+    def wait_consumed(self, count: cutlass.Int32):
         """Until all readers have read an item; by the lanes that posted it."""
         cute.arch.mbarrier_wait(self.empty + stage_of(count, SLOTS), phase_of(count, SLOTS))
 
     @cute.jit
-    def read(self, count: cutlass.Int32):
+    def consume(self, count: cutlass.Int32):
         """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
         slot = stage_of(count, SLOTS)
         cute.arch.mbarrier_wait(self.full + slot, phase_of(count, SLOTS))
-        work = Work(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
+        work = WorkTile(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + slot)
@@ -120,18 +120,18 @@ class Mailbox:
 
 
 @cute.jit
-def unseen_before(key: cutlass.Constexpr, work: Work, requests, tile_n: cutlass.Constexpr[int], tile):
+def unseen_before(key: cutlass.Constexpr, work: WorkTile, requests, tile_n: cutlass.Constexpr[int], tile):
     """Keys of a tile that lie below the windows of all of an item's rows; 0 or less where there are none.
 
     Their page may be another request's by now: they are anything, and a weight of 0 does not take away a NaN.
     """
     below = cutlass.Int32(0)
-    if cutlass.const_expr(key.left):
-        below = cutlass.min(work.position - requests.left - tile * tile_n, tile_n)
+    if cutlass.const_expr(key.has_window_left):
+        below = cutlass.min(work.q_position - requests.window_size_left - tile * tile_n, tile_n)
     return below
 
 
 @cute.jit
-def cuts_first_tile(work: Work):
+def cuts_first_tile(work: WorkTile):
     """Whether there may be such keys: some row does not see all of the item's first tile."""
-    return work.whole_begin > work.begin or work.whole_end <= work.begin
+    return work.n_block_full_min > work.n_block_min or work.n_block_full_max <= work.n_block_min

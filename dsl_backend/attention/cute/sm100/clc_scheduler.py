@@ -10,15 +10,15 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import FAR, ClaimedTiles
-from dsl_backend.attention.cute.scheduler.work_tile import no_work
+from dsl_backend.attention.cute.scheduler.tile_scheduler import FAR, DynamicPersistentTileScheduler
+from dsl_backend.attention.cute.scheduler.work_tile import no_work_tile
 from dsl_backend.attention.cute.sm100.dense_configs import RESPONSE_BYTES
 from dsl_backend.primitives.ring import phase_of
 
 REFUSED = 0x7FFFFFFF  # the place of a block that was not there to take: behind all others
 
 
-class LaunchControl(NamedTuple):
+class ClcResponse(NamedTuple):
     """What a block is told of the one that it took off the grid.
 
     Attributes:
@@ -30,20 +30,20 @@ class LaunchControl(NamedTuple):
     full: cute.Pointer
 
     @staticmethod
-    def allocate(allocator) -> "LaunchControl":
+    def allocate(allocator) -> "ClcResponse":
         words = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(RESPONSE_BYTES // 4), byte_alignment=16)
-        return LaunchControl(words.iterator, allocator.allocate_array(cutlass.Int64, 1))
+        return ClcResponse(words.iterator, allocator.allocate_array(cutlass.Int64, 1))
 
 
-class LaunchedTiles(ClaimedTiles):
+class ClcTileScheduler(DynamicPersistentTileScheduler):
     """Those of ClaimedTiles in their order, of which a block has the item of its own place in the grid, and then those
     of the blocks that it takes off the grid.
 
     A block that is behind the last item takes others off as well: that is less than to launch them.
     """
 
-    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests, control: LaunchControl):
-        super().__init__(key, mailbox, tokens_per_tile, tile_n, requests, None)
+    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests, control: ClcResponse):
+        super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests, None)
         self.control = control
 
     @cute.jit
@@ -53,18 +53,18 @@ class LaunchedTiles(ClaimedTiles):
         while place != REFUSED:
             if place < items:
                 # Begins anew if a block's place was before the last one's.
-                place, posted, items = self.post_from(place, posted, passed, cute.arch.lane_idx(), None)
+                place, posted, items = self.produce_from(place, posted, passed, cute.arch.lane_idx(), None)
             else:
                 passed += 1
                 place = self.next_place(posted + passed, None)
-        self.mailbox.post(posted, no_work())
+        self.work_pipeline.produce(posted, no_work_tile())
 
     def among(self, place, seen, items):
         # Places before those seen are far behind them.
         return cutlass.Uint32(place - seen) < cutlass.Uint32(items)
 
     @cute.jit
-    def next_place(self, had, blocks):
+    def next_place(self, had, num_ctas):
         """Of a block that is taken off the grid; REFUSED, after which nobody asks again, where none is left."""
         response, full = self.control
         # All lanes have read the last response, and fenced: the async proxy writes the next one.

@@ -5,8 +5,8 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, head_of, lse_rows, unseen_before
-from dsl_backend.attention.cute.score_mod import value_scale
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, head_of, lse_rows, unseen_before
+from dsl_backend.attention.cute.score_mod import v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import sums_at
@@ -23,14 +23,14 @@ OWN = 1  # named barrier of the warpgroup
 PIECE = 16  # columns of sums in registers at a time
 
 
-class Corrector:
+class CorrectionWarps:
     """A thread's row of each half."""
 
     def __init__(
-        self, kernel, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+        self, kernel, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
     ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
+        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
         self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
         self.scoring, self.requests, self.held = scoring, requests, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -40,11 +40,11 @@ class Corrector:
     @cute.jit
     def run(self):
         items, tiles, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.clear_past(work, tiles)
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             stage = stage_of(items, self.config.query_stages)
             if cutlass.const_expr(self.rests):
                 arrivals = arrivals_of(work, self.thread)
@@ -57,7 +57,7 @@ class Corrector:
             tiles += count
             odd += count // 2
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
@@ -68,7 +68,7 @@ class Corrector:
             items, tiles: before it.
             odd: of these tiles those that are the second half's, where halves alternate.
         """
-        count = work.end - work.begin
+        count = work.n_block_max - work.n_block_min
         if cutlass.const_expr(self.kernel.alternate):
             even = tiles - odd
             self.clear_before(work, tiles, 0)
@@ -94,15 +94,15 @@ class Corrector:
                     self.correct(g, message)
             self.wait_sums(items)
             for g in cutlass.range_constexpr(self.kernel.halves):
-                total, top = self.told(g, told + count)
-                self.finish(work, g * ROWS + self.thread, stage, top, total, [(g, None)])
+                row_sum, row_max = self.told(g, told + count)
+                self.finish(work, g * ROWS + self.thread, stage, row_max, row_sum, [(g, None)])
 
     @cute.jit
     def leave(self, work, stage):
         """Whole rows go out; the queries' place is free, and the sums of the warpgroup's rows."""
         tensor_memory.before_sync()
         self.meet()
-        if work.slot == WHOLE:
+        if work.partial_idx == NOT_SPLIT:
             rows = self.sOut[None, None, stage]
             store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
         # The next queries arrive by another proxy.
@@ -124,7 +124,7 @@ class Corrector:
     def correct(self, g: cutlass.Constexpr[int], count):
         """The half's sums are brought to the scale of the weights of the next tile."""
         self.wait_told(g, count)
-        self.shrink(g, self.statistics[self.thread, SHRINK, g])
+        self.acc_scale(g, self.statistics[self.thread, SHRINK, g])
         self.ready(g)
 
     @cute.jit
@@ -141,30 +141,30 @@ class Corrector:
     def finish_together(self, work, stage, items, even, odd):
         """Both halves have a part of the same rows."""
         self.wait_sums(items)
-        totals, tops = [], []
+        row_sums, row_maxes = [], []
         for g, count in ((0, even), (1, odd)):
-            total, top = self.told(g, count)
-            totals.append(total)
-            tops.append(top)
-        top = cute.arch.fmax(tops[0], tops[1])
-        weights = [exp2(one - finite_or_zero(top)) for one in tops]
-        total = totals[0] * weights[0] + totals[1] * weights[1]
-        self.finish(work, self.thread, stage, top, total, list(enumerate(weights)))
+            row_sum, row_max = self.told(g, count)
+            row_sums.append(row_sum)
+            row_maxes.append(row_max)
+        row_max = cute.arch.fmax(row_maxes[0], row_maxes[1])
+        probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
+        row_sum = row_sums[0] * probs[0] + row_sums[1] * probs[1]
+        self.finish(work, self.thread, stage, row_max, row_sum, list(enumerate(probs)))
 
     @cute.jit
     def told(self, g: cutlass.Constexpr[int], count):
         """What the half's softmax says of this thread's row: its total and largest score."""
         self.wait_told(g, count)
-        value, top = self.statistics[self.thread, SHRINK, g], self.statistics[self.thread, TOP, g]
+        value, row_max = self.statistics[self.thread, SHRINK, g], self.statistics[self.thread, TOP, g]
         arrive(self.barriers.l_empty + g, self.arrivals)
-        return value, top
+        return value, row_max
 
     @cute.jit
     def wait_told(self, g: cutlass.Constexpr[int], count):
         cute.arch.mbarrier_wait(self.barriers.l_full + g, count & 1)
 
     @cute.jit
-    def shrink(self, g: cutlass.Constexpr[int], factor):
+    def acc_scale(self, g: cutlass.Constexpr[int], factor):
         """Sums times the factor, where a row of the warp needs it. Products are done: the scores came after them."""
         # This way around the vote is what the branch takes: the other way it is negated first, for every tile.
         if cute.arch.vote_all_sync(factor == 1.0):
@@ -187,7 +187,7 @@ class Corrector:
         tensor_memory.before_sync()
 
     @cute.jit
-    def finish(self, work, m, stage, top, total, halves: cutlass.Constexpr):
+    def finish(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
         """Row m: sums of the halves, each times its weight; divided, into the place of its queries, or as they are.
 
         Args:
@@ -195,12 +195,12 @@ class Corrector:
             halves: (half, weight), the weight None where there is one half.
         """
         if cutlass.const_expr(self.key.split):
-            if work.slot != WHOLE:
-                self.store_partial(work, m, top, total, halves)
+            if work.partial_idx != NOT_SPLIT:
+                self.store_partial(work, m, row_max, row_sum, halves)
             else:
-                self.store_whole(work, m, stage, top, total, halves)
+                self.store_whole(work, m, stage, row_max, row_sum, halves)
         else:
-            self.store_whole(work, m, stage, top, total, halves)
+            self.store_whole(work, m, stage, row_max, row_sum, halves)
 
     @cute.jit
     def columns(self, g: cutlass.Constexpr[int], first: cutlass.Int32, registers: cute.Tensor):
@@ -219,25 +219,25 @@ class Corrector:
             for j in cutlass.range_constexpr(0, PIECE, 2):
                 found[j], found[j + 1] = mul_pair((found[j], found[j + 1]), (weight, weight))
             # One without a tile has sums that nobody wrote.
-            if work.end - work.begin > 1:
+            if work.n_block_max - work.n_block_min > 1:
                 held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
                 self.columns(other, first, held)
                 for j in cutlass.range_constexpr(0, PIECE, 2):
-                    others, weights = (held[j], held[j + 1]), (other_weight, other_weight)
-                    found[j], found[j + 1] = fma_pair(others, weights, (found[j], found[j + 1]))
+                    others, probs = (held[j], held[j + 1]), (other_weight, other_weight)
+                    found[j], found[j + 1] = fma_pair(others, probs, (found[j], found[j + 1]))
         return found
 
     @cute.jit
-    def store_whole(self, work, m, stage, top, total, halves: cutlass.Constexpr):
-        head = head_of(self.key, work.unit, m)
+    def store_whole(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
+        head = head_of(self.key, work.head_block, m)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, work.unit))
+        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < lse_rows(self.key, work):
-                to[work.query + m // self.key.pack, head] = row_lse
+                to[work.q_offset + m // self.key.pack_gqa, head] = row_lse
         rows = self.sOut[None, None, stage]
         # Unrolled, the addresses of all pieces would be in registers.
         for piece in cutlass.range(self.kernel.dims_v // PIECE, unroll=1):
@@ -251,25 +251,25 @@ class Corrector:
                 cute.autovec_copy(narrow[None, i], cute.group_modes(place, 0, 2))
 
     @cute.jit
-    def store_partial(self, work, m, top, total, halves: cutlass.Constexpr):
+    def store_partial(self, work, m, row_max, row_sum, halves: cutlass.Constexpr):
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.held, cutlass.const_expr(self.kernel.dims_v)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
         for piece in cutlass.range(columns // PIECE, unroll=1):
             found = self.sums(work, piece * PIECE, halves)
-            if m < work.rows:
+            if m < work.num_rows:
                 for i in cutlass.range_constexpr(0, PIECE, 4):
                     part = cute.make_tensor(found.iterator + i, cute.make_layout(4))
                     store_vector(part, partial, m * columns + piece * PIECE + i)
-        if m < work.rows:
+        if m < work.num_rows:
             place = partial + held * columns + m
-            cute.make_tensor(place, cute.make_layout(1))[0] = top
-            cute.make_tensor(place + held, cute.make_layout(1))[0] = total
+            cute.make_tensor(place, cute.make_layout(1))[0] = row_max
+            cute.make_tensor(place + held, cute.make_layout(1))[0] = row_sum
 
     @cute.jit
     def clear_past(self, work, count):
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
-        kept = work.keys - (work.end - 1) * self.kernel.tile_n
+        kept = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
             self.wait_values(count)
             values = self.places.values[None, None, self.places.of_values(count)]
@@ -282,15 +282,15 @@ class Corrector:
     @cute.jit
     def clear_before(self, work, tiles, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
-        if cutlass.const_expr(self.key.left):
-            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.begin)
-            if step == work.end - work.begin - 1 and below > 0:
+        if cutlass.const_expr(self.key.has_window_left):
+            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = tiles + step
                 self.wait_values(count)
                 # By the warps that do not rest: each arrives behind what it cleared, and the first one for the others.
                 threads = cutlass.Int32(WARPGROUP)
                 if cutlass.const_expr(self.rests):
-                    threads = cutlass.min((work.rows + WARP - 1) // WARP * WARP, WARPGROUP)
+                    threads = cutlass.min((work.num_rows + WARP - 1) // WARP * WARP, WARPGROUP)
                 values = self.places.values[None, None, self.places.of_values(count)]
                 clear_rows(values, 0, below, self.thread, threads)
                 cute.arch.fence_proxy("async.shared", space="cta")

@@ -7,24 +7,24 @@ from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.cute.scheduler.tile_scheduler import row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
-    ForwardConfig,
+    DenseConfig,
     default_config,
     default_split_config,
     few_rows_config,
 )
-from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
-from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwappedForward
-from dsl_backend.attention.cute.sm100.two_cta_kernel import PairForward
+from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
+from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwapABForward
+from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
-def build(key: ForwardKey, target: Target) -> Function:
+def build(key: DenseKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
     if target.fast_exponentials:
-        key = replace(key, config=replace(key.config, polynomial=0))
-    kind = PairForward if key.config.pair else SwappedForward if key.config.swapped else Forward
+        key = replace(key, config=replace(key.config, ex2_emulation=0))
+    kind = TwoCtaForward if key.config.two_cta else SwapABForward if key.config.swap_ab else DenseForward
     return compile_kernel(kind(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
@@ -32,19 +32,19 @@ class Prefill(DenseKernel):
     """Attention of long queries; see forward.py."""
 
     build = staticmethod(build)
-    key_type = ForwardKey
+    key_type = DenseKey
     default = staticmethod(default_config)
 
     def sizes(self) -> tuple[int, int, int]:
-        blocks, pack, tile_m = super().sizes()
-        return blocks // PAIR * PAIR if self.config.pair else blocks, pack, tile_m
+        num_ctas, pack_gqa, tile_m = super().sizes()
+        return num_ctas // PAIR * PAIR if self.config.two_cta else num_ctas, pack_gqa, tile_m
 
-    def grid(self, batch: Batch, shortest: int) -> int:
-        if not self.config.launch_control:
-            return self.blocks
+    def grid(self, batch: Batch, min_seqlen_q: int) -> int:
+        if not self.config.use_clc:
+            return self.num_ctas
         # A bound: the host knows no lengths.
-        requests = min(batch.num_requests, batch.num_tokens // max(1, shortest))
-        return row_tiles(requests, batch.num_tokens, self.tile_m) * self.units
+        requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
+        return row_tiles(requests, batch.num_tokens, self.tile_m) * self.head_blocks
 
 
 class SplitKV(Prefill):
@@ -53,8 +53,8 @@ class SplitKV(Prefill):
     default = staticmethod(default_split_config)
     split = True
 
-    def other_config(self) -> ForwardConfig | None:
+    def other_config(self) -> DenseConfig | None:
         return few_rows_config(self.spec, self.target.smem_bytes)
 
-    def is_for_other(self, batch: Batch, longest: int) -> bool:
-        return self.other is not None and longest * self.pack <= self.other.tile_m
+    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
+        return self.other is not None and max_seqlen_q * self.pack_gqa <= self.other.tile_m

@@ -14,13 +14,13 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.cute.combine import Merge
-from dsl_backend.attention.cute.dequant import Widener, rings_of_loader
+from dsl_backend.attention.cute.combine import SplitKVCombine
+from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.clc_scheduler import LaunchControl, LaunchedTiles
+from dsl_backend.attention.cute.sm100.clc_scheduler import ClcResponse, ClcTileScheduler
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CORRECT,
     LOAD,
@@ -29,32 +29,32 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     SCHEDULE,
     TENSOR_COLUMNS,
     WIDEN,
-    ForwardConfig,
+    DenseConfig,
 )
-from dsl_backend.attention.cute.sm100.dense_correction import Corrector
-from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMultiplier, Multiplier
-from dsl_backend.attention.cute.sm100.dense_softmax import Softmax
-from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoader, SharedRing, SharedRingLoader
+from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
+from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp, MmaWarp
+from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoadWarp, SharedRing, SharedRingLoadWarp
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
 from dsl_backend.primitives.copy import clear_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardKey(LayerKey):
+class DenseKey(LayerKey):
     """All that the kernel's code depends on."""
 
-    config: ForwardConfig
+    config: DenseConfig
 
     def __post_init__(self) -> None:
-        if self.split and self.config.launch_control:
+        if self.split and self.config.use_clc:
             raise InvalidInput("launch control hands out whole query tiles, and key ranges are split: leave it off")
-        if self.split and self.config.pair:
+        if self.split and self.config.two_cta:
             raise InvalidInput("pairs of blocks have whole query tiles, and key ranges are split: leave them off")
 
     @property
     def claims(self) -> bool:
-        return super().claims and not self.config.launch_control
+        return super().claims and not self.config.use_clc
 
 
 class Barriers(NamedTuple):
@@ -87,7 +87,7 @@ class Barriers(NamedTuple):
     v_taken: cute.Pointer | None = None
 
 
-class Forward(TiledKernel):
+class DenseForward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands.
 
     Attributes:
@@ -96,10 +96,10 @@ class Forward(TiledKernel):
         rests: warps of rows that are nobody's pass over an item's tiles; see rest.py.
     """
 
-    group, blocks = tcgen05.CtaGroup.ONE, 1
+    group, num_ctas = tcgen05.CtaGroup.ONE, 1
     cluster: tuple[int, int, int] | None = None
 
-    def __init__(self, key: ForwardKey):
+    def __init__(self, key: DenseKey):
         super().__init__(key, key.config)
         self.halves, self.alternate = key.config.halves, key.config.alternate
         self.places, self.rests = self.halves, self.tile_m == ROWS
@@ -113,37 +113,48 @@ class Forward(TiledKernel):
         values: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        table: cute.Tensor | None,
-        packed_starts: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
-        slopes: cute.Tensor | None,
+        alibi_slopes: cute.Tensor | None,
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
-        left: cutlass.Int32,
-        right: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
-        blocks: cutlass.Int32,
+        window_size_left: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
+        num_ctas: cutlass.Int32,
         rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        product, weighing = self.products()
+        tiled_mma_qk, tiled_mma_pv = self.products()
         q_layout = self.query_tiles(self.dims)
         out_layout = self.query_tiles(self.dims_v)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
-        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
+        requests = Requests(
+            cu_seqlens_q,
+            seqused_k,
+            page_table,
+            cu_seqlens_k,
+            causal,
+            window_size_left,
+            window_size_right,
+            min_seqlen_q,
+            max_seqlen_q,
+            rows,
+        )
+        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
         self.kernel(
-            product,
-            weighing,
+            tiled_mma_qk,
+            tiled_mma_pv,
             q_load,
             mQ,
             k_load,
@@ -155,48 +166,48 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            ledger,
+            scheduler_workspace,
             requests,
             scoring,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v)
+            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
 
     def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """Of scores and of sums."""
-        product = blackwell_helpers.make_trivial_tiled_mma(
+        tiled_mma_qk = blackwell_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
             self.group,
-            (self.blocks * ROWS, self.tile_n),
+            (self.num_ctas * ROWS, self.tile_n),
         )
-        weighing = blackwell_helpers.make_trivial_tiled_mma(
+        tiled_mma_pv = blackwell_helpers.make_trivial_tiled_mma(
             self.dtype_v,
             self.dtype_v,
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,
             self.group,
-            (self.blocks * ROWS, self.dims_v),
+            (self.num_ctas * ROWS, self.dims_v),
             tcgen05.OperandSource.TMEM,
         )
-        return product, weighing
+        return tiled_mma_qk, tiled_mma_pv
 
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         q_load: cute.CopyAtom,
         mQ: cute.Tensor,
         k_load: cute.CopyAtom,
@@ -208,9 +219,9 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config, halves = self.config, self.halves
         if cutlass.const_expr(self.key.split):
@@ -225,14 +236,14 @@ class Forward(TiledKernel):
         else:
             places = OwnRings(self, allocator, self.tile_n, self.dims_v)
         loaded_k, loaded_v = self.loaded(allocator, places.keys[0], places.values)
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1] + [halves] * 2
         if cutlass.const_expr(self.key.kv.fp8):
-            sizes += [config.staging] * 4
+            sizes += [config.dequant_stages] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
-        launches: Any = LaunchControl.allocate(allocator) if config.launch_control else None
+        launches: Any = ClcResponse.allocate(allocator) if config.use_clc else None
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = WARPGROUP // 32
@@ -247,10 +258,10 @@ class Forward(TiledKernel):
                 for pointer, size, count in zip(barriers, sizes, counts, strict=False):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
-                if cutlass.const_expr(config.launch_control):
+                if cutlass.const_expr(config.use_clc):
                     cute.arch.mbarrier_init(launches.full, 1)
             cute.arch.mbarrier_init_fence()
-        filled = self.tokens_per_tile * self.key.pack
+        filled = self.tokens_per_tile * self.key.pack_gqa
         if cutlass.const_expr(filled < self.tile_m):
             # Rows that no tensor copy writes.
             for stage in cutlass.range_constexpr(config.query_stages):
@@ -262,40 +273,42 @@ class Forward(TiledKernel):
         cute.arch.sync_threads()
         base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
 
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < halves * group:
             cute.arch.setmaxregister_increase(self.registers.softmax)
-            softmax = Softmax(self, mailbox, barriers, base, statistics, requests, scoring, warp // group)
+            softmax = SoftmaxWarps(self, work_pipeline, barriers, base, statistics, requests, scoring, warp // group)
             softmax.run()
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
-            Corrector(
-                self, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+            CorrectionWarps(
+                self, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
             ).run()
         elif warp >= WIDEN:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.registers.widen)
-                Widener(self, mailbox, barriers, loaded_k, places.keys[0], loaded_v, places.values).run()
+                DequantWarps(self, work_pipeline, barriers, loaded_k, places.keys[0], loaded_v, places.values).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MULTIPLY:
-                role = AlternatingMultiplier if self.alternate else Multiplier
-                role(self, mailbox, product, weighing, barriers, base, sQ, places).run()
+                role = AlternatingMmaWarp if self.alternate else MmaWarp
+                role(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places).run()
             if warp == LOAD:
                 rings = rings_of_loader(barriers)
                 if cutlass.const_expr(config.shared_ring):
-                    SharedRingLoader(
-                        self, mailbox, rings, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests
+                    SharedRingLoadWarp(
+                        self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests
                     ).run()
                 else:
-                    OwnRingsLoader(
-                        self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
+                    OwnRingsLoadWarp(
+                        self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
                     ).run()
             if warp == SCHEDULE:
-                if cutlass.const_expr(config.launch_control):
-                    LaunchedTiles(self.key, mailbox, self.tokens_per_tile, self.tile_n, requests, launches).run()
+                if cutlass.const_expr(config.use_clc):
+                    ClcTileScheduler(
+                        self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, launches
+                    ).run()
                 else:
-                    self.schedule(mailbox, requests, ledger).run()
+                    self.schedule(work_pipeline, requests, scheduler_workspace).run()
         cute.arch.sync_threads()
         if warp == MULTIPLY:
             # Read again: kept, it was one register too many for the roles in between (ptxas 13.0).

@@ -18,40 +18,40 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 
-class Multiplier:
+class MmaWarp:
     """Scores S = Q K^T and sums O += P V of each half."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, places):
-        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places):
+        self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places = places
-        self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
-        self.weighing = TensorProduct(
+        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
+        self.tiled_mma_pv = TensorProduct(
             dtype=kernel.dtype_v, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
         )
-        mine, weighs = product.get_slice(0), weighing.get_slice(0)
+        mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
         own = range(1 if kernel.alternate else kernel.halves)
-        self.fQ = [product.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in own]
-        self.fK = [product.make_fragment_B(mine.partition_B(columns)) for columns in places.keys]
+        self.fQ = [tiled_mma_qk.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in own]
+        self.fK = [tiled_mma_qk.make_fragment_B(mine.partition_B(columns)) for columns in places.keys]
         sVt = cute.make_tensor(places.values.iterator, cute.select(places.values.layout, mode=[1, 0, 2]))
-        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
-        weights = weighing.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
+        self.fV = tiled_mma_pv.make_fragment_B(weighs.partition_B(sVt))
+        probs = tiled_mma_pv.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
         self.S = [base + scores_at(kernel, g) for g in range(kernel.halves)]
         self.O = [base + sums_at(kernel, g) for g in range(kernel.halves)]
         self.P = [
-            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype_v), weights.layout)
+            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype_v), probs.layout)
             for g in range(kernel.halves)
         ]
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             stage = stage_of(items, self.config.query_stages)
             cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             self.wait_keys(tiles)
             for g in cutlass.range_constexpr(self.kernel.halves):
                 self.score(g, stage, tiles)
@@ -71,7 +71,7 @@ class Multiplier:
             self.commit(self.barriers.o_full)
             tiles += count
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
@@ -116,7 +116,7 @@ class Multiplier:
         queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
         at = self.places.of_keys(tile)
         keys = [columns[None, None, None, place] for columns, place in zip(self.fK, at, strict=True)]
-        self.product.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g, *then])
+        self.tiled_mma_qk.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g, *then])
 
     @cute.jit
     def sum(
@@ -134,22 +134,22 @@ class Multiplier:
 
     def issue_sums(self, g, tile, adds, then):
         values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.weighing.issue(self.O[g], self.P[g], [values], adds, then=then)
+        self.tiled_mma_pv.issue(self.O[g], self.P[g], [values], adds, then=then)
 
 
-class AlternatingMultiplier(Multiplier):
+class AlternatingMmaWarp(MmaWarp):
     """Both halves have the same rows, and every other key tile."""
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             stage = stage_of(items, self.config.query_stages)
             cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             self.begin(0, stage, tiles, 0, count)
             self.begin(1, stage, tiles, 1, count)
             self.go_on(0, stage, tiles, 0, count, even, False)
@@ -162,7 +162,7 @@ class AlternatingMultiplier(Multiplier):
             even += (count + 1) // 2
             odd += count // 2
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     def end(self, stage):

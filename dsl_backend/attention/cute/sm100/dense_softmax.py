@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.scheduler.work_tile import head_of
-from dsl_backend.attention.cute.score_mod import scores_of
+from dsl_backend.attention.cute.score_mod import score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import scores_at
@@ -28,35 +28,35 @@ PIECE = 32  # weights of a row in registers at a time
 CHAINS = 4  # sums of weights side by side
 
 
-class Softmax:
+class SoftmaxWarps:
     """A thread's row: row `thread` of its half."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, requests, scoring, half):
+    def __init__(self, kernel, work_pipeline, barriers, base, statistics, requests, scoring, half):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
-        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key, scoring)
+        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
+        self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half = half
         # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
-        self.polynomial = 0 if kernel.key.lse else kernel.config.polynomial
+        self.ex2_emulation = 0 if kernel.key.lse else kernel.config.ex2_emulation
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row = self.thread if kernel.alternate else half * ROWS + self.thread
         self.columns = scores_at(kernel, 1) * half
         self.rests = kernel.rests
         self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
         self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
-        self.top = cute.make_rmem_tensor(1, cutlass.Float32)
-        self.total = cute.make_rmem_tensor(1, cutlass.Float32)
+        self.row_max = cute.make_rmem_tensor(1, cutlass.Float32)
+        self.row_sum = cute.make_rmem_tensor(1, cutlass.Float32)
         self.slope = cute.make_rmem_tensor(1, cutlass.Float32)
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             # The correction has read the totals of the item before: warps that rest go no further ahead than that.
             cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (items & 1) ^ 1)
-            own = self.own(work.end - work.begin)
+            own = self.own(work.n_block_max - work.n_block_min)
             if cutlass.const_expr(self.rests):
                 arrivals = arrivals_of(work, self.thread)
                 self.arrivals.fill(arrivals)
@@ -66,7 +66,7 @@ class Softmax:
                 self.weigh_all(work, tiles, own)
             tiles += own
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     def own(self, stop):
@@ -77,32 +77,35 @@ class Softmax:
     def weigh_all(self, work, tiles, own):
         """The half's tiles of an item; tiles: those before it."""
         self.start(work)
-        whole_end = cutlass.max(cutlass.min(work.whole_end, work.end), work.begin)
-        whole_begin = cutlass.min(work.whole_begin, whole_end)
-        whole, rest = tiles + self.own(work.end - whole_end), tiles + self.own(work.end - whole_begin)
+        n_block_full_max = cutlass.max(cutlass.min(work.n_block_full_max, work.n_block_max), work.n_block_min)
+        n_block_full_min = cutlass.min(work.n_block_full_min, n_block_full_max)
+        whole, rest = (
+            tiles + self.own(work.n_block_max - n_block_full_max),
+            tiles + self.own(work.n_block_max - n_block_full_min),
+        )
         for count in cutlass.range(tiles, whole, unroll=1):
-            self.weigh(work, tiles, count, True)
+            self.online_softmax(work, tiles, count, True)
         for count in cutlass.range(whole, rest, unroll=1):
-            self.weigh(work, tiles, count, False)
-        if cutlass.const_expr(self.key.left):
+            self.online_softmax(work, tiles, count, False)
+        if cutlass.const_expr(self.key.has_window_left):
             for count in cutlass.range(rest, tiles + own, unroll=1):
-                self.weigh(work, tiles, count, True)
+                self.online_softmax(work, tiles, count, True)
         self.tell_end(tiles + own)
 
     @cute.jit
     def start(self, work):
-        self.top.fill(-cutlass.Float32.inf)
-        self.total.fill(0.0)
-        self.scores.of_head.start(work.unit)
+        self.row_max.fill(-cutlass.Float32.inf)
+        self.row_sum.fill(0.0)
+        self.scores.of_head.start(work.head_block)
         if cutlass.const_expr(self.key.scores.alibi):
-            self.slope[0] = self.scoring.slopes[self.head(work)] * LOG2_E
+            self.slope[0] = self.scoring.alibi_slopes[self.head(work)] * LOG2_E
 
     @cute.jit
     def head(self, work):
-        return head_of(self.key, work.unit, self.row)
+        return head_of(self.key, work.head_block, self.row)
 
     @cute.jit
-    def weigh(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
+    def online_softmax(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
         """A tile's scores into weights.
 
         Args:
@@ -115,31 +118,31 @@ class Softmax:
         tensor_memory.load(self.base, columns, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[j] for j in range(self.kernel.tile_n)]
-        position = work.position + self.row // self.key.pack
+        position = work.q_position + self.row // self.key.pack_gqa
         place = count - tiles
         if cutlass.const_expr(self.kernel.alternate):
             place = 2 * place + self.half
-        first = (work.end - 1 - place) * self.kernel.tile_n
-        if cutlass.const_expr(self.scores.bends):
+        first = (work.n_block_max - 1 - place) * self.kernel.tile_n
+        if cutlass.const_expr(self.scores.modifies):
             away = position - first
-            scores = [self.scores.bend(score, self.slope[0], away - j) for j, score in enumerate(scores)]
+            scores = [self.scores.score_mod(score, self.slope[0], away - j) for j, score in enumerate(scores)]
         if cutlass.const_expr(masked):
             scores = self.masked(scores, work, position, first)
-        before = self.top[0]
+        before = self.row_max[0]
         # A NaN must not vanish: the polynomial has none.
-        top = largest_by_threes([before, *scores], nan=self.polynomial > 0)
+        row_max = largest_by_threes([before, *scores], nan=self.ex2_emulation > 0)
         # A little growth is let pass: weights above 1 are as good, and sums need no correction.
-        top = before if (top - before) * self.scores.factor <= self.config.patience else top
-        self.top[0] = top
-        reference = finite_or_zero(top) * self.scores.factor
-        shrink = exp2(before * self.scores.factor - reference)
-        self.statistics[self.thread, SHRINK, half] = shrink
+        row_max = before if (row_max - before) * self.scores.factor <= self.config.rescale_threshold else row_max
+        self.row_max[0] = row_max
+        reference = finite_or_zero(row_max) * self.scores.factor
+        acc_scale = exp2(before * self.scores.factor - reference)
+        self.statistics[self.thread, SHRINK, half] = acc_scale
         arrive(self.barriers.l_full + half, self.arrivals)
-        sums = self.narrow(scores, reference, 0 if masked else self.polynomial, columns)
+        sums = self.narrow(scores, reference, 0 if masked else self.ex2_emulation, columns)
         cute.arch.fence_view_async_tmem_store()
         tensor_memory.before_sync()
         self.tell_weights(half)
-        self.total[0] = self.total[0] * shrink + (sums[0] + sums[1])
+        self.row_sum[0] = self.row_sum[0] * acc_scale + (sums[0] + sums[1])
 
     def turn(self, count):
         """Of the count-th tile: the half, the phase of its barriers, the first column of its scores."""
@@ -148,44 +151,46 @@ class Softmax:
     def tell_weights(self, half):
         arrive(self.barriers.p_full + half, self.arrivals)
 
-    def narrow(self, scores, reference, polynomial: int, columns):
+    def narrow(self, scores, reference, ex2_emulation: int, columns):
         """Weights into the scores' place, some at a time, so that few are in registers; their sum, as a pair."""
         sums: list = []
         for first in range(0, self.kernel.tile_n, PIECE):
-            weights = self.powers(scores[first : first + PIECE], reference, polynomial)
-            wide = cute.make_rmem_tensor(len(weights), cutlass.Float32)
-            for j, weight in enumerate(weights):
+            probs = self.powers(scores[first : first + PIECE], reference, ex2_emulation)
+            wide = cute.make_rmem_tensor(len(probs), cutlass.Float32)
+            for j, weight in enumerate(probs):
                 wide[j] = weight
-            narrow = cute.make_rmem_tensor(len(weights), self.kernel.dtype_v)
+            narrow = cute.make_rmem_tensor(len(probs), self.kernel.dtype_v)
             narrow.store(wide.load().to(self.kernel.dtype_v))
             packed = cute.recast_tensor(narrow, cutlass.Float32)
             tensor_memory.store(packed, self.base, columns + first // 2, self.thread)
-            for j, pair in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+            for j, pair in enumerate(zip(probs[::2], probs[1::2], strict=True)):
                 if len(sums) < CHAINS:
                     sums.append(pair)
                 else:
                     sums[j % CHAINS] = add_pair(sums[j % CHAINS], pair)
         return tree(sums, add_pair)
 
-    def powers(self, scores, reference, polynomial: int) -> list:
+    def powers(self, scores, reference, ex2_emulation: int) -> list:
         """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""
         factor = self.scores.factor
-        weights: list = []
+        probs: list = []
         for j in range(0, len(scores), 2):
             power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
-            weights += exp2_by_polynomial(power) if j % 16 < polynomial else (exp2(power[0]), exp2(power[1]))
-        return weights
+            probs += exp2_by_polynomial(power) if j % 16 < ex2_emulation else (exp2(power[0]), exp2(power[1]))
+        return probs
 
     @cute.jit
     def masked(self, scores, work, position, first):
         """What the row does not see becomes -inf."""
-        stop = work.keys
-        if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-            stop = cutlass.min(stop, position + work.right + 1)
+        stop = work.seqlen_k
+        if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
+            stop = cutlass.min(stop, position + work.window_size_right + 1)
         stop -= first
-        start = position - self.requests.left - first if cutlass.const_expr(self.key.left) else None
+        start = (
+            position - self.requests.window_size_left - first if cutlass.const_expr(self.key.has_window_left) else None
+        )
         kept = [hidden(score, j < stop) for j, score in enumerate(scores)]
-        if cutlass.const_expr(self.key.left):
+        if cutlass.const_expr(self.key.has_window_left):
             kept = [hidden(score, start <= j) for j, score in enumerate(kept)]
         return kept
 
@@ -195,8 +200,8 @@ class Softmax:
         # It has read what the last tile's message said. That of the tiles before came ahead of scores, which follow it.
         cute.arch.mbarrier_wait(self.barriers.p_full + self.half, (tiles - 1) & 1)
         place = self.statistics
-        place[self.thread, SHRINK, self.half] = self.total[0]
-        place[self.thread, TOP, self.half] = self.top[0] * self.scores.factor
+        place[self.thread, SHRINK, self.half] = self.row_sum[0]
+        place[self.thread, TOP, self.half] = self.row_max[0] * self.scores.factor
         arrive(self.barriers.l_full + self.half, self.arrivals)
 
 

@@ -9,17 +9,17 @@ there, arrive for them.
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.work_tile import Work
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
 from dsl_backend.attention.cute.sizes import WARPGROUP
 
 WARP = 32
 
 
 @cute.jit
-def arrivals_of(work: Work, thread: cutlass.Int32) -> cutlass.Int32:
+def arrivals_of(work: WorkTile, thread: cutlass.Int32) -> cutlass.Int32:
     """How often a warpgroup's thread arrives wherever it does for an item: 0 if its warp rests."""
     warp = cute.arch.make_warp_uniform(thread // WARP)
-    awake = (work.rows + WARP - 1) // WARP
+    awake = (work.num_rows + WARP - 1) // WARP
     arrivals = cutlass.Int32(1) if warp < awake else cutlass.Int32(0)
     if warp == 0:
         arrivals = WARPGROUP // WARP + 1 - awake

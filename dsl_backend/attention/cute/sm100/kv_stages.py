@@ -7,7 +7,7 @@ Barriers are the same for both: `stages` tiles of each have one. What differs is
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.loader.dense import ItemsInTurn, RolledLoader
+from dsl_backend.attention.cute.loader.dense import PerTileLoads, RolledLoadWarp
 from dsl_backend.attention.cute.sm100.dense_configs import SHARED_PLACES
 from dsl_backend.primitives.accumulators import settled
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -62,7 +62,7 @@ def placed(allocator, numeric, layout):
     return allocator.allocate_tensor(numeric, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
-class RingLoader(ItemsInTurn, RolledLoader):
+class RingLoadWarp(PerTileLoads, RolledLoadWarp):
     """With the fewest instructions for a tile, which a warp issues for all of its lanes."""
 
     def __init__(self, *args):
@@ -84,7 +84,7 @@ class RingLoader(ItemsInTurn, RolledLoader):
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
             page = cutlass.Int32(cute.size(self.mK, mode=[3]))
-            if tile * self.tile_n + self.box_begin < work.keys:
+            if tile * self.tile_n + self.box_begin < work.seqlen_k:
                 page = self.whole_pages_of(work, tile)
         return page
 
@@ -93,7 +93,7 @@ class RingLoader(ItemsInTurn, RolledLoader):
         """The same for a tile that has all of its keys."""
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
-            page = self.requests.table[work.source, self.place_of(tile)]
+            page = self.requests.page_table[work.kv_source, self.place_of(tile)]
         return page
 
     def place_of(self, tile):
@@ -106,20 +106,22 @@ class RingLoader(ItemsInTurn, RolledLoader):
         return pages if self.boxes == 1 else cute.arch.shuffle_sync(pages, b)
 
 
-class SharedRingLoader(RingLoader):
+class SharedRingLoadWarp(RingLoadWarp):
     """Fills a ring that keys and values share, in the order in which they are multiplied."""
 
-    def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests):
+    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests):
         values = places.values
-        super().__init__(kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, values, v_load, mV, values, requests)
+        super().__init__(
+            kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, values, v_load, mV, values, requests
+        )
         self.places = places
         self.mRest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(mK) - 2)), mK)
         self.sRest = self.in_boxes(places.rest, self.box, kernel.copied)
 
     @cute.jit
     def load_item(self, work, tiles):
-        for step in cutlass.range(work.end - work.begin, unroll=1):
-            tile, count = work.end - 1 - step, tiles + step
+        for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+            tile, count = work.n_block_max - 1 - step, tiles + step
             pages = self.pages_of(work, tile)
             self.load_keys(work, tile, pages, count)
             self.load_values(work, tile, pages, count)
@@ -147,18 +149,18 @@ class SharedRingLoader(RingLoader):
         self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
 
 
-class OwnRingsLoader(RingLoader):
+class OwnRingsLoadWarp(RingLoadWarp):
     """Fills a ring of keys and one of values, whose tile goes where that of the keys went one before."""
 
     @cute.jit
     def load_item(self, work, tiles):
-        last = work.end - 1
+        last = work.n_block_max - 1
         pages = self.pages_of(work, last)
         stage, phase = self.turn(tiles)
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
         self.fill_keys(work, last, pages, stage)
         through = tiles + last
-        for count in cutlass.range(tiles + 1, tiles + work.end - work.begin, unroll=1):
+        for count in cutlass.range(tiles + 1, tiles + work.n_block_max - work.n_block_min, unroll=1):
             tile = through - count
             pages_before, stage_before, phase_before = pages, stage, phase
             # Keys end in an item's last tile.
@@ -169,7 +171,7 @@ class OwnRingsLoader(RingLoader):
             cute.arch.mbarrier_wait(self.barriers.v_empty + stage_before, phase_before)
             self.fill_values(work, tile + 1, pages_before, stage_before)
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase)
-        self.fill_values(work, work.begin, pages, stage)
+        self.fill_values(work, work.n_block_min, pages, stage)
 
     def turn(self, count):
         """Stage of the count-th tile, and the phase of being empty that it waits for."""

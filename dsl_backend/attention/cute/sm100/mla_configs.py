@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig, row_tiles
 from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
@@ -19,12 +19,12 @@ WEIGH, MULTIPLY, LOAD, SCHEDULE, WIDEN = 0, 4, 5, 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig(LatentSizes):
+class MlaConfig(MlaTileConfig):
     """Tiles and buffers of the kernel whose blocks multiply each for itself."""
 
     @property
     def threads(self) -> int:
-        return WIDEN * WARP + (WARPGROUP if self.staging else 0)
+        return WIDEN * WARP + (WARPGROUP if self.dequant_stages else 0)
 
     def columns(self, spec: AttentionSpec) -> int:
         """Of tensor memory: scores, and sums of 128 value columns side by side."""
@@ -47,13 +47,13 @@ class LatentConfig(LatentSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(LatentConfig):
+class TwoCtaMlaConfig(MlaConfig):
     """Tiles and buffers of the kernel whose blocks multiply in pairs."""
 
     tile_n: int = 128
     stages: int = 1
     cluster: int = 2
-    least_share: int = 1
+    min_split_tiles: int = 1
 
     @property
     def least_stages(self) -> int:
@@ -75,35 +75,35 @@ class PairConfig(LatentConfig):
         reasons = super().own_objections(spec)
         if self.cluster != 2:
             reasons.append(f"a pair in clusters of {self.cluster} blocks: it is one of 2")
-        if self.staging:
+        if self.dequant_stages:
             reasons.append("pairs of blocks multiply keys of 16 bits: fp8 ones are possible with LatentConfig")
         if self.tile_n < 32:
             reasons.append(f"a pair's tiles of {self.tile_n} keys: 32 are the least")
         return reasons
 
 
-def default_latent_config(spec: AttentionSpec) -> LatentConfig:
+def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     """By whether one or several row tiles use a key tile: bound by memory or by products (docs/decisions.md).
 
     fp8: as on SM90, tiles of both widths and queries must be there at once, and pairs are not served.
     """
     if spec.is_fp8_kv:
-        return LatentConfig(tile_n=32 if spec.head_dim > 320 else 64, stages=2, staging=4)
+        return MlaConfig(tile_n=32 if spec.head_dim > 320 else 64, stages=2, dequant_stages=4)
     if row_tiles(spec) == 1:
-        return LatentConfig(tile_n=32, stages=4 if spec.head_dim > 320 else 8)
+        return MlaConfig(tile_n=32, stages=4 if spec.head_dim > 320 else 8)
     if row_tiles(spec) % 2 == 0 and spec.page_size is not None:
-        return PairConfig(stages=1 if spec.head_dim > 320 else 2)
-    return LatentConfig(tile_n=64, stages=2 if spec.head_dim > 320 else 4)
+        return TwoCtaMlaConfig(stages=1 if spec.head_dim > 320 else 2)
+    return MlaConfig(tile_n=64, stages=2 if spec.head_dim > 320 else 4)
 
 
 TRIED_TILES = (32, 64, 128)
 TRIED_STAGES = (1, 2, 3, 4, 6, 8)  # and of fp8 tiles in flight
 
 
-def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
+def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
     """Configurations worth a try that fit."""
-    staging = TRIED_STAGES if spec.is_fp8_kv else (0,)
-    for tile_n, stages, staged in itertools.product(TRIED_TILES, TRIED_STAGES, staging):
-        made = [LatentConfig(tile_n=tile_n, stages=stages, staging=staged, cluster=cluster) for cluster in (1, 2)]
-        made.append(PairConfig(tile_n=tile_n, stages=stages))
+    dequant_stages = TRIED_STAGES if spec.is_fp8_kv else (0,)
+    for tile_n, stages, staged in itertools.product(TRIED_TILES, TRIED_STAGES, dequant_stages):
+        made = [MlaConfig(tile_n=tile_n, stages=stages, dequant_stages=staged, cluster=cluster) for cluster in (1, 2)]
+        made.append(TwoCtaMlaConfig(tile_n=tile_n, stages=stages))
         yield from (config for config in made if not config.objections(spec, smem_bytes))

@@ -14,18 +14,18 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.cute.combine import Merge
+from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
-from dsl_backend.attention.cute.mla import LatentLoader, LatentTiled, LatentWidener
+from dsl_backend.attention.cute.mla import MlaDequantWarps, MlaLoadWarp, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, LOAD, MULTIPLY, SCHEDULE, SCORES, STATISTICS, WIDEN
-from dsl_backend.attention.cute.sm100.mla_mma import LatentMultiplier
-from dsl_backend.attention.cute.sm100.mla_softmax import LatentWeigher
+from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
+from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -52,7 +52,7 @@ class Barriers(NamedTuple):
     k_taken: cute.Pointer | None = None
 
 
-class LatentForward(LatentTiled):
+class MlaForward(TiledMla):
     """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
 
     group = tcgen05.CtaGroup.ONE
@@ -66,36 +66,47 @@ class LatentForward(LatentTiled):
         keys: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        table: cute.Tensor | None,
-        packed_starts: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
-        slopes: cute.Tensor | None,
+        alibi_slopes: cute.Tensor | None,
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
-        left: cutlass.Int32,
-        right: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
-        blocks: cutlass.Int32,
+        window_size_left: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
+        num_ctas: cutlass.Int32,
         rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        product, weighing = self.products()
+        tiled_mma_qk, tiled_mma_pv = self.products()
         q_layout, k_layout, p_layout = self.layouts()
         (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
-        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
-        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
+        requests = Requests(
+            cu_seqlens_q,
+            seqused_k,
+            page_table,
+            cu_seqlens_k,
+            causal,
+            window_size_left,
+            window_size_right,
+            min_seqlen_q,
+            max_seqlen_q,
+            rows,
+        )
+        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
         self.kernel(
-            product,
-            weighing,
+            tiled_mma_qk,
+            tiled_mma_pv,
             v_load,
             mV,
             r_load,
@@ -108,28 +119,28 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            ledger,
+            scheduler_workspace,
             requests,
             scoring,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
 
     def products(self):
         """Scores of 64 rows, and transposed sums of a block of value columns."""
         return (
-            self.product(OperandMajorMode.K, OperandMajorMode.K, (ROWS, self.tile_n)),
-            self.product(OperandMajorMode.MN, OperandMajorMode.K, (BLOCK, ROWS)),
+            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.K, (ROWS, self.tile_n)),
+            self.tiled_mma_qk(OperandMajorMode.MN, OperandMajorMode.K, (BLOCK, ROWS)),
         )
 
-    def product(self, a_major, b_major, shape):
+    def tiled_mma_qk(self, a_major, b_major, shape):
         return blackwell_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, a_major, b_major, cutlass.Float32, self.group, shape
         )
@@ -137,8 +148,8 @@ class LatentForward(LatentTiled):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         v_load: cute.CopyAtom,
         mV: cute.Tensor,
         r_load: cute.CopyAtom,
@@ -151,9 +162,9 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config = self.config
         if cutlass.const_expr(self.key.split):
@@ -165,12 +176,12 @@ class LatentForward(LatentTiled):
             for layout in (q_layout, k_layout, p_layout)
         )
         sV, loaded = self.values(sK), self.loaded(allocator, sK)
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, STATISTICS)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
         if cutlass.const_expr(self.key.kv.fp8):
-            sizes += [PARTS * config.staging] * 2
+            sizes += [PARTS * config.dequant_stages] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -200,21 +211,21 @@ class LatentForward(LatentTiled):
             # The others' copies write here, and signal barriers that must be there.
             self.meet()
 
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < group:
-            LatentWeigher(
-                self, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+            MlaSoftmaxWarps(
+                self, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
             ).run()
         if warp == MULTIPLY:
-            LatentMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP).run()
+            MlaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
             rings = rings_of_loader(barriers)
-            LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
+            MlaLoadWarp(self, work_pipeline, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
         if warp == SCHEDULE:
-            self.schedule(mailbox, requests, ledger).run()
+            self.schedule(work_pipeline, requests, scheduler_workspace).run()
         if cutlass.const_expr(self.key.kv.fp8):
             if warp >= WIDEN:
-                LatentWidener(self, mailbox, barriers, loaded, sK).run()
+                MlaDequantWarps(self, work_pipeline, barriers, loaded, sK).run()
         # A block's memory and barriers are there until the others have done with them.
         self.meet()
         if warp == MULTIPLY:

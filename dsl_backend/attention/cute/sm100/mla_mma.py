@@ -15,33 +15,35 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 
-class LatentMultiplier:
+class MlaMmaWarp:
     """Scores S = Q K^T, and transposed sums O^T += V^T P^T."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
-        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP):
+        self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         # Every block of a cluster may write to a place of keys: each hears that it was read. Widened ones are its own.
         cluster = 1 if kernel.key.kv.fp8 else self.config.cluster
-        self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n, cluster=cluster)
-        self.weighing = TensorProduct(dtype=kernel.dtype, rows=BLOCK, columns=ROWS, rows_inside=True, cluster=cluster)
-        mine, weighs = product.get_slice(0), weighing.get_slice(0)
-        self.fQ = product.make_fragment_A(mine.partition_A(sQ))
-        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n, cluster=cluster)
+        self.tiled_mma_pv = TensorProduct(
+            dtype=kernel.dtype, rows=BLOCK, columns=ROWS, rows_inside=True, cluster=cluster
+        )
+        mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
+        self.fQ = tiled_mma_qk.make_fragment_A(mine.partition_A(sQ))
+        self.fK = tiled_mma_qk.make_fragment_B(mine.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
-        blocks = range(kernel.dims_v // BLOCK)
-        self.fV = [weighing.make_fragment_A(weighs.partition_A(cut[None, None, block, None])) for block in blocks]
-        self.fP = weighing.make_fragment_B(weighs.partition_B(sP))
+        num_ctas = range(kernel.dims_v // BLOCK)
+        self.fV = [tiled_mma_pv.make_fragment_A(weighs.partition_A(cut[None, None, block, None])) for block in num_ctas]
+        self.fP = tiled_mma_pv.make_fragment_B(weighs.partition_B(sP))
         self.base = base
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             cute.arch.mbarrier_wait(self.barriers.q_full, items & 1)
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             self.score(work, tiles, True, count == 1)
             for step in cutlass.range(count, unroll=1):
                 if step + 1 < count:
@@ -51,7 +53,7 @@ class LatentMultiplier:
                     self.tell_late(work, tiles + step + 1)
             tiles += count
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     def tell_late(self, work, tile):
@@ -69,7 +71,7 @@ class LatentMultiplier:
         for part in cutlass.range_constexpr(PARTS):
             cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
             end = part == PARTS - 1
-            self.product.issue(
+            self.tiled_mma_qk.issue(
                 S,
                 queries,
                 [keys],
@@ -88,11 +90,11 @@ class LatentMultiplier:
         stage = stage_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
-        blocks = cutlass.const_expr(len(self.fV))
-        for block in cutlass.range_constexpr(blocks):
-            half_done, done = (block + 1) % (blocks // 2) == 0, block == blocks - 1
-            part = 1 + block // (blocks // 2)
-            self.weighing.issue(
+        num_ctas = cutlass.const_expr(len(self.fV))
+        for block in cutlass.range_constexpr(num_ctas):
+            half_done, done = (block + 1) % (num_ctas // 2) == 0, block == num_ctas - 1
+            part = 1 + block // (num_ctas // 2)
+            self.tiled_mma_pv.issue(
                 self.base + sums_at(self.kernel, block),
                 self.fV[block][None, None, None, stage],
                 [self.fP],

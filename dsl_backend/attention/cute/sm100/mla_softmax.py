@@ -10,9 +10,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, unseen_before
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, unseen_before
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
 from dsl_backend.attention.cute.sm100.mla_mma import sums_at
@@ -30,45 +30,47 @@ SLACK = 8.0
 SHRINK, FACTOR = 0, 1
 
 
-class LatentWeigher:
+class MlaSoftmaxWarps:
     """A thread's registers and what it does with an item."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring):
+    def __init__(
+        self, kernel, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers, self.base, self.statistics = mailbox, barriers, base, statistics
+        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
         self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
-        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
         self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
         held = THREAD_ROWS * kernel.tile_n // QUAD
         self.S = cute.make_rmem_tensor(held, cutlass.Float32)
         self.P = cute.make_rmem_tensor(held, kernel.dtype)
-        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.softmax.start()
             self.rows.start(work)
-            for step in cutlass.range(work.end - work.begin, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, step > 0)
+            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+                self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
                 tiles += 1
             self.softmax.merge_lanes()
             self.sums_done(tiles - 1)
             self.store(work)
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     # ------------------------------------------------------------------ weights
 
     @cute.jit
-    def weigh(self, work, tile, count, adds):
+    def online_softmax(self, work, tile, count, adds):
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
         place = count % SCORES
         cute.arch.mbarrier_wait(self.barriers.s_full + place, (count // SCORES) & 1)
@@ -76,10 +78,10 @@ class LatentWeigher:
         tensor_memory.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = by_row(self.S)
-        self.rows.bend(scores, work, tile)
-        if tile >= work.whole_end or tile < work.whole_begin:
+        self.rows.score_mod(scores, work, tile)
+        if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.mask(scores, work, tile)
-        self.softmax.weigh(scores, self.shrink)
+        self.softmax.online_softmax(scores, self.acc_scale)
         self.P.store(self.S.load().to(self.kernel.dtype))
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
@@ -115,7 +117,7 @@ class LatentWeigher:
 
         They may be anything: a weight of 0 does not take away a NaN.
         """
-        kept = work.keys - tile * self.kernel.tile_n
+        kept = work.seqlen_k - tile * self.kernel.tile_n
         below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
         if kept < self.kernel.tile_n or below > 0:
             stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
@@ -124,7 +126,7 @@ class LatentWeigher:
                 cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
             values = self.sV[None, None, stage]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
-            if cutlass.const_expr(self.key.left):
+            if cutlass.const_expr(self.key.has_window_left):
                 clear_rows(values, 0, below, self.thread, WARPGROUP)
 
     # ------------------------------------------------------------------ sums
@@ -139,14 +141,14 @@ class LatentWeigher:
     def shrink_sums(self, work, adds):
         """Sums times what their rows' shares shrink by, where a row needs it."""
         # Read by all before the sums of the tile are done, and so before it is written again.
-        self.tell(self.shrink, SHRINK)
+        self.tell(self.acc_scale, SHRINK)
         moved = cutlass.Boolean(False)
         for i in cutlass.range_constexpr(ROWS // WARP):
             row = cute.arch.lane_idx() + i * WARP
-            moved = moved or (row < work.rows and self.statistics[row, SHRINK] != 1.0)
+            moved = moved or (row < work.num_rows and self.statistics[row, SHRINK] != 1.0)
         if cute.arch.vote_any_sync(moved and adds):
             for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
-                for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+                for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
                     column = sums_at(self.kernel, block) + first
                     held = self.scaled(column, first, SHRINK)
                     tensor_memory.store(held, self.base, column, self.thread)
@@ -176,7 +178,7 @@ class LatentWeigher:
     @cute.jit
     def store(self, work):
         if cutlass.const_expr(self.key.split):
-            if work.slot != WHOLE:
+            if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work)
             else:
                 self.store_whole(work)
@@ -187,44 +189,47 @@ class LatentWeigher:
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(rows, columns)
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(rows, columns)
         held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
         for block in cutlass.range_constexpr(columns // BLOCK):
-            for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+            for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
                 tensor_memory.load(self.base, sums_at(self.kernel, block) + first, held, self.thread)
                 cute.arch.fence_view_async_tmem_load()
                 for j in cutlass.range_constexpr(PIECE):
-                    if first + j < work.rows:
+                    if first + j < work.num_rows:
                         place = partial + ((first + j) * columns + block * BLOCK + self.thread)
                         cute.make_tensor(place, cute.make_layout(1))[0] = held[j]
         if self.column == 0:
             for row in cutlass.range_constexpr(THREAD_ROWS):
                 m = self.row + 8 * row
-                if m < work.rows:
+                if m < work.num_rows:
                     place = partial + rows * columns + m
-                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
-                    cute.make_tensor(place + rows, cute.make_layout(1))[0] = self.softmax.total[row]
+                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.row_max[row] * self.softmax.factor
+                    cute.make_tensor(place + rows, cute.make_layout(1))[0] = self.softmax.row_sum[row]
 
     @cute.jit
     def store_whole(self, work):
         """Divide, and send the rows out: neighbouring threads have neighbouring columns."""
         factors = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factors[row], lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
+            factors[row], lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):
                 to = self.lse
-                if self.column == 0 and m < work.rows:
-                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
+                if self.column == 0 and m < work.num_rows:
+                    to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
         self.tell(factors, FACTOR)
         for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
-            for first in cutlass.range(0, work.rows, PIECE, unroll=1):
+            for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
                 held = self.scaled(sums_at(self.kernel, block) + first, first, FACTOR)
                 for j in cutlass.range_constexpr(PIECE):
                     m = first + j
-                    if m < work.rows:
-                        token, head = work.query + m // self.key.pack, work.unit * self.key.pack + m % self.key.pack
+                    if m < work.num_rows:
+                        token, head = (
+                            work.q_offset + m // self.key.pack_gqa,
+                            work.head_block * self.key.pack_gqa + m % self.key.pack_gqa,
+                        )
                         offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
                         place = self.out.iterator + (offset + block * BLOCK + self.thread)
                         cute.make_tensor(place, cute.make_layout(1))[0] = held[j].to(self.kernel.dtype)

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import (
     ROWS,
@@ -26,15 +26,15 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     SWAPPED_TOLD,
     TENSOR_COLUMNS,
 )
-from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
-from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMultiplier
-from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoader, placed
-from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwappedSoftmax
+from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
+from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoadWarp, placed
+from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwapABSoftmaxWarps
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.tensor_product import TensorProduct
 
 
-class SwappedBarriers(NamedTuple):
+class SwapABBarriers(NamedTuple):
     """As `forward.Barriers`; queries are read by products alone."""
 
     q_full: cute.Pointer
@@ -50,10 +50,10 @@ class SwappedBarriers(NamedTuple):
     o_full: cute.Pointer
 
 
-class SwappedForward(Forward):
+class SwapABForward(DenseForward):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
-    def __init__(self, key: ForwardKey):
+    def __init__(self, key: DenseKey):
         super().__init__(key)
         self.rests = False
 
@@ -70,8 +70,8 @@ class SwappedForward(Forward):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         q_load: cute.CopyAtom,
         mQ: cute.Tensor,
         k_load: cute.CopyAtom,
@@ -83,9 +83,9 @@ class SwappedForward(Forward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config, halves = self.config, self.halves
         # The merge kernel may take its place beside this one, and waits there.
@@ -95,15 +95,15 @@ class SwappedForward(Forward):
         sQ = self.swizzled(allocator.allocate(queries * 2, byte_alignment=1024), q_layout)
         places = OwnRings(self, allocator, self.tile_n, self.dims_v)
         # [key, query row, half]
-        weights = cute.tile_to_shape(self.atom(self.tile_m), (self.tile_n, self.tile_m, halves), order=(0, 1, 2))
-        sP = placed(allocator, self.dtype, weights)
+        probs = cute.tile_to_shape(self.atom(self.tile_m), (self.tile_n, self.tile_m, halves), order=(0, 1, 2))
+        sP = placed(allocator, self.dtype, probs)
         told = allocator.allocate_tensor(
             cutlass.Float32, cute.make_layout((self.tile_m, SWAPPED_TOLD, halves)), byte_alignment=16
         )
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1]
-        barriers = SwappedBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        barriers = SwapABBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = WARPGROUP // 32
@@ -115,7 +115,7 @@ class SwappedForward(Forward):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
-        filled = self.tokens_per_tile * self.key.pack
+        filled = self.tokens_per_tile * self.key.pack_gqa
         if cutlass.const_expr(filled < self.tile_m):
             # Rows that no tensor copy writes.
             for stage in cutlass.range_constexpr(config.query_stages):
@@ -127,59 +127,71 @@ class SwappedForward(Forward):
         cute.arch.sync_threads()
         base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
 
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < halves * group:
             cute.arch.setmaxregister_increase(self.registers.softmax)
-            SwappedSoftmax(
-                self, mailbox, barriers, base, sP, told, places, out, lse, partials, requests, scoring, warp // group
+            SwapABSoftmaxWarps(
+                self,
+                work_pipeline,
+                barriers,
+                base,
+                sP,
+                told,
+                places,
+                out,
+                lse,
+                partials,
+                requests,
+                scoring,
+                warp // group,
             ).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == SWAPPED_MULTIPLY:
-                SwappedMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sP, places).run()
+                SwapABMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sP, places).run()
             if warp == SWAPPED_LOAD:
                 keys, values = places.keys[0], places.values
-                OwnRingsLoader(
-                    self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, keys, v_load, mV, values, requests
+                OwnRingsLoadWarp(
+                    self, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, keys, v_load, mV, values, requests
                 ).run()
             if warp == SWAPPED_SCHEDULE:
-                self.schedule(mailbox, requests, ledger).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace).run()
         cute.arch.sync_threads()
         if warp == SWAPPED_MULTIPLY:
             base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
             cute.arch.dealloc_tmem(base, TENSOR_COLUMNS)
 
 
-class SwappedMultiplier(AlternatingMultiplier):
+class SwapABMmaWarp(AlternatingMmaWarp):
     """Scores S^T = K Q^T [key, query row] and sums O^T += V^T P^T [column, query row] of each half."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sP, places):
-        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sP, places):
+        self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, rows = places, kernel.tile_m
-        self.product = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=rows)
-        self.weighing = TensorProduct(
+        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=rows)
+        self.tiled_mma_pv = TensorProduct(
             dtype=kernel.dtype, rows=kernel.dims_v, columns=rows, rows_inside=True, columns_inside=True
         )
-        mine, weighs = product.get_slice(0), weighing.get_slice(0)
-        self.fK = product.make_fragment_A(mine.partition_A(places.keys[0]))
-        self.fQ = product.make_fragment_B(mine.partition_B(sQ))
+        mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
+        self.fK = tiled_mma_qk.make_fragment_A(mine.partition_A(places.keys[0]))
+        self.fQ = tiled_mma_qk.make_fragment_B(mine.partition_B(sQ))
         sVt, sPt = (
             cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
             for tensor in (places.values, sP)
         )
-        self.fV = weighing.make_fragment_A(weighs.partition_A(sVt))
-        self.fP = weighing.make_fragment_B(weighs.partition_B(sPt))
+        self.fV = tiled_mma_pv.make_fragment_A(weighs.partition_A(sVt))
+        self.fP = tiled_mma_pv.make_fragment_B(weighs.partition_B(sPt))
         self.S = [base + g * rows for g in range(kernel.halves)]
         self.O = [base + (kernel.halves + g) * rows for g in range(kernel.halves)]
 
     def score(self, g, stage, tile, then=()):
         keys = self.fK[None, None, None, self.places.of_keys(tile)[0]]
         queries = self.fQ[None, None, None, stage]
-        self.product.issue(self.S[g], keys, [queries], False, then=[self.barriers.s_full + g, *then])
+        self.tiled_mma_qk.issue(self.S[g], keys, [queries], False, then=[self.barriers.s_full + g, *then])
 
     def issue_sums(self, g, tile, adds, then):
         values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.weighing.issue(self.O[g], values, [self.fP[None, None, None, g]], adds, then=then)
+        self.tiled_mma_pv.issue(self.O[g], values, [self.fP[None, None, None, g]], adds, then=then)
 
     def end(self, stage):
         self.commit(self.barriers.q_empty + stage, self.barriers.o_full)

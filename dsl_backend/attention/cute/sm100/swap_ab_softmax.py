@@ -10,11 +10,11 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, head_of, unseen_before
-from dsl_backend.attention.cute.score_mod import scores_of, value_scale
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, head_of, unseen_before
+from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
-from dsl_backend.attention.cute.sm100.dense_softmax import Softmax, hidden
+from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps, hidden
 from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives import tensor_memory
@@ -40,7 +40,7 @@ OWN, BOTH = 1, 3
 TOP, FACTOR = WARPS, WARPS + 1
 
 
-class SwappedSoftmax(Softmax):
+class SwapABSoftmaxWarps(SoftmaxWarps):
     """A thread's key: row `thread` of its half's tiles; and a column of values, by its lane of tensor memory.
 
     Attributes:
@@ -49,35 +49,37 @@ class SwappedSoftmax(Softmax):
         total: of this thread's weights.
     """
 
-    def __init__(self, kernel, mailbox, barriers, base, sP, told, places, out, lse, partials, requests, scoring, half):
+    def __init__(
+        self, kernel, work_pipeline, barriers, base, sP, told, places, out, lse, partials, requests, scoring, half
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers, self.base = mailbox, barriers, base
+        self.work_pipeline, self.barriers, self.base = work_pipeline, barriers, base
         self.sP, self.told, self.places = sP, told, places
         self.out, self.lse, self.partials = out, lse, partials
-        self.requests, self.scoring, self.scores = requests, scoring, scores_of(kernel.key, scoring)
+        self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half, self.rows = half, kernel.tile_m
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.warp, lane = self.thread // 32, self.thread % 32
         # A product of 64 rows has 16 of them in the lanes of each warp.
         self.column = self.thread if kernel.dims_v == ROWS else self.warp * 16 + lane % 16
         self.stores = lane < kernel.dims_v // WARPS
-        self.S, self.bound, self.shift, self.total, self.slope = (
+        self.S, self.bound, self.shift, self.row_sum, self.slope = (
             cute.make_rmem_tensor(self.rows, cutlass.Float32) for _ in range(5)
         )
-        self.total.fill(0.0)
+        self.row_sum.fill(0.0)
         self.before = cute.make_rmem_tensor(1, cutlass.Int32)  # tiles of earlier items
 
     @cute.jit
     def run(self):
         if cutlass.const_expr(self.kernel.dims_v < ROWS):
             # Lanes that no product writes are loaded with the others.
-            tensor_memory.store(self.total, self.base, (2 + self.half) * self.rows, self.thread)
+            tensor_memory.store(self.row_sum, self.base, (2 + self.half) * self.rows, self.thread)
             cute.arch.fence_view_async_tmem_store()
         items, tiles, mine = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             own = self.own(count)
             if self.half == 0:
                 self.clear_past(work, tiles)
@@ -89,7 +91,7 @@ class SwappedSoftmax(Softmax):
             mine += own
             tiles += count
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     def tell_end(self, tiles):
@@ -99,10 +101,10 @@ class SwappedSoftmax(Softmax):
     def start(self, work):
         self.bound.fill(-cutlass.Float32.inf)
         self.shift.fill(0.0)
-        self.total.fill(0.0)
+        self.row_sum.fill(0.0)
         if cutlass.const_expr(self.key.scores.alibi):
             for n in cutlass.range_constexpr(self.rows):
-                self.slope[n] = self.scoring.slopes[head_of(self.key, work.unit, n)] * LOG2_E
+                self.slope[n] = self.scoring.alibi_slopes[head_of(self.key, work.head_block, n)] * LOG2_E
 
     def meet(self):
         """All threads of the half."""
@@ -112,7 +114,7 @@ class SwappedSoftmax(Softmax):
         cute.arch.barrier(barrier_id=BOTH, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def weigh(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
+    def online_softmax(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
         """A tile's scores into weights; arguments as the base class has them."""
         half = self.half
         cute.arch.mbarrier_wait(self.barriers.s_full + half, count & 1)
@@ -120,10 +122,11 @@ class SwappedSoftmax(Softmax):
         tensor_memory.load(self.base, half * self.rows, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[n] for n in range(self.rows)]
-        key = (work.end - 1 - 2 * (count - tiles) - half) * self.kernel.tile_n + self.thread
-        if cutlass.const_expr(self.scores.bends):
+        key = (work.n_block_max - 1 - 2 * (count - tiles) - half) * self.kernel.tile_n + self.thread
+        if cutlass.const_expr(self.scores.modifies):
             scores = [
-                self.scores.bend(score, self.slope[n], self.position(work, n) - key) for n, score in enumerate(scores)
+                self.scores.score_mod(score, self.slope[n], self.position(work, n) - key)
+                for n, score in enumerate(scores)
             ]
         if cutlass.const_expr(masked):
             scores = self.masked(scores, work, key)
@@ -136,10 +139,10 @@ class SwappedSoftmax(Softmax):
         powers = in_pairs(
             lambda a, b: fma_pair(a, (factor, factor), b), scores, [self.shift[n] for n in range(self.rows)]
         )
-        weights = [exp2(power) for power in powers]
-        self.place(weights)
-        for n, total in enumerate(in_pairs(add_pair, [self.total[n] for n in range(self.rows)], weights)):
-            self.total[n] = total
+        probs = [exp2(power) for power in powers]
+        self.place(probs)
+        for n, row_sum in enumerate(in_pairs(add_pair, [self.row_sum[n] for n in range(self.rows)], probs)):
+            self.row_sum[n] = row_sum
         # Products read by another proxy: weights, and values that were cleared; and sums that were scaled.
         cute.arch.fence_proxy("async.shared", space="cta")
         tensor_memory.before_sync()
@@ -147,19 +150,19 @@ class SwappedSoftmax(Softmax):
 
     def position(self, work, n: int):
         """Where a query row's token stands among its request's keys."""
-        return work.position + n // self.key.pack
+        return work.q_position + n // self.key.pack_gqa
 
     @cute.jit
     def masked(self, scores, work, key):
         """What a query row does not see becomes -inf."""
         kept = []
         for n, score in enumerate(scores):
-            stop = work.keys
-            if cutlass.const_expr(self.key.right or self.key.causality != "full"):
-                stop = cutlass.min(stop, self.position(work, n) + work.right + 1)
+            stop = work.seqlen_k
+            if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
+                stop = cutlass.min(stop, self.position(work, n) + work.window_size_right + 1)
             score = hidden(score, key < stop)
-            if cutlass.const_expr(self.key.left):
-                score = hidden(score, key >= self.position(work, n) - self.requests.left)
+            if cutlass.const_expr(self.key.has_window_left):
+                score = hidden(score, key >= self.position(work, n) - self.requests.window_size_left)
             kept.append(score)
         return kept
 
@@ -193,14 +196,14 @@ class SwappedSoftmax(Softmax):
         largest = [self.read(warp, half) for warp in range(WARPS)]
         shrinks = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         for n in cutlass.range_constexpr(self.rows):
-            top = tree([one[n] for one in largest], cute.arch.fmax)
-            outgrown = top > self.bound[n]
-            shift = -top * factor if outgrown else self.shift[n]
-            shrink = exp2(shift - self.shift[n]) if self.bound[n] > -cutlass.Float32.inf else cutlass.Float32(0.0)
-            shrinks[n] = shrink
-            self.bound[n] = top + self.config.patience / factor if outgrown else self.bound[n]
+            row_max = tree([one[n] for one in largest], cute.arch.fmax)
+            outgrown = row_max > self.bound[n]
+            shift = -row_max * factor if outgrown else self.shift[n]
+            acc_scale = exp2(shift - self.shift[n]) if self.bound[n] > -cutlass.Float32.inf else cutlass.Float32(0.0)
+            shrinks[n] = acc_scale
+            self.bound[n] = row_max + self.config.rescale_threshold / factor if outgrown else self.bound[n]
             self.shift[n] = shift
-            self.total[n] *= shrink
+            self.row_sum[n] *= acc_scale
         if adds:
             self.scale(shrinks)
 
@@ -224,10 +227,10 @@ class SwappedSoftmax(Softmax):
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def place(self, weights):
+    def place(self, probs):
         """A key's weights side by side, where products read them."""
         wide = cute.make_rmem_tensor(self.rows, cutlass.Float32)
-        for n, weight in enumerate(weights):
+        for n, weight in enumerate(probs):
             wide[n] = weight
         narrow = cute.make_rmem_tensor((VECTOR, self.rows // VECTOR), self.kernel.dtype)
         narrow.store(wide.load().to(self.kernel.dtype).reshape((VECTOR, self.rows // VECTOR)))
@@ -239,7 +242,7 @@ class SwappedSoftmax(Softmax):
     @cute.jit
     def clear_past(self, work, count):
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
-        kept = work.keys - (work.end - 1) * self.kernel.tile_n
+        kept = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
             self.wait_values(count)
             values = self.places.values[None, None, self.places.of_values(count)]
@@ -248,9 +251,9 @@ class SwappedSoftmax(Softmax):
     @cute.jit
     def clear_before(self, work, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
-        if cutlass.const_expr(self.key.left):
-            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.begin)
-            if step == work.end - work.begin - 1 and below > 0:
+        if cutlass.const_expr(self.key.has_window_left):
+            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = self.before[0] + step
                 self.wait_values(count)
                 values = self.places.values[None, None, self.places.of_values(count)]
@@ -268,16 +271,16 @@ class SwappedSoftmax(Softmax):
         Args:
             count: tiles of the item; of one alone the second half has no sums.
         """
-        total = spread_sums([self.total[n] for n in range(self.rows)])
-        tops = cute.make_rmem_tensor(self.rows, cutlass.Float32)
+        row_sum = spread_sums([self.row_sum[n] for n in range(self.rows)])
+        row_maxes = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         for n in cutlass.range_constexpr(self.rows):
             unseen = self.bound[n] == -cutlass.Float32.inf
-            tops[n] = -cutlass.Float32.inf if unseen else -self.shift[n]
+            row_maxes[n] = -cutlass.Float32.inf if unseen else -self.shift[n]
         told, warp, half, lane = self.told, self.warp, self.half, cute.arch.lane_idx()
         if lane < self.rows:
-            told[lane, warp, half] = total
+            told[lane, warp, half] = row_sum
         if self.thread == 0:
-            cute.autovec_copy(tops, told[None, TOP, half])
+            cute.autovec_copy(row_maxes, told[None, TOP, half])
         self.meet_both()
         own = cutlass.const_expr(self.rows // 2)
         first = half * own
@@ -305,52 +308,52 @@ class SwappedSoftmax(Softmax):
     def judge(self, work, m):
         """What both halves' sums of query row m are multiplied by, and all of it that is no sum."""
         told, half = self.told, self.half
-        tops = [told[m, TOP, g] for g in range(2)]
-        totals = [tree([told[m, warp, g] for warp in range(WARPS)], add) for g in range(2)]
-        top = cute.arch.fmax(*tops)
-        weights = [exp2(one - finite_or_zero(top)) for one in tops]
-        total = totals[0] * weights[0] + totals[1] * weights[1]
+        row_maxes = [told[m, TOP, g] for g in range(2)]
+        row_sums = [tree([told[m, warp, g] for warp in range(WARPS)], add) for g in range(2)]
+        row_max = cute.arch.fmax(*row_maxes)
+        probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
+        row_sum = row_sums[0] * probs[0] + row_sums[1] * probs[1]
         factor = cutlass.Float32(1.0)
-        if work.slot == WHOLE:
-            factor = self.whole(work, m, top, total)
-        elif m < work.rows:
+        if work.partial_idx == NOT_SPLIT:
+            factor = self.whole(work, m, row_max, row_sum)
+        elif m < work.num_rows:
             held = self.requests.rows
             place = self.partial(work) + held * self.kernel.dims_v + m
-            cute.make_tensor(place, cute.make_layout(1))[0] = top
-            cute.make_tensor(place + held, cute.make_layout(1))[0] = total
+            cute.make_tensor(place, cute.make_layout(1))[0] = row_max
+            cute.make_tensor(place + held, cute.make_layout(1))[0] = row_sum
         for g in cutlass.range_constexpr(2):
-            told[m, FACTOR + g, half] = weights[g] * factor
+            told[m, FACTOR + g, half] = probs[g] * factor
 
     @cute.jit
-    def whole(self, work, m, top, total):
+    def whole(self, work, m, row_max, row_sum):
         """What an output is divided by; its LSE goes out."""
-        head = head_of(self.key, work.unit, m)
+        head = head_of(self.key, work.head_block, m)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(top, total, sink, value_scale(self.key, self.scoring, work.unit))
+        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
-            if m < work.rows:
-                to[work.query + m // self.key.pack, head] = row_lse
+            if m < work.num_rows:
+                to[work.q_offset + m // self.key.pack_gqa, head] = row_lse
         return factor
 
     def partial(self, work):
         """Where an unfinished item's sums go."""
         size = partial_size(self.requests.rows, self.kernel.dims_v)
-        return self.partials.iterator + cutlass.Int64(work.slot) * size
+        return self.partials.iterator + cutlass.Int64(work.partial_idx) * size
 
     @cute.jit
     def store(self, work, m, value):
         """This thread's column of query row m: an output, or for the merge kernel a sum as it is, in float32."""
         out, column = self.out, self.column
-        if m < work.rows and self.stores:
-            if work.slot != WHOLE:
+        if m < work.num_rows and self.stores:
+            if work.partial_idx != NOT_SPLIT:
                 place = self.partial(work) + m * self.kernel.dims_v + column
                 cute.make_tensor(place, cute.make_layout(1))[0] = value
             elif column < self.key.head_dim_v:
-                head = head_of(self.key, work.unit, m)
-                out[work.query + m // self.key.pack, head, column] = value.to(self.kernel.dtype)
+                head = head_of(self.key, work.head_block, m)
+                out[work.q_offset + m // self.key.pack_gqa, head, column] = value.to(self.kernel.dtype)
 
 
 def add(a, b):

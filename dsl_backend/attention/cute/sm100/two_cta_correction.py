@@ -7,7 +7,7 @@ from cutlass import cute
 from dsl_backend.attention.cute.scheduler.work_tile import unseen_before
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
-from dsl_backend.attention.cute.sm100.dense_correction import Corrector
+from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
 from dsl_backend.attention.cute.sm100.two_cta_softmax import END
 from dsl_backend.primitives import tensor_memory
@@ -15,19 +15,19 @@ from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
-class PairCorrector(Corrector):
+class TwoCtaCorrectionWarps(CorrectionWarps):
     """A thread's row of the block. Scores of a tile say nothing of the sums of the one before: `v_empty` does."""
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             stage = stage_of(items, self.config.query_stages)
             self.wait_shrink(tiles)
             self.clear_past(work, tiles)
-            through = tiles + work.end - work.begin
+            through = tiles + work.n_block_max - work.n_block_min
             if tiles + 1 == through:
                 self.clear_below(work, tiles)
             self.ready(tiles)
@@ -37,12 +37,12 @@ class PairCorrector(Corrector):
             self.wait_summed(tiles - 1)
             tensor_memory.after_sync()
             cute.arch.mbarrier_wait(self.barriers.l_full + END, items & 1)
-            total, top = self.statistics[self.thread, TOP, 0], self.statistics[self.thread, TOP, 1]
+            row_sum, row_max = self.statistics[self.thread, TOP, 0], self.statistics[self.thread, TOP, 1]
             cute.arch.mbarrier_arrive(self.barriers.l_empty)
-            self.finish(work, self.thread, stage, top, total, [(0, None)])
+            self.finish(work, self.thread, stage, row_max, row_sum, [(0, None)])
             self.leave(work, stage)
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
@@ -75,7 +75,7 @@ class PairCorrector(Corrector):
     @cute.jit
     def clear_past(self, work, tile):
         """As the base does. Who multiplies has waited for the values before it told of their scores."""
-        kept = work.keys - (work.end - 1) * self.kernel.tile_n
+        kept = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
         if kept < self.kernel.tile_n:
             values = self.places.values[None, None, self.places.of_values(tile)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
@@ -84,11 +84,11 @@ class PairCorrector(Corrector):
     @cute.jit
     def clear_below(self, work, tile):
         """Zero the values of an item's last tile that lie below the windows of all rows of the pair."""
-        if cutlass.const_expr(self.key.left):
+        if cutlass.const_expr(self.key.has_window_left):
             # Both blocks' rows are multiplied by the values of each: what counts is the first row of the pair.
             first = cute.arch.block_idx_in_cluster() * self.kernel.tokens_per_tile
-            pair = work._replace(position=work.position - first)
-            below = unseen_before(self.key, pair, self.requests, self.kernel.tile_n, work.begin)
+            pair = work._replace(position=work.q_position - first)
+            below = unseen_before(self.key, pair, self.requests, self.kernel.tile_n, work.n_block_min)
             if below > 0:
                 values = self.places.values[None, None, self.places.of_values(tile)]
                 clear_rows(values, 0, below, self.thread, WARPGROUP)

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from dsl_backend.attention.cute.loader.dense import box_rows
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, chunk
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
@@ -28,16 +28,16 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     TENSOR_COLUMNS,
     WARP,
 )
-from dsl_backend.attention.cute.sm100.dense_kernel import Forward, ForwardKey
+from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.kv_stages import OwnRings
-from dsl_backend.attention.cute.sm100.two_cta_correction import PairCorrector
-from dsl_backend.attention.cute.sm100.two_cta_load import PairLoader
-from dsl_backend.attention.cute.sm100.two_cta_mma import PairMultiplier
-from dsl_backend.attention.cute.sm100.two_cta_scheduler import Claims, PairTiles
-from dsl_backend.attention.cute.sm100.two_cta_softmax import PairSoftmax
+from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
+from dsl_backend.attention.cute.sm100.two_cta_load import TwoCtaLoadWarp
+from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
+from dsl_backend.attention.cute.sm100.two_cta_scheduler import Claims, TwoCtaTileScheduler
+from dsl_backend.attention.cute.sm100.two_cta_softmax import TwoCtaSoftmaxWarps
 
 
-class PairBarriers(NamedTuple):
+class TwoCtaBarriers(NamedTuple):
     """As `forward.Barriers`. Of k_full, v_full, q_full and p_full the first block's count for both; what products
     signal, they signal in both.
 
@@ -61,7 +61,7 @@ class PairBarriers(NamedTuple):
     l_empty: cute.Pointer
 
 
-class PairForward(Forward):
+class TwoCtaForward(DenseForward):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands.
 
     Attributes:
@@ -69,10 +69,10 @@ class PairForward(Forward):
         own_v: columns of values that a block has.
     """
 
-    group, blocks = tcgen05.CtaGroup.TWO, PAIR
+    group, num_ctas = tcgen05.CtaGroup.TWO, PAIR
     cluster = (PAIR, 1, 1)
 
-    def __init__(self, key: ForwardKey):
+    def __init__(self, key: DenseKey):
         super().__init__(key)
         self.places, self.rests = PAIR, False
         self.own_v = self.dims_v // PAIR
@@ -88,8 +88,8 @@ class PairForward(Forward):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         q_load: cute.CopyAtom,
         mQ: cute.Tensor,
         k_load: cute.CopyAtom,
@@ -101,9 +101,9 @@ class PairForward(Forward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
@@ -111,11 +111,11 @@ class PairForward(Forward):
         q_place = allocator.allocate(queries * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
         places = OwnRings(self, allocator, self.tile_n // PAIR, self.own_v)
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, PAIR)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [PAIR] * 2 + [PAIR + 1, 1]
-        barriers = PairBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        barriers = TwoCtaBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
         claims = Claims.allocate(allocator)
 
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -141,26 +141,28 @@ class PairForward(Forward):
         # The other's copies, products and arrivals need the barriers.
         self.meet()
 
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < group:
             cute.arch.setmaxregister_increase(self.registers.softmax)
-            PairSoftmax(self, mailbox, barriers, base, statistics, requests, scoring, 0).run()
+            TwoCtaSoftmaxWarps(self, work_pipeline, barriers, base, statistics, requests, scoring, 0).run()
         elif warp < PAIR_CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
-            PairCorrector(
-                self, mailbox, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+            TwoCtaCorrectionWarps(
+                self, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
             ).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == PAIR_MULTIPLY and rank == 0:
-                PairMultiplier(self, mailbox, product, weighing, barriers, base, sQ, places).run()
+                TwoCtaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places).run()
             if warp == PAIR_LOAD:
-                PairLoader(
-                    self, mailbox, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank
+                TwoCtaLoadWarp(
+                    self, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank
                 ).run()
             if warp == PAIR_SCHEDULE:
                 tokens = PAIR * self.tokens_per_tile
-                PairTiles(self.key, mailbox, tokens, self.tile_n, requests, ledger, claims, rank).run()
+                TwoCtaTileScheduler(
+                    self.key, work_pipeline, tokens, self.tile_n, requests, scheduler_workspace, claims, rank
+                ).run()
         # A block's memory and barriers are there until the other has done with them.
         self.meet()
         if warp == PAIR_MULTIPLY:

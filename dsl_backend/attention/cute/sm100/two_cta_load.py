@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from dsl_backend.attention.cute.scheduler.work_tile import packed_of
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
-from dsl_backend.attention.cute.sm100.kv_stages import OwnRingsLoader
+from dsl_backend.attention.cute.sm100.kv_stages import OwnRingsLoadWarp
 
 
 class Part(NamedTuple):
@@ -30,15 +30,15 @@ class Part(NamedTuple):
     chunks: int
 
 
-class PairLoader(OwnRingsLoader):
+class TwoCtaLoadWarp(OwnRingsLoadWarp):
     """Fills the block's rings: half of a tile's keys, and of all its values half of the columns.
 
     Both blocks' bytes are counted by the first one's barriers.
     """
 
-    def __init__(self, kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank):
+    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank):
         (sK,), sV = places.keys, places.values
-        super().__init__(kernel, mailbox, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests)
+        super().__init__(kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests)
         self.rank = rank
         self.q_bytes *= PAIR
         self.in_one_page = self.page > 0 and self.page % self.tile_n == 0
@@ -76,7 +76,7 @@ class PairLoader(OwnRingsLoader):
     @cute.jit
     def load_part(self, part: cutlass.Constexpr, source, work, tile, pages, stage, full):
         atom, target, box, row, rows, chunk, chunks = part
-        one, head = cute.make_layout(1), packed_of(self.key, work.unit) // self.group
+        one, head = cute.make_layout(1), packed_of(self.key, work.head_block) // self.group
         first = tile * self.tile_n + row
         if cutlass.const_expr(self.page > 0):
             # [box, place in a page, chunk, page]
@@ -88,7 +88,7 @@ class PairLoader(OwnRingsLoader):
                 for c in cutlass.range_constexpr(chunks):
                     cute.copy(atom, given[None, place, chunk + c, page], to[None, i, c, stage], tma_bar_ptr=full)
         else:
-            there = cute.domain_offset((work.source + first, 0), source[None, None, head])
+            there = cute.domain_offset((work.kv_source + first, 0), source[None, None, head])
             cut = cute.group_modes(cute.local_tile(there, box, (0, None)), 0, 2)
             to, given = cpasync.tma_partition(atom, 0, one, target, cut)
             for c in cutlass.range_constexpr(chunks):

@@ -13,18 +13,24 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.loader.dense import ItemsInTurn
-from dsl_backend.attention.cute.mask import WholeRow
-from dsl_backend.attention.cute.mla import LatentLoader
+from dsl_backend.attention.cute.loader.dense import PerTileLoads
+from dsl_backend.attention.cute.mask import AccumulatorRow
+from dsl_backend.attention.cute.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WHOLE, Mailbox, cuts_first_tile, unseen_before
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import (
+    NOT_SPLIT,
+    SLOTS,
+    WorkTilePipeline,
+    cuts_first_tile,
+    unseen_before,
+)
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, LOAD, MULTIPLY, PAIR_STATISTICS, SCHEDULE, SCORES
-from dsl_backend.attention.cute.sm100.mla_kernel import LatentForward
-from dsl_backend.attention.cute.sm100.mla_mma import LatentMultiplier, steps_of
+from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
+from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp, steps_of
 from dsl_backend.attention.cute.sm100.mla_softmax import OWN, SLACK
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, normalized
 from dsl_backend.attention.cute.tiles import VECTOR
@@ -41,7 +47,7 @@ TOTALS = 2  # in the statistics, behind two tiles' largest scores
 PIECE = 32  # columns of sums in registers at a time
 
 
-class PairBarriers(NamedTuple):
+class TwoCtaBarriers(NamedTuple):
     """As `latent.Barriers`. Full ones count in the first block, for both; what products signal, in both.
 
     Attributes:
@@ -62,12 +68,12 @@ class PairBarriers(NamedTuple):
     o_full: cute.Pointer
 
 
-class PairLoader(ItemsInTurn, LatentLoader):
+class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
     """Fills the block's rings: half of the keys, whole, and of all keys half of the value's columns."""
 
-    def __init__(self, kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
-        super().__init__(kernel, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
-        self.rank, self.blocks = rank, kernel.blocks
+    def __init__(self, kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
+        super().__init__(kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
+        self.rank, self.num_ctas = rank, kernel.num_ctas
         self.sV = self.in_boxes(sV, self.box, kernel.chunk)
         self.q_bytes *= PAIR
         # A lane's page is that of one box of a tile; where a tile lies in one page, all have the same.
@@ -88,7 +94,7 @@ class PairLoader(ItemsInTurn, LatentLoader):
         """In the order in which places become free: of keys with the scores of the tile before, of values with its
         sums, which come after the scores of this one. Those of the item before are done when this one's begin.
         """
-        last, count = work.end - 1, work.end - work.begin
+        last, count = work.n_block_max - 1, work.n_block_max - work.n_block_min
         pages = self.pages_of(work, last)
         self.load_keys(last, pages, tiles)
         self.load_values(last, pages, tiles)
@@ -99,20 +105,20 @@ class PairLoader(ItemsInTurn, LatentLoader):
             if step > 1:
                 self.load_values(last - step + 1, before, tiles + step - 1)
         if count > 1:
-            self.load_values(work.begin, pages, tiles + count - 1)
+            self.load_values(work.n_block_min, pages, tiles + count - 1)
 
     @cute.jit
     def pages_of(self, work, tile):
         """A lane's page; past the keys, one that is not there, whose copy fills with zeros."""
         page = cutlass.Int32(cute.size(self.mK, mode=[3]))
-        if tile * self.tile_n + self.box_begin < work.keys:
+        if tile * self.tile_n + self.box_begin < work.seqlen_k:
             page = self.whole_pages_of(work, tile)
         return page
 
     def whole_pages_of(self, work, tile):
         """The same for a tile that has all of its keys, as all of an item but its first have."""
         place = cutlass.Uint32(tile * self.tile_n + self.box_begin) // self.page
-        return self.requests.table[work.source, cutlass.Int32(place)]
+        return self.requests.page_table[work.kv_source, cutlass.Int32(place)]
 
     @cute.jit
     def load_keys(self, tile, pages, count):
@@ -128,8 +134,8 @@ class PairLoader(ItemsInTurn, LatentLoader):
         stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages) ^ 1
         begins = self.begins_of(tile, pages, 0, self.boxes)
         width = cutlass.const_expr(BLOCK // self.chunk)
-        for block in cutlass.range_constexpr(self.blocks):
-            place, chunks = stage * self.blocks + block, range(block * width, (block + 1) * width)
+        for block in cutlass.range_constexpr(self.num_ctas):
+            place, chunks = stage * self.num_ctas + block, range(block * width, (block + 1) * width)
             cute.arch.mbarrier_wait(self.barriers.v_empty + place, phase)
             first = self.rank * (self.chunks_v // PAIR) + block * width
             self.load_boxes(self.sV, chunks, begins, first, stage, self.barriers.v_full + place)
@@ -165,23 +171,23 @@ class PairLoader(ItemsInTurn, LatentLoader):
         copy_boxes(self.k_load, boxes, at.iterator, full, expected, self.rank == 0)
 
 
-class PairMultiplier(LatentMultiplier):
+class TwoCtaMmaWarp(MlaMmaWarp):
     """By the first block: scores S = Q K^T and sums O += P V of both."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP):
-        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP):
+        self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         both = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
-        self.product = TensorProduct(columns=kernel.tile_n, **both)
-        self.weighing = TensorProduct(columns=PAIR * BLOCK, columns_inside=True, **both)
+        self.tiled_mma_qk = TensorProduct(columns=kernel.tile_n, **both)
+        self.tiled_mma_pv = TensorProduct(columns=PAIR * BLOCK, columns_inside=True, **both)
         self.base = base
-        self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
-        self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
-        self.fP = weighing.make_fragment_A(cute.tiled_divide(sP, (ROWS, 16)))
+        self.fQ = tiled_mma_qk.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
+        self.fK = tiled_mma_qk.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
+        self.fP = tiled_mma_pv.make_fragment_A(cute.tiled_divide(sP, (ROWS, 16)))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
         self.fV = [
-            weighing.make_fragment_B(cute.tiled_divide(cut[None, None, block, None], (BLOCK, 16)))
-            for block in range(kernel.blocks)
+            tiled_mma_pv.make_fragment_B(cute.tiled_divide(cut[None, None, block, None], (BLOCK, 16)))
+            for block in range(kernel.num_ctas)
         ]
 
     @cute.jit
@@ -191,14 +197,14 @@ class PairMultiplier(LatentMultiplier):
         S = self.base + place * (self.kernel.tile_n // PAIR)
         told = self.barriers.s_full + place
         queries, keys = self.fQ[None, None, None, 0], self.fK[None, None, None, stage]
-        windowed = cutlass.const_expr(self.kernel.key.left)
+        windowed = cutlass.const_expr(self.kernel.key.has_window_left)
         for part in cutlass.range_constexpr(PARTS):
             cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
             done = [told] if part == PARTS - 1 and not first and not windowed else []
             done.append(self.barriers.k_empty + stage * PARTS + part)
-            self.product.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
+            self.tiled_mma_qk.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
         if cutlass.const_expr(first):
-            if work.keys < work.end * self.kernel.tile_n:
+            if work.seqlen_k < work.n_block_max * self.kernel.tile_n:
                 # Who is told of these scores clears values behind the last key.
                 self.wait_all_values(stage, round_)
             if cutlass.const_expr(windowed):
@@ -219,26 +225,26 @@ class PairMultiplier(LatentMultiplier):
         stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tensor_memory.after_sync()
-        for block in cutlass.range_constexpr(self.kernel.blocks):
-            place = stage * self.kernel.blocks + block
+        for block in cutlass.range_constexpr(self.kernel.num_ctas):
+            place = stage * self.kernel.num_ctas + block
             self.wait_values(place, round_)
             done = [self.barriers.v_empty + place]
-            if cutlass.const_expr(block == self.kernel.blocks - 1):
+            if cutlass.const_expr(block == self.kernel.num_ctas - 1):
                 done.append(self.barriers.o_full)
             sums, values = self.base + sums_at(self.kernel) + block * BLOCK, self.fV[block][None, None, None, stage]
-            self.weighing.issue(sums, self.fP, [values], adds, everywhere=done)
+            self.tiled_mma_pv.issue(sums, self.fP, [values], adds, everywhere=done)
 
     @cute.jit
     def tell_late(self, work, tile):
-        if cutlass.const_expr(self.kernel.key.left):
+        if cutlass.const_expr(self.kernel.key.has_window_left):
             if cuts_first_tile(work):
                 self.wait_all_values(stage_of(tile, self.config.stages), phase_of(tile, self.config.stages))
                 self.commit(self.barriers.s_full + stage_of(tile, SCORES))
 
     @cute.jit
     def wait_all_values(self, stage, round_):
-        for block in cutlass.range_constexpr(self.kernel.blocks):
-            self.wait_values(stage * self.kernel.blocks + block, round_)
+        for block in cutlass.range_constexpr(self.kernel.num_ctas):
+            self.wait_values(stage * self.kernel.num_ctas + block, round_)
 
     @cute.jit
     def wait_values(self, place, round_):
@@ -250,7 +256,7 @@ class PairMultiplier(LatentMultiplier):
             tcgen05.commit(barrier, BOTH, tcgen05.CtaGroup.TWO)
 
 
-class PairSoftmax(OnlineSoftmax):
+class TwoCtaSoftmaxWarps(OnlineSoftmax):
     """Two threads of the warpgroup share a row: each has half of its keys. Two keys an instruction."""
 
     def __init__(self, scores, statistics, thread):
@@ -258,24 +264,24 @@ class PairSoftmax(OnlineSoftmax):
         self.statistics, self.thread = statistics, thread
 
     @cute.jit
-    def weigh_half(self, scores: cute.Tensor, shrink: cute.Tensor, place):
+    def weigh_half(self, scores: cute.Tensor, acc_scale: cute.Tensor, place):
         """As `weigh`; place: in the statistics, for the larger of two."""
-        before, factor = self.top[0], self.factor
+        before, factor = self.row_max[0], self.factor
         largest = largest_by_threes([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
         largest = cute.arch.fmax(largest, self.other(largest, place))
         # The difference is no number where both are -inf: top stays.
-        moves = (largest - before) * factor > self.slack
-        top = largest if moves else before
-        self.top[0] = top
-        reference = finite_or_zero(top) * factor
-        shrink[0] = exp2(before * factor - reference) if moves else 1.0
+        moves = (largest - before) * factor > self.rescale_threshold
+        row_max = largest if moves else before
+        self.row_max[0] = row_max
+        reference = finite_or_zero(row_max) * factor
+        acc_scale[0] = exp2(before * factor - reference) if moves else 1.0
         sums = []
         for j in cutlass.range_constexpr(0, cute.size(scores), 2):
             power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
             scores[j], scores[j + 1] = exp2(power[0]), exp2(power[1])
             sums.append((scores[j], scores[j + 1]))
         added = tree(sums, add_pair)
-        self.total[0] = self.total[0] * shrink[0] + (added[0] + added[1])
+        self.row_sum[0] = self.row_sum[0] * acc_scale[0] + (added[0] + added[1])
 
     @cute.jit
     def other(self, value, place):
@@ -286,42 +292,44 @@ class PairSoftmax(OnlineSoftmax):
         return statistics[self.thread ^ ROWS, place]
 
 
-class PairWeigher:
+class TwoCtaMlaSoftmaxWarps:
     """A thread's half of a row, and what it does with an item."""
 
-    def __init__(self, kernel, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring):
+    def __init__(
+        self, kernel, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers, self.base = mailbox, barriers, base
+        self.work_pipeline, self.barriers, self.base = work_pipeline, barriers, base
         self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // PAIR
-        self.rows = WholeRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
-        self.softmax = PairSoftmax(self.rows.scores, statistics, self.thread)
+        self.rows = AccumulatorRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
+        self.softmax = TwoCtaSoftmaxWarps(self.rows.scores, statistics, self.thread)
         self.S = cute.make_rmem_tensor(self.keys, cutlass.Float32)
         self.P = cute.make_rmem_tensor((VECTOR, self.keys // VECTOR), kernel.dtype)
-        self.shrink = cute.make_rmem_tensor(1, cutlass.Float32)
+        self.acc_scale = cute.make_rmem_tensor(1, cutlass.Float32)
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.softmax.start()
             self.rows.start(work)
-            for step in cutlass.range(work.end - work.begin, unroll=1):
-                self.weigh(work, work.end - 1 - step, tiles, step > 0)
+            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+                self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
                 tiles += 1
             cute.arch.mbarrier_wait(self.barriers.o_full, (tiles - 1) & 1)
             tensor_memory.after_sync()
             self.store(work)
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
-    def weigh(self, work, tile, count, adds):
+    def online_softmax(self, work, tile, count, adds):
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
         place = stage_of(count, SCORES)
         cute.arch.mbarrier_wait(self.barriers.s_full + place, phase_of(count, SCORES))
@@ -329,18 +337,18 @@ class PairWeigher:
         tensor_memory.load(self.base, place * self.keys, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
-        self.rows.bend(scores, work, tile)
-        if tile >= work.whole_end or tile < work.whole_begin:
+        self.rows.score_mod(scores, work, tile)
+        if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.mask(scores, work, tile)
-        self.softmax.weigh_half(self.S, self.shrink, place)
+        self.softmax.weigh_half(self.S, self.acc_scale, place)
         self.P.store(self.S.load().to(self.kernel.dtype).reshape(self.P.shape))
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
         cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
         tensor_memory.after_sync()
-        if cute.arch.vote_any_sync(adds and self.row < work.rows and self.shrink[0] != 1.0):
+        if cute.arch.vote_any_sync(adds and self.row < work.num_rows and self.acc_scale[0] != 1.0):
             for first in cutlass.range(0, self.kernel.dims_v // PAIR, PIECE, unroll=1):
-                held = self.sums(first, self.shrink[0])
+                held = self.sums(first, self.acc_scale[0])
                 tensor_memory.store(held, self.base, sums_at(self.kernel) + first, self.thread)
             cute.arch.fence_view_async_tmem_store()
         for i in cutlass.range_constexpr(self.keys // VECTOR):
@@ -357,12 +365,12 @@ class PairWeigher:
         """Zero the values behind the last key, and those below the windows of all rows: a weight of 0 does not take
         away a NaN. Scores are told of when they are there.
         """
-        kept = work.keys - tile * self.kernel.tile_n
+        kept = work.seqlen_k - tile * self.kernel.tile_n
         below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
         if kept < self.kernel.tile_n or below > 0:
             values = self.sV[None, None, stage_of(count, self.config.stages)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
-            if cutlass.const_expr(self.key.left):
+            if cutlass.const_expr(self.key.has_window_left):
                 clear_rows(values, 0, below, self.thread, WARPGROUP)
 
     @cute.jit
@@ -378,41 +386,41 @@ class PairWeigher:
     @cute.jit
     def store(self, work):
         """Out of registers: a thread has half of a row."""
-        total = self.softmax.total[0]
-        total += self.softmax.other(total, TOTALS)
-        top = self.softmax.top[0] * self.softmax.factor
+        row_sum = self.softmax.row_sum[0]
+        row_sum += self.softmax.other(row_sum, TOTALS)
+        row_max = self.softmax.row_max[0] * self.softmax.factor
         if cutlass.const_expr(self.key.split):
-            if work.slot != WHOLE:
-                self.store_partial(work, top, total)
+            if work.partial_idx != NOT_SPLIT:
+                self.store_partial(work, row_max, row_sum)
             else:
-                self.store_whole(work, top, total)
+                self.store_whole(work, row_max, row_sum)
         else:
-            self.store_whole(work, top, total)
+            self.store_whole(work, row_max, row_sum)
 
     @cute.jit
-    def store_partial(self, work, top, total):
+    def store_partial(self, work, row_max, row_sum):
         """Sums as they are, in float32; the merge kernel does the rest."""
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(rows, columns)
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(rows, columns)
         for first in cutlass.range(0, columns // PAIR, PIECE, unroll=1):
             held = self.sums(first, 1.0)
-            if self.row < work.rows:
+            if self.row < work.num_rows:
                 for i in cutlass.range_constexpr(0, PIECE, 4):
                     part = cute.make_tensor(held.iterator + i, cute.make_layout(4))
                     store_vector(part, partial, self.row * columns + self.half * (columns // PAIR) + first + i)
-        if self.row < work.rows and self.half == 0:
+        if self.row < work.num_rows and self.half == 0:
             place = partial + rows * columns + self.row
-            cute.make_tensor(place, cute.make_layout(1))[0] = top
-            cute.make_tensor(place + rows, cute.make_layout(1))[0] = total
+            cute.make_tensor(place, cute.make_layout(1))[0] = row_max
+            cute.make_tensor(place + rows, cute.make_layout(1))[0] = row_sum
 
     @cute.jit
-    def store_whole(self, work, top, total):
+    def store_whole(self, work, row_max, row_sum):
         columns = cutlass.const_expr(self.kernel.dims_v)
-        token, head = work.query + self.row // self.key.pack, self.rows.head(work, 0)
-        factor, lse = normalized(top, total, self.rows.sink(work, 0), self.rows.v_scale(work))
+        token, head = work.q_offset + self.row // self.key.pack_gqa, self.rows.head(work, 0)
+        factor, lse = normalized(row_max, row_sum, self.rows.sink(work, 0), self.rows.v_scale(work))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
-            if self.row < work.rows and self.half == 0:
+            if self.row < work.num_rows and self.half == 0:
                 to[token, head] = lse
         start = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + self.half * (columns // PAIR)
         narrow = cute.make_rmem_tensor((VECTOR, PIECE // VECTOR), self.kernel.dtype)
@@ -420,7 +428,7 @@ class PairWeigher:
             held = self.sums(first, factor)
             for j in cutlass.range_constexpr(PIECE):
                 narrow[j] = held[j].to(self.kernel.dtype)
-            if self.row < work.rows:
+            if self.row < work.num_rows:
                 for i in cutlass.range_constexpr(PIECE // VECTOR):
                     store_vector(narrow[None, i], self.out.iterator, start + first + i * VECTOR)
 
@@ -430,20 +438,20 @@ def sums_at(kernel) -> int:
     return SCORES * kernel.tile_n // PAIR
 
 
-class LatentPair(LatentForward):
+class TwoCtaMlaForward(MlaForward):
     """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
 
     group = tcgen05.CtaGroup.TWO
 
     @property
-    def blocks(self) -> int:
+    def num_ctas(self) -> int:
         """Of a block's value columns, those of one product."""
         return self.dims_v // PAIR // BLOCK
 
     def products(self):
         return (
-            self.product(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
-            self.product(OperandMajorMode.K, OperandMajorMode.MN, (PAIR * ROWS, PAIR * BLOCK)),
+            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
+            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.MN, (PAIR * ROWS, PAIR * BLOCK)),
         )
 
     def load_ops(self):
@@ -459,8 +467,8 @@ class LatentPair(LatentForward):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         v_load: cute.CopyAtom,
         mV: cute.Tensor,
         r_load: cute.CopyAtom,
@@ -473,9 +481,9 @@ class LatentPair(LatentForward):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config = self.config
         if cutlass.const_expr(self.key.split):
@@ -489,14 +497,14 @@ class LatentPair(LatentForward):
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, v_layout, p_layout)
         )
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(
             cutlass.Float32, cute.make_layout((WARPGROUP, PAIR_STATISTICS)), byte_alignment=16
         )
         place = allocator.allocate_array(cutlass.Int32, 1)
-        keys, values = PARTS * config.stages, self.blocks * config.stages
+        keys, values = PARTS * config.stages, self.num_ctas * config.stages
         sizes = [1] * 2 + [keys] * 2 + [values] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
-        barriers = PairBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        barriers = TwoCtaBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         rank = cute.arch.block_idx_in_cluster()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -521,15 +529,19 @@ class LatentPair(LatentForward):
         base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
         self.meet()
 
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < group:
-            PairWeigher(self, mailbox, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring).run()
+            TwoCtaMlaSoftmaxWarps(
+                self, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+            ).run()
         if warp == MULTIPLY and rank == 0:
-            PairMultiplier(self, mailbox, product, weighing, barriers, base, sQ, sK, sV, sP).run()
+            TwoCtaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
-            PairLoader(self, mailbox, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank).run()
+            TwoCtaLoadWarp(
+                self, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank
+            ).run()
         if warp == SCHEDULE:
-            self.schedule(mailbox, requests, ledger).run()
+            self.schedule(work_pipeline, requests, scheduler_workspace).run()
         # A block's memory and barriers are there until the other has done with them.
         self.meet()
         if warp == MULTIPLY:

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.cute.scheduler.work_tile import cuts_first_tile
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR, ROWS
-from dsl_backend.attention.cute.sm100.dense_mma import Multiplier, sums_at
+from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp, sums_at
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tensor_product import TensorProduct
@@ -20,38 +20,38 @@ from dsl_backend.primitives.tensor_product import TensorProduct
 BOTH = 0b11  # blocks, as a mask
 
 
-class PairMultiplier(Multiplier):
+class TwoCtaMmaWarp(MmaWarp):
     """Scores S = Q K^T and sums O += P V of both blocks."""
 
-    def __init__(self, kernel, mailbox, product, weighing, barriers, base, sQ, places):
-        self.kernel, self.config, self.mailbox, self.barriers = kernel, kernel.config, mailbox, barriers
+    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places):
+        self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, self.base = places, base
         pair = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
-        self.product = TensorProduct(columns=kernel.tile_n, **pair)
-        self.weighing = TensorProduct(columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True, **pair)
+        self.tiled_mma_qk = TensorProduct(columns=kernel.tile_n, **pair)
+        self.tiled_mma_pv = TensorProduct(columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True, **pair)
         (sK,) = places.keys
-        self.fQ = product.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
-        self.fK = product.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
+        self.fQ = tiled_mma_qk.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
+        self.fK = tiled_mma_qk.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
         sVt = cute.make_tensor(places.values.iterator, cute.select(places.values.layout, mode=[1, 0, 2]))
-        self.fV = weighing.make_fragment_B(cute.tiled_divide(sVt, (kernel.own_v, 16)))
-        weighs = weighing.get_slice(0)
-        self.weights = weighing.make_fragment_A(weighs.partition_shape_A((PAIR * ROWS, kernel.tile_n))).layout
+        self.fV = tiled_mma_pv.make_fragment_B(cute.tiled_divide(sVt, (kernel.own_v, 16)))
+        weighs = tiled_mma_pv.get_slice(0)
+        self.probs = tiled_mma_pv.make_fragment_A(weighs.partition_shape_A((PAIR * ROWS, kernel.tile_n))).layout
 
     @cute.jit
     def run(self):
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             stage = stage_of(items, self.config.query_stages)
             cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-            count = work.end - work.begin
+            count = work.n_block_max - work.n_block_min
             self.wait_keys(tiles)
             self.issue_scores(stage, tiles)
-            if work.keys < work.end * self.kernel.tile_n:
+            if work.seqlen_k < work.n_block_max * self.kernel.tile_n:
                 # Who is told of these scores clears values behind the last key.
                 self.wait_values(tiles)
-            if cutlass.const_expr(self.kernel.key.left):
+            if cutlass.const_expr(self.kernel.key.has_window_left):
                 if count == 1 and cuts_first_tile(work):
                     self.wait_values(tiles)
             self.commit(self.barriers.s_full + stage_of(tiles, PAIR))
@@ -64,13 +64,13 @@ class PairMultiplier(Multiplier):
                 self.issue_sums(tile, True)
             tiles += count
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
     def go_on(self, work, stage, tile, last):
         self.wait_keys(tile)
-        if cutlass.const_expr(self.kernel.key.left):
+        if cutlass.const_expr(self.kernel.key.has_window_left):
             if last and cuts_first_tile(work):
                 # Who is told of these scores clears values below the window.
                 self.wait_values(tile)
@@ -82,7 +82,7 @@ class PairMultiplier(Multiplier):
         place, at = stage_of(tile, PAIR), stage_of(tile, self.config.stages)
         queries, keys = self.fQ[None, None, None, stage], self.fK[None, None, None, at]
         then = [*then, self.barriers.k_empty + at]
-        self.product.issue(self.base + place * self.kernel.tile_n, queries, [keys], False, everywhere=then)
+        self.tiled_mma_qk.issue(self.base + place * self.kernel.tile_n, queries, [keys], False, everywhere=then)
 
     @cute.jit
     def issue_sums(self, tile, adds: cutlass.Constexpr[bool]):
@@ -91,9 +91,9 @@ class PairMultiplier(Multiplier):
         cute.arch.mbarrier_wait(self.barriers.p_full + place, phase_of(tile, PAIR))
         tensor_memory.after_sync()
         there = cute.recast_ptr(self.base + place * self.kernel.tile_n, dtype=self.kernel.dtype)
-        weights, values = cute.make_tensor(there, self.weights), self.fV[None, None, None, at]
+        probs, values = cute.make_tensor(there, self.probs), self.fV[None, None, None, at]
         sums = self.base + sums_at(self.kernel, 0)
-        self.weighing.issue(sums, weights, [values], adds, everywhere=[self.barriers.v_empty + at])
+        self.tiled_mma_pv.issue(sums, probs, [values], adds, everywhere=[self.barriers.v_empty + at])
 
     @cute.jit
     def commit(self, barrier):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import ClaimedTiles, work_of
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, no_work
+from dsl_backend.attention.cute.scheduler.tile_scheduler import DynamicPersistentTileScheduler, work_tile_of
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, no_work_tile
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.primitives.copy import send_word
 
@@ -33,28 +33,28 @@ class Claims(NamedTuple):
         return Claims(word, *(allocator.allocate_array(cutlass.Int64, 1) for _ in range(2)))
 
 
-class PairTiles(ClaimedTiles):
+class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
     """Those of ClaimedTiles, the same ones for both blocks: each has half of a tile's rows, which may be nobody's."""
 
-    def __init__(self, key, mailbox, tokens_per_tile: int, tile_n: int, requests, counters, claims: Claims, rank):
-        super().__init__(key, mailbox, tokens_per_tile, tile_n, requests, counters)
+    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests, counters, claims: Claims, rank):
+        super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests, counters)
         self.told_of, self.rank = claims, rank
 
     @cute.jit
     def run(self):
         pairs = cutlass.Int32(cute.arch.grid_dim()[0]) // PAIR
         place = cutlass.Int32(cute.arch.block_idx()[0]) // PAIR
-        _, posted, _ = self.post_from(place, cutlass.Int32(0), 0, cute.arch.lane_idx(), pairs)
-        self.mailbox.post(posted, no_work())
+        _, posted, _ = self.produce_from(place, cutlass.Int32(0), 0, cute.arch.lane_idx(), pairs)
+        self.work_pipeline.produce(posted, no_work_tile())
         if self.rank == 0:
             self.leave(pairs)
 
     @cute.jit
-    def next_place(self, had, blocks):
+    def next_place(self, had, num_ctas):
         word, told, heard = self.told_of
         place, phase = cutlass.Int32(0), (had - 1) & 1
         if self.rank == 0:
-            place = self.claim() + blocks
+            place = self.claim() + num_ctas
             self.wait_heard(phase)
             if cute.arch.lane_idx() == 0:
                 send_word(place, word, told, 1)
@@ -74,24 +74,24 @@ class PairTiles(ClaimedTiles):
         cute.arch.mbarrier_wait(self.told_of.heard, phase ^ 1)
 
     @cute.jit
-    def tile(self, request, first, queries, keys, unit, row, right):
+    def tile(self, request, first, seqlen_q, seqlen_k, head_block, row, window_size_right):
         """The block's rows of a tile, against the key tiles that any row of the pair sees."""
-        begin, end = self.range_of(queries, keys, row, right)
+        n_block_min, n_block_max = self.range_of(seqlen_q, seqlen_k, row, window_size_right)
         tokens = cutlass.const_expr(self.tokens_per_tile // PAIR)
         row += self.rank * tokens
-        rows = cutlass.max(cutlass.min(queries - row, tokens), 0) * self.key.pack
-        return work_of(
+        rows = cutlass.max(cutlass.min(seqlen_q - row, tokens), 0) * self.key.pack_gqa
+        return work_tile_of(
             self.key,
             self.requests,
             self.tile_n,
             request,
             first + row,
             rows,
-            unit,
-            keys - queries + row,
-            keys,
-            begin,
-            end,
-            right,
-            cutlass.Int32(WHOLE),
+            head_block,
+            seqlen_k - seqlen_q + row,
+            seqlen_k,
+            n_block_min,
+            n_block_max,
+            window_size_right,
+            cutlass.Int32(NOT_SPLIT),
         )

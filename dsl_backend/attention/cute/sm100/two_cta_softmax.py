@@ -4,13 +4,13 @@
 from cutlass import cute
 
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
-from dsl_backend.attention.cute.sm100.dense_softmax import TOP, Softmax
+from dsl_backend.attention.cute.sm100.dense_softmax import TOP, SoftmaxWarps
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 END = PAIR  # of l_full: the message of an item's end
 
 
-class PairSoftmax(Softmax):
+class TwoCtaSoftmaxWarps(SoftmaxWarps):
     """A thread's row of the block."""
 
     def turn(self, count):
@@ -24,6 +24,6 @@ class PairSoftmax(Softmax):
     def tell_end(self, tiles):
         # It has read what it was told of the item before.
         place = self.statistics
-        place[self.thread, TOP, 0] = self.total[0]
-        place[self.thread, TOP, 1] = self.top[0] * self.scores.factor
+        place[self.thread, TOP, 0] = self.row_sum[0]
+        place[self.thread, TOP, 1] = self.row_max[0] * self.scores.factor
         cute.arch.mbarrier_arrive(self.barriers.l_full + END)

@@ -4,32 +4,32 @@
 from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
 from dsl_backend.attention.cute.sm90.dense_configs import (
     LONG_QUERY,
-    ForwardConfig,
+    DenseConfig,
     default_config,
     default_split_config,
     long_query_config,
-    split_tiles,
+    tiles_per_split,
 )
-from dsl_backend.attention.cute.sm90.dense_kernel import Forward, ForwardKey
+from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.spec import Batch
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
-def build(key: ForwardKey, target: Target) -> Function:
+def build(key: DenseKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
-    return compile_kernel(Forward(key), fake_args(key, *rows_of(key)), key=key, target=target)
+    return compile_kernel(DenseForward(key), fake_args(key, *rows_of(key)), key=key, target=target)
 
 
 class Dense(DenseKernel):
     """See forward.py."""
 
     build = staticmethod(build)
-    key_type = ForwardKey
+    key_type = DenseKey
 
     @property
-    def split_tiles(self) -> int:
-        return split_tiles(self.spec, self.config.tile_n) if self.spec.batch_invariant else 0
+    def tiles_per_split(self) -> int:
+        return tiles_per_split(self.spec, self.config.tile_n) if self.spec.batch_invariant else 0
 
 
 class Prefill(Dense):
@@ -37,11 +37,11 @@ class Prefill(Dense):
 
     default = staticmethod(default_config)
 
-    def other_config(self) -> ForwardConfig | None:
+    def other_config(self) -> DenseConfig | None:
         return long_query_config(self.spec)
 
-    def is_for_other(self, batch: Batch, longest: int) -> bool:
-        return longest >= LONG_QUERY
+    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
+        return max_seqlen_q >= LONG_QUERY
 
 
 class SplitKV(Dense):

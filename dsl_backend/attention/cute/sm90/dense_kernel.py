@@ -14,15 +14,15 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.combine import Merge, folding_size, partial_size
-from dsl_backend.attention.cute.dequant import Widener, rings_of_loader
-from dsl_backend.attention.cute.loader.dense import Loader, RolledLoader
+from dsl_backend.attention.cute.combine import SplitKVCombine, folding_size, partial_size
+from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
+from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_configs import ForwardConfig
-from dsl_backend.attention.cute.sm90.dense_mma import Multiplier
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
+from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 
 LOAD_WARP, SCHEDULE_WARP = 0, 1
@@ -32,10 +32,10 @@ MOST_BOXES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardKey(LayerKey):
+class DenseKey(LayerKey):
     """All that the kernel's code depends on."""
 
-    config: ForwardConfig
+    config: DenseConfig
 
 
 class Barriers(NamedTuple):
@@ -56,10 +56,10 @@ class Barriers(NamedTuple):
     v_taken: cute.Pointer | None = None
 
 
-class Forward(TiledKernel):
+class DenseForward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
-    def __init__(self, key: ForwardKey):
+    def __init__(self, key: DenseKey):
         self.most_boxes = MOST_BOXES if key.split else 1
         super().__init__(key, key.config)
         self.most_registers, self.least_registers, self.widening_registers = self.config.registers
@@ -72,29 +72,29 @@ class Forward(TiledKernel):
         values: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        table: cute.Tensor | None,
-        packed_starts: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
-        slopes: cute.Tensor | None,
+        alibi_slopes: cute.Tensor | None,
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
-        left: cutlass.Int32,
-        right: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
-        blocks: cutlass.Int32,
+        window_size_left: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
+        num_ctas: cutlass.Int32,
         rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        product = hopper_helpers.make_trivial_tiled_mma(
+        tiled_mma_qk = hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
@@ -103,7 +103,7 @@ class Forward(TiledKernel):
             (config.groups, 1, 1),
             (64, self.tile_n),
         )
-        weighing = hopper_helpers.make_trivial_tiled_mma(
+        tiled_mma_pv = hopper_helpers.make_trivial_tiled_mma(
             self.dtype_v,
             self.dtype_v,
             OperandMajorMode.K,
@@ -117,11 +117,22 @@ class Forward(TiledKernel):
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
-        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
+        requests = Requests(
+            cu_seqlens_q,
+            seqused_k,
+            page_table,
+            cu_seqlens_k,
+            causal,
+            window_size_left,
+            window_size_right,
+            min_seqlen_q,
+            max_seqlen_q,
+            rows,
+        )
+        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
         self.kernel(
-            product,
-            weighing,
+            tiled_mma_qk,
+            tiled_mma_pv,
             q_load,
             mQ,
             k_load,
@@ -134,28 +145,30 @@ class Forward(TiledKernel):
             out,
             lse,
             partials,
-            ledger,
+            scheduler_workspace,
             requests,
             scoring,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=config.resident,
+            min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            tile_tokens = self.tokens_per_tile if key.split_tiles else None
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, tile_tokens, config.resident)
-            if cutlass.const_expr(key.split_tiles):
-                partials, _ = self.slots(partials, blocks, rows)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            tile_tokens = self.tokens_per_tile if key.tiles_per_split else None
+            merge = SplitKVCombine(
+                key, self.tile_n, config.min_split_tiles, self.dims_v, tile_tokens, config.ctas_per_sm
+            )
+            if cutlass.const_expr(key.tiles_per_split):
+                partials, _ = self.slots(partials, num_ctas, rows)
+            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
 
     @cute.jit
-    def slots(self, partials: cute.Tensor, blocks, rows):
+    def slots(self, partials: cute.Tensor, num_ctas, rows):
         """Partial results of splits, which lie behind what blocks fold, and how many there is room for."""
-        folding = blocks * folding_size(self.tile_m, self.dims_v)
+        folding = num_ctas * folding_size(self.tile_m, self.dims_v)
         room = cute.size(partials) - folding
         behind = cute.make_tensor(partials.iterator + folding, cute.make_layout(room))
         return behind, room // partial_size(rows, self.dims_v)
@@ -163,8 +176,8 @@ class Forward(TiledKernel):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         q_load: cute.CopyAtom,
         mQ: cute.Tensor,
         k_load: cute.CopyAtom,
@@ -177,9 +190,9 @@ class Forward(TiledKernel):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
@@ -188,13 +201,13 @@ class Forward(TiledKernel):
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         loaded_k, loaded_v = self.loaded(allocator, sK, sV)
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
         warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.kv.fp8 else 0
         sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2
         counts = [1, warps, *[widening or 1, warps] * 2, 1, warps + widening + 1]
         if cutlass.const_expr(self.key.kv.fp8):
-            sizes, counts = sizes + [config.staging] * 4, counts + [1, widening] * 2
+            sizes, counts = sizes + [config.dequant_stages] * 4, counts + [1, widening] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         thread = cute.arch.thread_idx()[0]
@@ -212,29 +225,31 @@ class Forward(TiledKernel):
         if cutlass.const_expr(self.key.split):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
                 rings = rings_of_loader(barriers)
-                loader = RolledLoader if self.dims > 256 else Loader
-                loader(self, mailbox, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests).run()
+                loader = RolledLoadWarp if self.dims > 256 else LoadWarp
+                loader(
+                    self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
+                ).run()
             if warp == SCHEDULE_WARP:
                 slots = None
-                if cutlass.const_expr(self.key.split and self.key.split_tiles):
+                if cutlass.const_expr(self.key.split and self.key.tiles_per_split):
                     _, slots = self.slots(partials, cute.arch.grid_dim()[0], requests.rows)
-                self.schedule(mailbox, requests, ledger, slots).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace, slots).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)
-                Widener(self, mailbox, barriers, loaded_k, sK, loaded_v, sV).run()
+                DequantWarps(self, work_pipeline, barriers, loaded_k, sK, loaded_v, sV).run()
         else:
             cute.arch.setmaxregister_increase(self.most_registers)
-            Multiplier(
+            MmaConsumer(
                 self,
-                mailbox,
-                product,
-                weighing,
+                work_pipeline,
+                tiled_mma_qk,
+                tiled_mma_pv,
                 barriers,
                 sQ,
                 sK,

@@ -10,11 +10,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.combine import folded, folding_size, partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row, store_row
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE, lse_rows
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row, store_row
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import ROWS
-from dsl_backend.attention.cute.sm90.speculative_softmax import GuessingSoftmax
+from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
@@ -28,15 +28,15 @@ TURN, ALL_MATH = 1, 4
 SLACK = 8.0
 
 
-class Multiplier:
+class MmaConsumer:
     """A math thread's registers and what it does with an item."""
 
     def __init__(
         self,
         kernel,
-        mailbox,
-        product,
-        weighing,
+        work_pipeline,
+        tiled_mma_qk,
+        tiled_mma_pv,
         barriers,
         sQ,
         sK,
@@ -49,9 +49,9 @@ class Multiplier:
         thread,
     ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers = mailbox, barriers
-        self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
-        self.adding_weighing = accumulating(weighing, True)
+        self.work_pipeline, self.barriers = work_pipeline, barriers
+        self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
+        self.adding_weighing = accumulating(tiled_mma_pv, True)
         self.sQ, self.sV, self.out, self.lse, self.partials = sQ, sV, out, lse, partials
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -59,20 +59,22 @@ class Multiplier:
         # Where the accumulators' elements are (PTX ISA, wgmma .m64nNk16, matrix D).
         self.row = self.group * ROWS + thread % WARPGROUP // 32 * 16 + lane // QUAD
         self.column = lane % QUAD * 2
-        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        mine = product.get_slice(thread)
-        weighs = weighing.get_slice(thread)
-        self.fQ = product.make_fragment_A(mine.partition_A(sQ))
-        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        mine = tiled_mma_qk.get_slice(thread)
+        weighs = tiled_mma_pv.get_slice(thread)
+        self.fQ = tiled_mma_qk.make_fragment_A(mine.partition_A(sQ))
+        self.fK = tiled_mma_qk.make_fragment_B(mine.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
+        self.fV = tiled_mma_pv.make_fragment_B(weighs.partition_B(sVt))
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32)
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((kernel.tile_m, kernel.tile_n)), kernel.dtype_v)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         # Weights on their way to P, while products read it.
-        self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.guesses else None
-        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK, in_order=kernel.key.split_tiles > 0)
+        self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.speculative_max else None
+        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.softmax = SpeculativeSoftmax(
+            THREAD_ROWS, QUAD, self.rows.scores, SLACK, in_order=kernel.key.tiles_per_split > 0
+        )
         # Of a split that is complete, or of all that were folded: each row's largest base-2 score, and its total.
         self.ended_top = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         self.ended_total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
@@ -80,7 +82,7 @@ class Multiplier:
     @cute.jit
     def run(self):
         groups = cutlass.const_expr(self.config.groups)
-        if cutlass.const_expr(self.config.take_turns):
+        if cutlass.const_expr(self.config.ping_pong):
             if self.group == groups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
         stages = cutlass.const_expr(self.config.query_stages)
@@ -97,14 +99,14 @@ class Multiplier:
             else:
                 self.publish()
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             tiles = self.attend(work, items, tiles)
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
-        if cutlass.const_expr(self.config.take_turns):
+        if cutlass.const_expr(self.config.ping_pong):
             # Takes what the last turn left.
             if self.group == 0:
                 cute.arch.barrier(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
@@ -117,20 +119,20 @@ class Multiplier:
         self.O.fill(0.0)
         self.rows.start(work)
         cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-        last = work.end - 1
+        last = work.n_block_max - 1
         self.first(work, last, stage, tiles)
         tiles += 1
-        whole_end = cutlass.min(work.whole_end, last)
-        for step in cutlass.range(last - whole_end, unroll=1):
+        n_block_full_max = cutlass.min(work.n_block_full_max, last)
+        for step in cutlass.range(last - n_block_full_max, unroll=1):
             self.next(work, last - 1 - step, stage, tiles, True)
             tiles += 1
-        whole_begin = cutlass.min(work.whole_begin, whole_end)
-        for step in cutlass.range(whole_end - whole_begin, unroll=1):
-            self.next(work, whole_end - 1 - step, stage, tiles, False)
+        n_block_full_min = cutlass.min(work.n_block_full_min, n_block_full_max)
+        for step in cutlass.range(n_block_full_max - n_block_full_min, unroll=1):
+            self.next(work, n_block_full_max - 1 - step, stage, tiles, False)
             tiles += 1
-        if cutlass.const_expr(self.key.left):
-            for step in cutlass.range(whole_begin - work.begin, unroll=1):
-                self.next(work, whole_begin - 1 - step, stage, tiles, True)
+        if cutlass.const_expr(self.key.has_window_left):
+            for step in cutlass.range(n_block_full_min - work.n_block_min, unroll=1):
+                self.next(work, n_block_full_min - 1 - step, stage, tiles, True)
                 tiles += 1
         # The queries were multiplied with the last keys.
         self.give_back(stage)
@@ -147,8 +149,8 @@ class Multiplier:
         cute.arch.mbarrier_wait(self.barriers.k_full + buffer, phase_of(count, self.config.stages))
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.fQ, mode=[2])):
-            product = self.adding_product if cutlass.const_expr(k > 0) else self.product
-            cute.gemm(product, self.S, self.fQ[None, None, k, stage], self.fK[None, None, k, buffer], self.S)
+            tiled_mma_qk = self.adding_product if cutlass.const_expr(k > 0) else self.tiled_mma_qk
+            cute.gemm(tiled_mma_qk, self.S, self.fQ[None, None, k, stage], self.fK[None, None, k, buffer], self.S)
         warpgroup.commit_group()
 
     @cute.jit
@@ -170,12 +172,12 @@ class Multiplier:
 
     @cute.jit
     def take_turn(self):
-        if cutlass.const_expr(self.config.take_turns):
+        if cutlass.const_expr(self.config.ping_pong):
             cute.arch.barrier(barrier_id=TURN + self.group, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def give_turn(self):
-        if cutlass.const_expr(self.config.take_turns):
+        if cutlass.const_expr(self.config.ping_pong):
             other = (self.group + 1) % self.config.groups
             cute.arch.barrier_arrive(barrier_id=TURN + other, number_of_threads=2 * WARPGROUP)
 
@@ -191,7 +193,7 @@ class Multiplier:
         settle(self.S)
         self.release(self.barriers.k_empty, count)
         self.clear_past(work, tile, count)
-        self.weigh(work, tile, True)
+        self.online_softmax(work, tile, True)
         narrow(self.S, self.P)
 
     @cute.jit
@@ -205,30 +207,32 @@ class Multiplier:
         settle(self.S)
         self.release(self.barriers.k_empty, count)
         known, begins = None, False
-        if cutlass.const_expr(self.key.split_tiles):
-            begins = (tile + 1) % self.key.split_tiles == 0
+        if cutlass.const_expr(self.key.tiles_per_split):
+            begins = (tile + 1) % self.key.tiles_per_split == 0
             if begins:
                 self.end_split()
-            known = (tile + 1) % self.key.split_tiles != 0
-        if cutlass.const_expr(self.config.guesses):
-            self.softmax.weigh_by_guess(self.scores(work, tile, masked), self.S, self.guessed, self.shrink, known)
+            known = (tile + 1) % self.key.tiles_per_split != 0
+        if cutlass.const_expr(self.config.speculative_max):
+            self.softmax.online_softmax_speculative(
+                self.scores(work, tile, masked), self.S, self.guessed, self.acc_scale, known
+            )
         else:
-            self.weigh(work, tile, masked)
+            self.online_softmax(work, tile, masked)
         self.end_sums(count)
-        if cutlass.const_expr(not self.key.split_tiles):
-            shrink_rows(self.O, self.shrink)
-        if cutlass.const_expr(self.config.guesses):
+        if cutlass.const_expr(not self.key.tiles_per_split):
+            shrink_rows(self.O, self.acc_scale)
+        if cutlass.const_expr(self.config.speculative_max):
             take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
         else:
             narrow(self.S, self.P)
-        if cutlass.const_expr(self.key.split_tiles):
+        if cutlass.const_expr(self.key.tiles_per_split):
             if begins:
                 # Behind the weights' rounding, which leaves registers for what is read.
                 self.fold(work, tile + 1)
                 self.keep_folded()
                 self.O.fill(0.0)
             else:
-                shrink_rows(self.O, self.shrink)
+                shrink_rows(self.O, self.acc_scale)
 
     # ------------------------------------------------------------------ splits
 
@@ -238,8 +242,8 @@ class Multiplier:
         self.softmax.merge_lanes()
         for row in cutlass.range_constexpr(THREAD_ROWS):
             # Settled: a product that is subtracted from would be rounded with the difference, once, and not here.
-            self.ended_top[row] = settled(self.softmax.top[row] * self.softmax.factor)
-            self.ended_total[row] = self.softmax.total[row]
+            self.ended_top[row] = settled(self.softmax.row_max[row] * self.softmax.factor)
+            self.ended_total[row] = self.softmax.row_sum[row]
         self.softmax.start()
 
     @cute.jit
@@ -249,8 +253,8 @@ class Multiplier:
         The splits of an item come from the last one to the first. Where their results are left to the merge kernel, it
         folds them in this order by these operations (`Merger.fold_row`).
         """
-        split_tiles = cutlass.const_expr(self.key.split_tiles)
-        if tile // split_tiles != (work.end - 1) // split_tiles:
+        tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
+        if tile // tiles_per_split != (work.n_block_max - 1) // tiles_per_split:
             self.join_folded()
 
     @cute.jit
@@ -260,9 +264,9 @@ class Multiplier:
         adds = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
         load_vector(self.partials.iterator, self.folding(cute.size(sums, mode=[1])), held)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            top, keeps[row], adds[row] = folded(held[row], self.ended_top[row])
-            total = fused(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
-            self.ended_top[row], self.ended_total[row] = top, total
+            row_max, keeps[row], adds[row] = folded(held[row], self.ended_top[row])
+            row_sum = fused(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
+            self.ended_top[row], self.ended_total[row] = row_max, row_sum
         for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
             load_vector(self.partials.iterator, self.folding(j), held)
             for row in cutlass.range_constexpr(THREAD_ROWS):
@@ -298,20 +302,20 @@ class Multiplier:
     @cute.jit
     def last(self, work, count):
         """The last tile's sums; count: tiles so far."""
-        if cutlass.const_expr(self.key.left):
+        if cutlass.const_expr(self.key.has_window_left):
             self.clear_below(work, count - 1)
         self.issue_sums(count - 1)
         self.end_sums(count)
 
     @cute.jit
-    def weigh(self, work, tile, masked: cutlass.Constexpr[bool]):
-        self.softmax.weigh(self.scores(work, tile, masked), self.shrink)
+    def online_softmax(self, work, tile, masked: cutlass.Constexpr[bool]):
+        self.softmax.online_softmax(self.scores(work, tile, masked), self.acc_scale)
 
     @cute.jit
     def scores(self, work, tile, masked: cutlass.Constexpr[bool]):
         """The products [row, column] as scores."""
         scores = by_row(self.S)
-        self.rows.bend(scores, work, tile)
+        self.rows.score_mod(scores, work, tile)
         if cutlass.const_expr(masked):
             self.rows.mask(scores, work, tile)
         return scores
@@ -319,7 +323,7 @@ class Multiplier:
     @cute.jit
     def clear_past(self, work, tile, count):
         """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
-        kept = work.keys - tile * self.kernel.tile_n
+        kept = work.seqlen_k - tile * self.kernel.tile_n
         if kept < self.kernel.tile_n:
             buffer = stage_of(count, self.config.stages)
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
@@ -334,7 +338,7 @@ class Multiplier:
         Only the tile that the window begins in has such values and is loaded: an item's first one in memory.
         """
         tile_n = cutlass.const_expr(self.kernel.tile_n)
-        below = cutlass.min(work.position - self.rows.requests.left - work.begin * tile_n, tile_n)
+        below = cutlass.min(work.q_position - self.rows.requests.window_size_left - work.n_block_min * tile_n, tile_n)
         if below > 0:
             buffer = stage_of(count, self.config.stages)
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))
@@ -358,13 +362,13 @@ class Multiplier:
 
     @cute.jit
     def store(self, work):
-        if cutlass.const_expr(self.key.split_tiles):
+        if cutlass.const_expr(self.key.tiles_per_split):
             self.end_split()
-            self.fold(work, work.begin)
+            self.fold(work, work.n_block_min)
         else:
             self.softmax.merge_lanes()
         if cutlass.const_expr(self.key.split):
-            if work.slot != WHOLE:
+            if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work)
             else:
                 self.store_whole(work)
@@ -374,53 +378,53 @@ class Multiplier:
     @cute.jit
     def statistics(self, row: cutlass.Constexpr[int]):
         """A row's largest base-2 score, and its total."""
-        top, total = self.ended_top[row], self.ended_total[row]
-        if cutlass.const_expr(not self.key.split_tiles):
-            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-        return top, total
+        row_max, row_sum = self.ended_top[row], self.ended_total[row]
+        if cutlass.const_expr(not self.key.tiles_per_split):
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
+        return row_max, row_sum
 
     @cute.jit
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
-        if cutlass.const_expr(self.key.split_tiles):
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
+        if cutlass.const_expr(self.key.tiles_per_split):
             partial += cute.arch.grid_dim()[0] * folding_size(self.kernel.tile_m, self.kernel.dims_v)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             m = self.row + 8 * row
-            if m < work.rows:
+            if m < work.num_rows:
                 for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
                     pair[0], pair[1] = sums[row, j], sums[row, j + 1]
                     store_vector(pair, partial, m * columns + self.column + j * 4)
                 if self.column == 0:
                     place = partial + held * columns + m
-                    top, total = self.statistics(row)
-                    cute.make_tensor(place, cute.make_layout(1))[0] = top
-                    cute.make_tensor(place + held, cute.make_layout(1))[0] = total
+                    row_max, row_sum = self.statistics(row)
+                    cute.make_tensor(place, cute.make_layout(1))[0] = row_max
+                    cute.make_tensor(place + held, cute.make_layout(1))[0] = row_sum
 
     @cute.jit
     def store_whole(self, work):
         """Divide, and send the rows out."""
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            top, total = self.statistics(row)
-            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
+            row_max, row_sum = self.statistics(row)
+            factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):
                 m, to = self.row + 8 * row, self.lse
                 if m < lse_rows(self.key, work) and self.column == 0:
-                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
+                    to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
             m = self.row + 8 * row
             columns, thread = cutlass.const_expr(self.key.columns), self.thread
-            store_row(sums, row, self.out, row_offset(self.out, work, self.key, m), thread, m < work.rows, columns)
+            store_row(sums, row, self.out, row_offset(self.out, work, self.key, m), thread, m < work.num_rows, columns)
 
 
-def accumulating(product: cute.TiledMma, adds: bool) -> cute.TiledMma:
+def accumulating(tiled_mma_qk: cute.TiledMma, adds: bool) -> cute.TiledMma:
     """A product that adds to its accumulator, or overwrites it. Set once: a change inside a loop would stay in it."""
-    changed = product.with_()
+    changed = tiled_mma_qk.with_()
     changed.set(warpgroup.Field.ACCUMULATE, adds)
     return changed
 
@@ -441,10 +445,10 @@ def take_words(source: cute.Tensor, to: cute.Tensor, zero: cutlass.Int32):
 
 
 @cute.jit
-def shrink_rows(accumulator: cute.Tensor, shrink: cute.Tensor):
+def shrink_rows(accumulator: cute.Tensor, acc_scale: cute.Tensor):
     """A thread's sums times its rows' factors, unless they are 1 throughout the warp."""
     sums = by_row(accumulator)
-    if cute.arch.vote_any_sync(shrink[0] != 1.0 or shrink[1] != 1.0):
+    if cute.arch.vote_any_sync(acc_scale[0] != 1.0 or acc_scale[1] != 1.0):
         for row in cutlass.range_constexpr(THREAD_ROWS):
             for j in cutlass.range(cute.size(sums, mode=[1]), unroll_full=True):
-                sums[row, j] *= shrink[row]
+                sums[row, j] *= acc_scale[row]

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.mla_configs import ROWS, LatentSizes, row_tiles
+from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
 from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import GUESSES_VARY
 from dsl_backend.attention.spec import AttentionSpec
@@ -21,7 +21,7 @@ OTHER_USES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig(LatentSizes):
+class MlaConfig(MlaTileConfig):
     """Tiles and buffers of the latent kernel.
 
     Attributes:
@@ -31,20 +31,20 @@ class LatentConfig(LatentSizes):
     """
 
     scores_first: bool = False
-    guesses: bool = False
+    speculative_max: bool = False
 
     @property
     def threads(self) -> int:
-        return (GROUPS + 1 + (self.staging > 0)) * WARPGROUP
+        return (GROUPS + 1 + (self.dequant_stages > 0)) * WARPGROUP
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread that multiplies, that loads or schedules, and that widens."""
-        return WIDENING_REGISTERS if self.staging else REGISTERS
+        return WIDENING_REGISTERS if self.dequant_stages else REGISTERS
 
     def columns(self, head_dim_v: int) -> int:
         """Value columns of a product: of those that a warpgroup has."""
-        return min(head_dim_v // GROUPS, WIDENING_COLUMNS if self.staging else COLUMNS)
+        return min(head_dim_v // GROUPS, WIDENING_COLUMNS if self.dequant_stages else COLUMNS)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         rows = ROWS * spec.head_dim + ROWS * self.tile_n
@@ -56,13 +56,13 @@ class LatentConfig(LatentSizes):
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_USES
-        reasons = [GUESSES_VARY] if self.guesses and spec.batch_invariant else []
+        reasons = [GUESSES_VARY] if self.speculative_max and spec.batch_invariant else []
         if held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most} for them")
         return reasons
 
 
-def default_latent_config(spec: AttentionSpec) -> LatentConfig:
+def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile.
 
     Scores first and guesses together are worth 5 % with 16 heads and many requests, 10 to 14 % with 128 heads. Several
@@ -72,18 +72,18 @@ def default_latent_config(spec: AttentionSpec) -> LatentConfig:
     Of fp8, a tile's bytes and two tiles of 16 bits must be there: of 576 elements, 64 keys take 108 KB of that with one
     tile in flight, and queries 72 KB.
     """
-    units = row_tiles(spec)
+    head_blocks = row_tiles(spec)
     stages = 2 if spec.head_dim > 320 else 4
-    cluster = 2 if units % 2 == 0 and spec.page_size is not None else 1
+    cluster = 2 if head_blocks % 2 == 0 and spec.page_size is not None else 1
     if spec.is_fp8_kv:
         tile_n = 32 if spec.head_dim > 320 else 64
-        return LatentConfig(tile_n=tile_n, stages=2, staging=4, scores_first=units > 1, cluster=cluster)
-    return LatentConfig(
+        return MlaConfig(tile_n=tile_n, stages=2, dequant_stages=4, scores_first=head_blocks > 1, cluster=cluster)
+    return MlaConfig(
         stages=stages,
         scores_first=True,
-        guesses=not spec.batch_invariant,
+        speculative_max=not spec.batch_invariant,
         cluster=cluster,
-        least_share=4 if units > 1 else 2,
+        min_split_tiles=4 if head_blocks > 1 else 2,
     )
 
 
@@ -91,19 +91,19 @@ TRIED_TILES = ((64, 2), (64, 4), (32, 4), (32, 8))  # keys, and stages
 TRIED_WIDENING = ((64, 2, 2), (64, 2, 4), (32, 2, 4), (32, 3, 2), (32, 2, 2), (48, 2, 2))  # and fp8 tiles in flight
 
 
-def latent_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[LatentConfig]:
+def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
     """Configurations worth a try that fit."""
     tiles = TRIED_WIDENING if spec.is_fp8_kv else [(*tile, 0) for tile in TRIED_TILES]
     shapes = itertools.product(tiles, (False, True), (False, True), (1, 2), (2, 4))
-    for (tile_n, stages, staging), first, guesses, cluster, least_share in shapes:
-        config = LatentConfig(
+    for (tile_n, stages, dequant_stages), first, speculative_max, cluster, min_split_tiles in shapes:
+        config = MlaConfig(
             tile_n=tile_n,
             stages=stages,
-            staging=staging,
+            dequant_stages=dequant_stages,
             scores_first=first,
-            guesses=guesses,
+            speculative_max=speculative_max,
             cluster=cluster,
-            least_share=least_share,
+            min_split_tiles=min_split_tiles,
         )
         if not config.objections(spec, smem_bytes):
             yield config

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.cute.host import LatentKernel, fake_args, latent_rows_of
-from dsl_backend.attention.cute.mla import LatentKey
-from dsl_backend.attention.cute.sm90.mla_configs import default_latent_config
-from dsl_backend.attention.cute.sm90.mla_kernel import LatentForward
+from dsl_backend.attention.cute.host import MlaKernel, fake_args, latent_rows_of
+from dsl_backend.attention.cute.mla import MlaKey
+from dsl_backend.attention.cute.sm90.mla_configs import default_mla_config
+from dsl_backend.attention.cute.sm90.mla_kernel import MlaForward
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
-def build(key: LatentKey, target: Target) -> Function:
+def build(key: MlaKey, target: Target) -> Function:
     """The compiled function: (q, q_rope, keys, *what LayerKernel.bind adds)."""
-    return compile_kernel(LatentForward(key), fake_args(key, *latent_rows_of(key)), key=key, target=target)
+    return compile_kernel(MlaForward(key), fake_args(key, *latent_rows_of(key)), key=key, target=target)
 
 
-class Latent(LatentKernel):
+class Mla(MlaKernel):
     """Absorbed MLA, row tile by row tile; see latent.py."""
 
     build = staticmethod(build)
-    default = staticmethod(default_latent_config)
+    default = staticmethod(default_mla_config)
 
 
-class LatentSplitKV(Latent):
+class MlaSplitKV(Mla):
     """The same where key ranges are cut into equal shares."""
 
     split = True

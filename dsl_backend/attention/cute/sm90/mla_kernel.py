@@ -14,17 +14,17 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.combine import Merge
+from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
-from dsl_backend.attention.cute.mla import MOST_BOXES, LatentLoader, LatentTiled, LatentWidener
+from dsl_backend.attention.cute.mla import MOST_BOXES, MlaDequantWarps, MlaLoadWarp, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, Mailbox
-from dsl_backend.attention.cute.score_mod import Scoring
+from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULE_WARP
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
-from dsl_backend.attention.cute.sm90.mla_mma import LatentMultiplier
+from dsl_backend.attention.cute.sm90.mla_mma import MlaMmaConsumer
 
 
 class Barriers(NamedTuple):
@@ -41,7 +41,7 @@ class Barriers(NamedTuple):
     k_taken: cute.Pointer | None = None
 
 
-class LatentForward(LatentTiled):
+class MlaForward(TiledMla):
     """out = softmax(q k^T) k[:, :head_dim_v] for the requests of a batch; see `api.run` for the operands."""
 
     most_boxes = MOST_BOXES
@@ -54,39 +54,50 @@ class LatentForward(LatentTiled):
         keys: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        table: cute.Tensor | None,
-        packed_starts: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
         causal: cute.Tensor | None,
         sinks: cute.Tensor | None,
-        slopes: cute.Tensor | None,
+        alibi_slopes: cute.Tensor | None,
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         scale: cutlass.Float32,
         softcap: cutlass.Float32,
-        left: cutlass.Int32,
-        right: cutlass.Int32,
-        shortest: cutlass.Int32,
-        longest: cutlass.Int32,
-        blocks: cutlass.Int32,
+        window_size_left: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+        min_seqlen_q: cutlass.Int32,
+        max_seqlen_q: cutlass.Int32,
+        num_ctas: cutlass.Int32,
         rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        product = self.product((1, 1, 1), self.tile_n, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
+        tiled_mma_qk = self.tiled_mma_qk((1, 1, 1), self.tile_n, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         halves, columns = (1, GROUPS, 1), config.columns(self.dims_v)
-        weighing = self.product(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        weighing_shared = self.product(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
+        tiled_mma_pv = self.tiled_mma_qk(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        weighing_shared = self.tiled_mma_qk(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
         q_layout, k_layout, p_layout = self.layouts()
         (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
-        requests = Requests(starts, lengths, table, packed_starts, causal, left, right, shortest, longest, rows)
-        scoring = Scoring(scale, softcap, sinks, slopes, k_scale, v_scale)
+        requests = Requests(
+            cu_seqlens_q,
+            seqused_k,
+            page_table,
+            cu_seqlens_k,
+            causal,
+            window_size_left,
+            window_size_right,
+            min_seqlen_q,
+            max_seqlen_q,
+            rows,
+        )
+        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
         self.kernel(
-            product,
-            weighing,
+            tiled_mma_qk,
+            tiled_mma_pv,
             weighing_shared,
             v_load,
             mV,
@@ -100,11 +111,11 @@ class LatentForward(LatentTiled):
             out,
             lse,
             partials,
-            ledger,
+            scheduler_workspace,
             requests,
             scoring,
         ).launch(
-            grid=(blocks, 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
@@ -112,10 +123,10 @@ class LatentForward(LatentTiled):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = Merge(key, self.tile_n, config.least_share, self.dims_v, self.tokens_per_tile)
-            merge(partials, ledger, requests, out, lse, scoring, blocks, stream)
+            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
 
-    def product(self, groups, columns, b_major, a_source):
+    def tiled_mma_qk(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, b_major, cutlass.Float32, groups, (ROWS, columns), a_source
         )
@@ -135,8 +146,8 @@ class LatentForward(LatentTiled):
     @cute.kernel
     def kernel(
         self,
-        product: cute.TiledMma,
-        weighing: cute.TiledMma,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
         weighing_shared: cute.TiledMma,
         v_load: cute.CopyAtom,
         mV: cute.Tensor,
@@ -150,9 +161,9 @@ class LatentForward(LatentTiled):
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
-        ledger: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
-        scoring: Scoring,
+        scoring: ScoreModArgs,
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
@@ -162,11 +173,11 @@ class LatentForward(LatentTiled):
         )
         sV, loaded = self.values(sK), self.loaded(allocator, sK)
         state = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
-        totals = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
-        items = allocator.allocate_tensor(cutlass.Int32, Mailbox.layout(), byte_alignment=64)
+        row_sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
+        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2
         if cutlass.const_expr(self.key.kv.fp8):
-            sizes += [PARTS * config.staging] * 2
+            sizes += [PARTS * config.dequant_stages] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         thread = cute.arch.thread_idx()[0]
@@ -192,26 +203,26 @@ class LatentForward(LatentTiled):
         if cutlass.const_expr(self.key.split):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
-        mailbox = Mailbox(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         math, other, widen = config.registers
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(other)
             if warp == LOAD_WARP:
                 rings = rings_of_loader(barriers)
-                LatentLoader(self, mailbox, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
+                MlaLoadWarp(self, work_pipeline, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
             if warp == SCHEDULE_WARP:
-                self.schedule(mailbox, requests, ledger).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(widen)
-                LatentWidener(self, mailbox, barriers, loaded, sK).run()
+                MlaDequantWarps(self, work_pipeline, barriers, loaded, sK).run()
         else:
             cute.arch.setmaxregister_increase(math)
-            LatentMultiplier(
+            MlaMmaConsumer(
                 self,
-                mailbox,
-                product,
-                weighing,
+                work_pipeline,
+                tiled_mma_qk,
+                tiled_mma_pv,
                 weighing_shared,
                 barriers,
                 sQ,
@@ -219,7 +230,7 @@ class LatentForward(LatentTiled):
                 sV,
                 sP,
                 state,
-                totals,
+                row_sums,
                 out,
                 lse,
                 partials,

@@ -13,13 +13,13 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, Rows, by_row, store_row
+from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row, store_row
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.scheduler.work_tile import WHOLE
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_mma import SLACK, accumulating, shrink_rows
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
-from dsl_backend.attention.cute.sm90.speculative_softmax import GuessingSoftmax
+from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import narrow, settle
@@ -30,15 +30,15 @@ READY, ALL_MATH, OWN_GROUP = 1, 3, 4
 MATH_THREADS = GROUPS * WARPGROUP
 
 
-class LatentMultiplier:
+class MlaMmaConsumer:
     """A math thread's registers and what it does with an item."""
 
     def __init__(
         self,
         kernel,
-        mailbox,
-        product,
-        weighing,
+        work_pipeline,
+        tiled_mma_qk,
+        tiled_mma_pv,
         weighing_shared,
         barriers,
         sQ,
@@ -46,7 +46,7 @@ class LatentMultiplier:
         sV,
         sP,
         state,
-        totals,
+        row_sums,
         out,
         lse,
         partials,
@@ -55,10 +55,10 @@ class LatentMultiplier:
         thread,
     ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.mailbox, self.barriers = mailbox, barriers
-        self.product, self.adding_product = accumulating(product, False), accumulating(product, True)
-        self.weighing, self.weighing_shared = accumulating(weighing, True), accumulating(weighing_shared, True)
-        self.sQ, self.sV, self.sP, self.state, self.totals = sQ, sV, sP, state, totals
+        self.work_pipeline, self.barriers = work_pipeline, barriers
+        self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
+        self.tiled_mma_pv, self.weighing_shared = accumulating(tiled_mma_pv, True), accumulating(weighing_shared, True)
+        self.sQ, self.sV, self.sP, self.state, self.row_sums = sQ, sV, sP, state, row_sums
         self.out, self.lse, self.partials = out, lse, partials
         self.thread = thread % WARPGROUP
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -66,19 +66,19 @@ class LatentMultiplier:
         # Where the accumulators' elements are (PTX ISA, wgmma .m64nNk16, matrix D).
         self.row = self.thread // 32 * 16 + lane // QUAD
         self.column = lane % QUAD * 2
-        self.rows = Rows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        mine, weighs = product.get_slice(self.thread), weighing.get_slice(thread)
+        self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        mine, weighs = tiled_mma_qk.get_slice(self.thread), tiled_mma_pv.get_slice(thread)
         weighs_shared = weighing_shared.get_slice(thread)
-        self.fQ = product.make_fragment_A(mine.partition_A(sQ))
-        self.fK = product.make_fragment_B(mine.partition_B(sK))
+        self.fQ = tiled_mma_qk.make_fragment_A(mine.partition_A(sQ))
+        self.fK = tiled_mma_qk.make_fragment_B(mine.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, kernel.by_group(cute.select(sV.layout, mode=[1, 0, 2])))
-        self.fV = weighing.make_fragment_B(weighs.partition_B(sVt))
+        self.fV = tiled_mma_pv.make_fragment_B(weighs.partition_B(sVt))
         self.fP = weighing_shared.make_fragment_A(weighs_shared.partition_A(sP))
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
-        self.shrink = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = GuessingSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
+        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.softmax = SpeculativeSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
 
     @cute.jit
     def run(self):
@@ -90,7 +90,7 @@ class LatentMultiplier:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.release(self.barriers.q_empty)
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.mailbox.read(items)
+        work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
             self.softmax.start()
@@ -103,20 +103,20 @@ class LatentMultiplier:
                 self.follow(work, tiles)
             self.merge_totals(items)
             self.store(work)
-            tiles += work.end - work.begin
+            tiles += work.n_block_max - work.n_block_min
             items += 1
-            work = self.mailbox.read(items)
+            work = self.work_pipeline.consume(items)
             valid = work.valid
 
     @cute.jit
     def lead(self, work, tiles):
         """The first warpgroup's item; tiles: those before it."""
-        count = work.end - work.begin
+        count = work.n_block_max - work.n_block_min
         for step in cutlass.range(0, count, 2, unroll=1):
             self.issue_scores(tiles + step)
             warpgroup.wait_group(0)
             self.scores_done(work, step, tiles + step)
-            self.weigh(work, step)
+            self.online_softmax(work, step)
             self.give(work, step, tiles + step)
             self.sums_done(tiles + step)
             if step + 1 < count:
@@ -127,7 +127,7 @@ class LatentMultiplier:
     @cute.jit
     def follow(self, work, tiles):
         """The second warpgroup's item."""
-        count = work.end - work.begin
+        count = work.n_block_max - work.n_block_min
         if count == 1:
             self.release(self.barriers.q_empty)
         for pair in cutlass.range(count // 2, unroll=1):
@@ -137,7 +137,7 @@ class LatentMultiplier:
                 self.take(work, step, tiles + step)
                 warpgroup.wait_group(1)
                 self.scores_done(work, step + 1, tiles + step + 1)
-                self.weigh(work, step + 1)
+                self.online_softmax(work, step + 1)
                 warpgroup.wait_group(0)
                 self.sums_done(tiles + step)
             else:
@@ -147,7 +147,7 @@ class LatentMultiplier:
                 self.issue_scores(tiles + step + 1)
                 warpgroup.wait_group(0)
                 self.scores_done(work, step + 1, tiles + step + 1)
-                self.weigh(work, step + 1)
+                self.online_softmax(work, step + 1)
             self.give(work, step + 1, tiles + step + 1)
             self.sums_done(tiles + step + 1)
         if count % 2 == 1:
@@ -178,15 +178,15 @@ class LatentMultiplier:
     @cute.jit
     def multiply_chunk(self, chunk, buffer, first: cutlass.Constexpr[bool]):
         for block in cutlass.range_constexpr(self.kernel.chunk // 16):
-            product = self.product if cutlass.const_expr(first and block == 0) else self.adding_product
+            tiled_mma_qk = self.tiled_mma_qk if cutlass.const_expr(first and block == 0) else self.adding_product
             queries, keys = self.fQ[None, None, (block, chunk), 0], self.fK[None, None, (block, chunk), buffer]
-            cute.gemm(product, self.S, queries, keys, self.S)
+            cute.gemm(tiled_mma_qk, self.S, queries, keys, self.S)
 
     @cute.jit
     def scores_done(self, work, step, count):
         """This group has read the tile as keys; the last time in an item, the queries too."""
         self.release_part(count, 0)
-        if step + 2 >= work.end - work.begin:
+        if step + 2 >= work.n_block_max - work.n_block_min:
             self.release(self.barriers.q_empty)
 
     @cute.jit
@@ -216,17 +216,17 @@ class LatentMultiplier:
     # ------------------------------------------------------------------ weights
 
     @cute.jit
-    def weigh(self, work, step):
+    def online_softmax(self, work, step):
         settle(self.S)
-        tile = work.end - 1 - step
+        tile = work.n_block_max - 1 - step
         scores = by_row(self.S)
-        self.rows.bend(scores, work, tile)
-        if tile >= work.whole_end or tile < work.whole_begin:
+        self.rows.score_mod(scores, work, tile)
+        if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.mask(scores, work, tile)
-        if cutlass.const_expr(self.config.guesses):
-            self.softmax.weigh_by_guess(scores, self.S, self.P, self.shrink, step > 0)
+        if cutlass.const_expr(self.config.speculative_max):
+            self.softmax.online_softmax_speculative(scores, self.S, self.P, self.acc_scale, step > 0)
         else:
-            self.softmax.weigh(scores, self.shrink)
+            self.softmax.online_softmax(scores, self.acc_scale)
             narrow(self.S, self.P)
 
     @cute.jit
@@ -237,7 +237,7 @@ class LatentMultiplier:
         it has waited for them: it may write there.
         """
         to_shared = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.product
+            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.tiled_mma_qk
         )
         mine = to_shared.get_slice(self.thread)
         rounded = cute.make_tensor(self.P.iterator, self.S.layout)
@@ -245,16 +245,16 @@ class LatentMultiplier:
         state = self.state
         if self.column == 0:
             for row in cutlass.range_constexpr(THREAD_ROWS):
-                state[self.row + 8 * row, 0] = self.softmax.top[row]
-                state[self.row + 8 * row, 1] = self.shrink[row]
+                state[self.row + 8 * row, 0] = self.softmax.row_max[row]
+                state[self.row + 8 * row, 1] = self.acc_scale[row]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=READY + self.group, number_of_threads=MATH_THREADS)
         self.clear_past(work, step, count)
-        shrink_rows(self.O, self.shrink)
+        shrink_rows(self.O, self.acc_scale)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
-            cute.gemm(self.weighing, self.O, self.P[None, None, k], self.fV[None, None, k, buffer], self.O)
+            cute.gemm(self.tiled_mma_pv, self.O, self.P[None, None, k], self.fV[None, None, k, buffer], self.O)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
@@ -264,10 +264,10 @@ class LatentMultiplier:
         cute.arch.barrier(barrier_id=READY + 1 - self.group, number_of_threads=MATH_THREADS)
         self.clear_past(work, step, count)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            self.softmax.top[row] = self.state[self.row + 8 * row, 0]
-            self.shrink[row] = self.state[self.row + 8 * row, 1]
-            self.softmax.total[row] *= self.shrink[row]
-        shrink_rows(self.O, self.shrink)
+            self.softmax.row_max[row] = self.state[self.row + 8 * row, 0]
+            self.acc_scale[row] = self.state[self.row + 8 * row, 1]
+            self.softmax.row_sum[row] *= self.acc_scale[row]
+        shrink_rows(self.O, self.acc_scale)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
@@ -282,12 +282,12 @@ class LatentMultiplier:
         away a NaN.
         """
         tile_n = cutlass.const_expr(self.kernel.tile_n)
-        first = (work.end - 1 - step) * tile_n
-        kept = work.keys - first
+        first = (work.n_block_max - 1 - step) * tile_n
+        kept = work.seqlen_k - first
         if kept < tile_n:
             self.clear(count, cutlass.max(kept, 0), tile_n)
-        if cutlass.const_expr(self.key.left):
-            below = cutlass.min(work.position - self.rows.requests.left - first, tile_n)
+        if cutlass.const_expr(self.key.has_window_left):
+            below = cutlass.min(work.q_position - self.rows.requests.window_size_left - first, tile_n)
             if below > 0:
                 self.clear(count, 0, below)
 
@@ -306,18 +306,18 @@ class LatentMultiplier:
     def merge_totals(self, items):
         """Each group has the totals of its tiles. Items take turns at two places: one may still be read."""
         self.softmax.merge_lanes()
-        place, totals = items & 1, self.totals
+        place, row_sums = items & 1, self.row_sums
         if self.column == 0:
             for row in cutlass.range_constexpr(THREAD_ROWS):
-                totals[self.row + 8 * row, self.group, place] = self.softmax.total[row]
+                row_sums[self.row + 8 * row, self.group, place] = self.softmax.row_sum[row]
         cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=MATH_THREADS)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            self.softmax.total[row] += totals[self.row + 8 * row, 1 - self.group, place]
+            self.softmax.row_sum[row] += row_sums[self.row + 8 * row, 1 - self.group, place]
 
     @cute.jit
     def store(self, work):
         if cutlass.const_expr(self.key.split):
-            if work.slot != WHOLE:
+            if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work)
             else:
                 self.store_whole(work)
@@ -329,19 +329,19 @@ class LatentMultiplier:
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
-        partial = self.partials.iterator + cutlass.Int64(work.slot) * partial_size(held, columns)
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(THREAD_ROWS):
             m = self.row + 8 * row
-            if m < work.rows:
+            if m < work.num_rows:
                 first = m * columns + self.group * (columns // GROUPS) + self.column
                 for j in cutlass.range(0, cute.size(sums, mode=[1]), 2, unroll_full=True):
                     pair[0], pair[1] = sums[row, j], sums[row, j + 1]
                     store_vector(pair, partial, first + j * 4)
                 if self.column == 0 and self.group == 0:
                     place = partial + held * columns + m
-                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.top[row] * self.softmax.factor
-                    cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.total[row]
+                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.row_max[row] * self.softmax.factor
+                    cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.row_sum[row]
 
     @cute.jit
     def store_whole(self, work):
@@ -349,13 +349,13 @@ class LatentMultiplier:
         columns = cutlass.const_expr(self.kernel.dims_v)
         sums = by_row(self.O)
         for row in cutlass.range_constexpr(THREAD_ROWS):
-            top, total = self.softmax.top[row] * self.softmax.factor, self.softmax.total[row]
-            factor, lse = normalized(top, total, self.rows.sink(work, row), self.rows.v_scale(work))
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
+            factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             m, to = self.row + 8 * row, self.lse
             offset = row_offset(self.out, work, self.key, m) + self.group * (columns // GROUPS)
-            store_row(sums, row, self.out, offset, self.thread, m < work.rows, columns)
+            store_row(sums, row, self.out, offset, self.thread, m < work.num_rows, columns)
             if cutlass.const_expr(self.key.lse):
-                if m < work.rows and self.column == 0 and self.group == 0:
-                    to[work.query + m // self.key.pack, self.rows.head(work, row)] = lse
+                if m < work.num_rows and self.column == 0 and self.group == 0:
+                    to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse

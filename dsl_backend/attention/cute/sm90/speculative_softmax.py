@@ -15,7 +15,7 @@ from dsl_backend.primitives.accumulators import narrow, packed, words_of
 from dsl_backend.primitives.math import exp2
 
 
-class GuessingSoftmax(OnlineSoftmax):
+class SpeculativeSoftmax(OnlineSoftmax):
     """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by.
 
     Args:
@@ -23,22 +23,24 @@ class GuessingSoftmax(OnlineSoftmax):
             tell whether the guess did for all rows of its warp.
     """
 
-    def __init__(self, rows: int, lanes: int, scores, slack: float = 0.0, in_order: bool = False):
-        super().__init__(rows, lanes, scores, slack)
+    def __init__(self, rows: int, lanes: int, scores, rescale_threshold: float = 0.0, in_order: bool = False):
+        super().__init__(rows, lanes, scores, rescale_threshold)
         self.in_order = in_order
 
-    def added(self, weights):
+    def added(self, probs):
         """The sum of a row's weights of a tile."""
         if not self.in_order:
-            return super().added(weights)
+            return super().added(probs)
         low, high = cutlass.Float32(0.0), cutlass.Float32(0.0)
-        for j in range(0, len(weights), 2):
-            low += weights[j]
-            high += weights[j + 1]
+        for j in range(0, len(probs), 2):
+            low += probs[j]
+            high += probs[j + 1]
         return low + high
 
     @cute.jit
-    def weigh_by_guess(self, scores: cute.Tensor, products: cute.Tensor, weights: cute.Tensor, shrink, known=None):
+    def online_softmax_speculative(
+        self, scores: cute.Tensor, products: cute.Tensor, probs: cute.Tensor, acc_scale, known=None
+    ):
         """Scores become narrow weights, by the tops so far where they will do for all rows of the warp.
 
         Args:
@@ -47,37 +49,37 @@ class GuessingSoftmax(OnlineSoftmax):
             shrink: [row], as `weigh` has it.
             known: whether there are tops, where that is not known already. A row without one costs its warp time alone.
         """
-        added, total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.total
+        added, row_sum = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.row_sum
         added.fill(cutlass.Float32.inf)
         if cutlass.const_expr(known is not None):
             if known:
-                self.guess(scores, weights, added)
+                self.speculate(scores, probs, added)
         else:
-            self.guess(scores, weights, added)
-        shrink.fill(1.0)
+            self.speculate(scores, probs, added)
+        acc_scale.fill(1.0)
         # A top of -inf makes the sum +inf or no number.
-        most = cutlass.const_expr(2.0**self.slack)
+        most = cutlass.const_expr(2.0**self.rescale_threshold)
         fits = added[0] <= most and added[1] <= most
         if cute.arch.vote_all_sync(fits):
             for row in cutlass.range_constexpr(THREAD_ROWS):
-                total[row] += added[row]
+                row_sum[row] += added[row]
         else:
-            self.weigh(scores, shrink)
-            narrow(products, weights)
+            self.online_softmax(scores, acc_scale)
+            narrow(products, probs)
 
     @cute.jit
-    def guess(self, scores: cute.Tensor, weights: cute.Tensor, added: cute.Tensor):
+    def speculate(self, scores: cute.Tensor, probs: cute.Tensor, added: cute.Tensor):
         """Scores as narrow weights by the tops so far; added: their sums, [row]."""
-        words = words_of(weights)
+        words = words_of(probs)
         # Two chains a row: the exponentials are slower than they.
         sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
         sums.fill(0.0)
         for j in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
             for row in cutlass.range_constexpr(THREAD_ROWS):
-                reference = self.top[row] * self.factor
+                reference = self.row_max[row] * self.factor
                 low = exp2(scores[row, j] * self.factor - reference)
                 high = exp2(scores[row, j + 1] * self.factor - reference)
-                words[j + row] = packed(low, high, weights.element_type)
+                words[j + row] = packed(low, high, probs.element_type)
                 sums[row, 0] += low
                 sums[row, 1] += high
         for row in cutlass.range_constexpr(THREAD_ROWS):
