@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose projections and activations `dsl` has made one layer, against the same models of vLLM's own layers.
 
-Errors are measured from a float32 run of vLLM's own backend; those of linked layers may be twice those of vLLM's own
-in the same dtype. Float32 is not linked.
+Errors are measured from a float32 run of vLLM's own backend; those of fused layers may be twice those of vLLM's own
+in the same dtype. Float32 is not fused.
 """
 
 import re
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 OFF = {"DSL_BACKEND_LINEAR": "0"}
 SERVES = re.compile(r"dsl serves (\d+) gated linear layers, (\w+)\(.*?\) of (\d+) to (\d+) bfloat16")
-THEIRS = "vLLM's own serve 3 gated linear layers"
+THEIRS = "vLLM serves 3 gated linear layers"
 LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
     "llama": ("3", "Swiglu", "256", "512"),
     "gemma2": ("3", "Geglu", "256", "512"),
@@ -38,7 +38,7 @@ Outcomes = dict[str, Outcome]
 
 @pytest.fixture(scope="module")
 def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By name; of a model in float32 as "MODEL, exact", without linked layers as "MODEL, off"."""
+    """By name; of a model in float32 as "MODEL, exact", without fused layers as "MODEL, off"."""
     here = device()
     jobs: dict[str, Job] = {}
 
@@ -88,13 +88,13 @@ def test_matches(outcomes: Outcomes, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_log_says_what_is_linked(outcomes: Outcomes, name: str) -> None:
+def test_log_says_what_is_fused(outcomes: Outcomes, name: str) -> None:
     if name not in outcomes:
         pytest.skip("one GPU, 2 are needed")
     log = outcomes[name].log
     ranks = 2 if name == "tensor parallel" else 1
     assert SERVES.findall(log) == [LINKED[name]] * ranks, log[-4000:]
-    assert "vLLM's own serve" not in log
+    assert "vLLM serves" not in log
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
 
 
 def test_lora_is_served(outcomes: Outcomes) -> None:
-    """By vLLM's own layers: as without linked ones."""
+    """By vLLM's own layers: as without fused ones."""
     found, expected = (outcomes[name].answers for name in ("LoRA", "LoRA, off"))
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 

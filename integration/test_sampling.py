@@ -34,7 +34,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 SEEDED = range(1, 5)
 OFF = {"DSL_BACKEND_SAMPLER": "0"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-OURS, THEIRS = "dsl samples from", "vLLM's own sampler samples"
+OURS, THEIRS = "dsl samples from", "vLLM's own sampler draws the tokens"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 """Kernels are compiled in processes of their own from the moment that a worker's model is made, while weights load.
 
 What the attention needs is known when its layers are made, to the letter. What else a model needs is predicted from its
-configuration then; linear layers that turn out to be others are added when they are linked. Whatever is not ready when
+configuration then; linear layers that turn out to be others are added when they are fused. Whatever is not ready when
 it is needed is waited for, or compiled by the worker itself: nothing depends on a prediction.
 """
 
@@ -21,6 +21,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import Unit
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
 
 # What vLLM calls elsewhere, or not at all.
 UNUSED = ("attention", "linear", "sampling", "softmax")
@@ -57,7 +58,7 @@ def compile_attention(
 
 
 def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
-    """Begin with what linked layers need, as far as that was not predicted."""
+    """Begin with what fused layers need, as far as that was not predicted."""
     wanted = set(specs)
 
     def units(target: Target) -> Iterator[Unit]:
@@ -89,8 +90,6 @@ def begin(vllm_config: Any, units: Callable[[Target], Iterable[Unit]], beside: s
 
 def predicted(vllm_config: Any, target: Target) -> Iterator[Unit]:
     """What a model needs beside attention, by its configuration."""
-    from dsl_backend.vllm_plugin import linking
-
     families.load_units()
     settings = vllm_config.model_config
     shape = model.shape_of(
@@ -98,7 +97,7 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[Unit]:
         tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
         dtype=str(settings.dtype),
     )
-    if getattr(vllm_config, "quant_config", None) is None and not linking.reasons_against_all(vllm_config):
+    if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_units.specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_units.units_of(spec, target)
     wanted = [name for name in precompile.families() if name not in UNUSED]

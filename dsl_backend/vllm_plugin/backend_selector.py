@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class behind the name DSL: it sends vLLM to the dense or the MLA backend, whichever a layer needs."""
+"""The class behind the name DSL: it selects the dense or the MLA backend for each layer."""
 
 from contextvars import ContextVar
 from typing import Any
@@ -22,8 +22,8 @@ def backend_for(use_mla: bool) -> type[AttentionBackend]:
     return DSLMLABackend
 
 
-class DSLRouter(DSLAttentionBackend):
-    """vLLM keeps one class for a backend's name, and two kinds of attention need two classes."""
+class DSLBackendSelector(DSLAttentionBackend):
+    """vLLM has one class for each backend name; this one answers for two, the dense and the MLA backend."""
 
     @classmethod
     def validate_configuration(cls, **selection: Any) -> list[str]:
@@ -51,7 +51,7 @@ class DSLRouter(DSLAttentionBackend):
 
     @classmethod
     def reasons_against(cls, *, device_capability: Any, **selection: Any) -> list[str]:
-        """Those of validate_configuration, and what a CPU's vLLM lacks."""
+        """The reasons of validate_configuration, and what vLLM lacks on a CPU."""
         reasons = cls.validate_configuration(device_capability=device_capability, **selection)
         if device_capability is None and selection["use_mla"] and not compat.cpu_has_mla():
             reasons.append("this vLLM has no MLA for a CPU: use one that has the backend CPU_MLA")

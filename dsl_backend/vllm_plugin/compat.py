@@ -5,6 +5,7 @@ Features are detected, never version numbers. vllm is imported inside the functi
 """
 
 import dataclasses
+import enum
 import functools
 import gc
 import importlib.util
@@ -34,6 +35,14 @@ class Entry:
     needed: Callable[[], bool]
 
 
+def backends_are_enum_members() -> bool:
+    from vllm.v1.attention.backends import registry
+    from vllm.v1.attention.backends.mla.prefill import registry as prefill_registry
+
+    members = (registry.AttentionBackendEnum, prefill_registry.MLAPrefillBackendEnum)
+    return all(issubclass(one, enum.Enum) for one in members)
+
+
 def _members_pickle_by_value() -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -46,7 +55,7 @@ def _enum_cannot_grow() -> bool:
     return not hasattr(AttentionBackendEnum, "register")
 
 
-def _cpu_platform_ignores_the_choice() -> bool:
+def cpu_platform_ignores_the_choice() -> bool:
     from vllm.platforms.cpu import CpuPlatform
 
     function = CpuPlatform.get_attn_backend_cls.__func__
@@ -66,7 +75,7 @@ def _cpu_has_no_mla() -> bool:
     return "CPU_MLA" not in AttentionBackendEnum.__members__
 
 
-def _nobody_asks_before_workers_start() -> bool:
+def configurations_are_not_validated() -> bool:
     from vllm.engine.arg_utils import EngineArgs
 
     source = inspect.getsource(inspect.unwrap(EngineArgs.create_engine_config))
@@ -130,18 +139,18 @@ def _only_leading_prefills_are_merged() -> bool:
     )
 
 
-def _runners_choose_their_sampler() -> bool:
+def runners_choose_their_sampler() -> bool:
     spec = importlib.util.find_spec("vllm.v1.worker.gpu_model_runner")
     return spec is not None and spec.origin is not None and "self.sampler = Sampler(" in Path(spec.origin).read_text()
 
 
-def _loaders_process_by_name() -> bool:
+def loaders_process_by_name() -> bool:
     spec = importlib.util.find_spec("vllm.model_executor.model_loader.base_loader")
     call = "process_weights_after_loading(model, model_config, target_device)"
     return spec is not None and spec.origin is not None and call in Path(spec.origin).read_text()
 
 
-def _compilations_are_keyed_by_environment() -> bool:
+def compilations_are_keyed_by_environment() -> bool:
     from vllm import envs
 
     return "environment_variables" in inspect.getsource(envs.compile_factors)
@@ -165,7 +174,7 @@ def _captures_understate_queries() -> bool:
     return "max_query_len = num_tokens" not in Path(spec.origin).read_text()
 
 
-def _sleep_frees_what_it_does_not_keep() -> bool:
+def sleep_frees_what_it_does_not_keep() -> bool:
     return importlib.util.find_spec("vllm.device_allocator.cumem") is not None
 
 
@@ -176,14 +185,14 @@ def _filters_come_alone() -> bool:
     return "vocab_size" not in inspect.signature(SamplingStates.get_top_k_top_p).parameters
 
 
-def _providers_are_asked() -> bool:
+def providers_are_asked() -> bool:
     return importlib.util.find_spec("vllm.model_executor.warmup.cutedsl_warmup") is not None
 
 
 LEDGER: tuple[Entry, ...] = (
     Entry(
         name="pickled_members",
-        what="registration.add_member gives the member its own __reduce_ex__",
+        what="enum_members.add_member gives the member its own __reduce_ex__",
         why="vLLM hands its config to spawned children, which unpickle it before any plugin is loaded; enum members "
         "pickle by value, and the child's enum has no such value",
         remove_when="vLLM pickles these enums by name after loading plugins, or loads plugins before unpickling",
@@ -191,17 +200,10 @@ LEDGER: tuple[Entry, ...] = (
     ),
     Entry(
         name="members_by_hand",
-        what="registration.add_member builds the member out of Enum's internals",
+        what="enum_members.add_member builds the member out of Enum's internals",
         why="0.26 has no AttentionBackendEnum.register, and the one of later versions logs in every process",
         remove_when="the oldest supported vLLM has AttentionBackendEnum.register and MLAPrefillBackendEnum.register",
         needed=_enum_cannot_grow,
-    ),
-    Entry(
-        name="cpu_selection",
-        what="cpu_platform wraps CpuPlatform.get_attn_backend_cls",
-        why="the CPU platform answers with its own backends whatever was asked for, and validates nothing",
-        remove_when="the CPU platform asks the selected backend's class as the CUDA platform does",
-        needed=_cpu_platform_ignores_the_choice,
     ),
     Entry(
         name="cpu_mla_prefill",
@@ -212,18 +214,10 @@ LEDGER: tuple[Entry, ...] = (
     ),
     Entry(
         name="cpu_mla",
-        what="router.path_on_cpu refuses MLA",
+        what="backend_selector.path_on_cpu refuses MLA",
         why="0.26's MLA layer has no prefill for a CPU: it chooses FlashAttention and fails to import it",
         remove_when="the oldest supported vLLM has CPU_MLA",
         needed=_cpu_has_no_mla,
-    ),
-    Entry(
-        name="engine_config",
-        what="startup.install wraps EngineArgs.create_engine_config",
-        why="nobody asks a plugin about a configuration before workers load the model; what they refuse ends in "
-        "several tracebacks, of which the first has the reason",
-        remove_when="vLLM asks the chosen backend when it makes the engine's configuration",
-        needed=_nobody_asks_before_workers_start,
     ),
     Entry(
         name="kv_cache_shape",
@@ -290,36 +284,6 @@ LEDGER: tuple[Entry, ...] = (
         needed=_no_ragged_decode_graphs,
     ),
     Entry(
-        name="warm_up_providers",
-        what="compat.warm_up_registry; warm_up.install compiles at once where there is none",
-        why="0.32 calls its registry of CuTe DSL warm-ups deprecated, and its successor wants subclasses of its own "
-        "kernel class, which 0.26 has not",
-        remove_when="the oldest supported vLLM has VllmCuTeDSLJitKernel, or the registry is gone",
-        needed=_providers_are_asked,
-    ),
-    Entry(
-        name="samplers",
-        what="sampler.install wraps two methods of each model runner's class, and changes the class of its sampler",
-        why="a runner makes its sampler itself, of a class that it imports by name, before or after there is a model",
-        remove_when="a plugin can give a runner its sampler",
-        needed=_runners_choose_their_sampler,
-    ),
-    Entry(
-        name="loaded_models",
-        what="linking.install wraps process_weights_after_loading in the modules that load models",
-        why="a projection and the activation behind it are modules of their own, which a plugin can replace by class "
-        "and not as a pair; that function is the first that is given a whole model, before a CPU packs its weights",
-        remove_when="vLLM hands models to plugins when they are made, or links such pairs itself",
-        needed=_loaders_process_by_name,
-    ),
-    Entry(
-        name="compilation_keys",
-        what="linking.salt_compilations adds a factor to vllm.envs.environment_variables",
-        why="the keys of compiled graphs know vLLM's configuration and variables, and not what a plugin did to a model",
-        remove_when="vLLM takes factors from plugins",
-        needed=_compilations_are_keyed_by_environment,
-    ),
-    Entry(
         name="discarded_draws",
         what="compat.seeds_of puts a compat.Seed in the place of each generator",
         why="where the V1 model runner discards the token of an unfinished prompt, it moves the request's generator "
@@ -335,14 +299,6 @@ LEDGER: tuple[Entry, ...] = (
         "replay may have one request with all tokens. The first runner and later versions say the graph's tokens",
         remove_when="the oldest supported vLLM is 0.31",
         needed=_captures_understate_queries,
-    ),
-    Entry(
-        name="sleep",
-        what="compat.wakes counts calls of CuMemAllocator.wake_up, which it wraps",
-        why="metadata builders are made while the allocator's pool of KV caches is open, so that their scratch lies in "
-        "it; sleeping frees the pool, and counters that kernels leave at 0 come back as anything",
-        remove_when="vLLM tells plugins of sleep, or makes builders outside the pool",
-        needed=_sleep_frees_what_it_does_not_keep,
     ),
     Entry(
         name="sampling_filters",
@@ -365,7 +321,7 @@ LEDGER: tuple[Entry, ...] = (
 
 def warm_up_registry() -> Callable[[object], None] | None:
     """VLLM's function that takes a provider of kernels to compile; None where it has none."""
-    if not _providers_are_asked():
+    if not providers_are_asked():
         return None
     from vllm.model_executor.warmup import cutedsl_warmup
 
@@ -415,8 +371,8 @@ _wakes = 0
 
 
 def watch_sleep() -> None:
-    """Count from now on how often this process's memory pools wake; again is no different."""
-    if not _sleep_frees_what_it_does_not_keep():
+    """Count how often this process's memory pools wake. A second call changes nothing."""
+    if not sleep_frees_what_it_does_not_keep():
         return
     try:
         from vllm.device_allocator.cumem import CuMemAllocator
@@ -425,7 +381,7 @@ def watch_sleep() -> None:
         return
 
     theirs = CuMemAllocator.wake_up
-    if hasattr(theirs, "__wrapped__"):
+    if hasattr(theirs, "wrapped_by_dsl"):
         return
 
     @functools.wraps(theirs)
@@ -435,11 +391,12 @@ def watch_sleep() -> None:
         _wakes += 1
         return result
 
+    wake_up.wrapped_by_dsl = True  # type: ignore[attr-defined]
     CuMemAllocator.wake_up = wake_up
 
 
 def wakes() -> int:
-    """How often memory pools have woken: what was allocated in one before holds anything since."""
+    """How often memory pools have woken. What was allocated in a pool before that holds arbitrary values since."""
     return _wakes
 
 

@@ -24,9 +24,10 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import ahead, compat, options, validation
+from dsl_backend.vllm_plugin.enum_members import NAME
+from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
 from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
-from dsl_backend.vllm_plugin.registration import NAME
 
 # Queries, keys and values of one step, without a cache.
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -206,7 +207,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
-        warm_up.install(vllm_config)
+        install_hooks(Stage.METADATA_BUILDER, vllm_config)
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         layers = vllm_config.compilation_config.static_forward_context
         for layer in (layers[name] for name in layer_names if name in layers):
@@ -298,8 +299,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> None:
-        sampler.install()
-        linking.install()
+        install_hooks(Stage.FIRST_LAYER)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a metadata builder's life to a step's plans: planners that persist, plans that the layers of a step share."""
+"""Planners that a metadata builder keeps, and the plans of one step, which its layers share."""
 
 from dataclasses import dataclass, field
 
@@ -30,11 +30,10 @@ class Planners:
         self.workspace = Workspace(device)
         self.kernel = kernel
         self._of: dict[AttentionSpec, Planner] = {}
-        compat.watch_sleep()
         self._wakes = compat.wakes()
 
     def begin_step(self) -> None:
-        """Before a step's first launch: after a sleep, counters are what the memory now holds, and are zeroed."""
+        """Called before a step's first launch: zero the counters if the memory pools have woken since the last step."""
         wakes = compat.wakes()
         if wakes != self._wakes:
             self._wakes = wakes
@@ -53,7 +52,7 @@ class Planners:
         return planner
 
     def prepare_writes(self, spec: AttentionSpec) -> None:
-        """Compile now what stores keys and values of the spec, where it has a cache.
+        """Compile the kernel that writes keys and values of the spec to the cache, if it has one.
 
         Raises:
             Unsupported: no kernel serves the spec.
@@ -62,7 +61,7 @@ class Planners:
             api.writer(spec, self.device, kernel_for(Operation.WRITE_KV, self.kernel)).prepare()
 
     def served_by(self, planner: Planner) -> str:
-        """The kernels of each operation, and what better ones object."""
+        """The kernel of each operation, and why better ones do not serve it."""
         titles = dict(planner.kernel_titles)
         if planner.spec.page_size is not None:
             write = Operation.WRITE_KV

@@ -23,10 +23,11 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.precompile import LATENT_PAGE_SIZE
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.log import warning_once
-from dsl_backend.vllm_plugin import ahead, compat, linking, options, sampler, validation, warm_up
+from dsl_backend.vllm_plugin import ahead, compat, options, validation
+from dsl_backend.vllm_plugin.enum_members import NAME, ensure_prefill_member
+from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
 from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
-from dsl_backend.vllm_plugin.registration import NAME, ensure_prefill_member
 
 # The rope part of a key where no model configuration says otherwise.
 USUAL_ROPE_DIM = 64
@@ -168,7 +169,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         self.reorder_batch_threshold = 1 if invariant else options.of(vllm_config).mla_latent_queries
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DSLMLAMetadata)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
-        warm_up.install(vllm_config)
+        install_hooks(Stage.METADATA_BUILDER, vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
         for name in layer_names:
@@ -260,8 +261,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             kv_sharing_target_layer_name,
             **mla,
         )
-        sampler.install()
-        linking.install()
+        install_hooks(Stage.FIRST_LAYER)
         # Queries stay as the model computes them; an fp8 cache is widened as it is read.
         self.supports_quant_query_input = False
         config = get_current_vllm_config()

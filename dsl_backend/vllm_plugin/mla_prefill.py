@@ -10,8 +10,8 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from dsl_backend.attention import api
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.vllm_plugin import compat, options, validation
+from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
-from dsl_backend.vllm_plugin.registration import NAME
 
 
 def prefill_spec(

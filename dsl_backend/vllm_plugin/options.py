@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
 from dsl_backend.attention import dispatch
-from dsl_backend.vllm_plugin.registration import NAME
+from dsl_backend.vllm_plugin.enum_members import NAME
 
 
 class Options(BaseModel):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before vLLM starts a process: options, and configurations that no kernel serves.
+"""Refuses wrong options, and configurations that no kernel serves, before vLLM starts a process.
 
-It is refused where vLLM makes the engine's configuration, in the process that a user started. Where another backend is
-asked for, nothing is refused.
+The checks run where vLLM makes the engine's configuration, in the process that the user started. Where another backend
+is asked for, nothing is refused.
 """
 
 import functools
@@ -14,8 +14,8 @@ from typing import Any
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
 from dsl_backend.log import logger, warning_once
-from dsl_backend.vllm_plugin import registration
-from dsl_backend.vllm_plugin.registration import NAME
+from dsl_backend.vllm_plugin import hooks
+from dsl_backend.vllm_plugin.enum_members import NAME
 
 ENGINE_ARGUMENTS = "vllm.engine.arg_utils"
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -76,7 +76,7 @@ def unsupported_vllm() -> list[str]:
 
     version = str(vllm.__version__)
     reasons = [] if (old := too_old(version)) is None else [old]
-    return reasons + [f"vLLM {version}: {step} failed: {why}" for step, why in registration.failures.items()]
+    return reasons + [f"vLLM {version}: hook {name} failed: {why}" for name, why in hooks.failures.items()]
 
 
 def too_old(version: str) -> str | None:
@@ -134,12 +134,12 @@ def unserved(config: Any) -> list[str]:
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
 
-    from dsl_backend.vllm_plugin.backend_selector import DSLRouter
+    from dsl_backend.vllm_plugin.backend_selector import DSLBackendSelector
 
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     try:
         with set_current_vllm_config(config):
-            return DSLRouter.reasons_against(device_capability=capability, **selection(config))
+            return DSLBackendSelector.reasons_against(device_capability=capability, **selection(config))
     except Exception as error:  # the configuration of an unusual model: its layers are judged by workers
         logger.debug("what is asked of dsl is not known before there is a model: %r", error)
         return []

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuTe DSL kernels are compiled while vLLM warms up, and whoever compiles one later is counted.
+"""Compiles CuTe DSL kernels while vLLM warms up, and counts those that are compiled later.
 
-vLLM asks providers for what they have to compile, before it captures graphs; it holds them weakly. That warm-up is over
-is seen and not told: nothing of vLLM is replaced.
+vLLM asks registered providers what to compile, before it captures graphs; its references to them are weak.
 """
 
 from collections.abc import Iterator
@@ -16,16 +15,16 @@ from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import Unit
-from dsl_backend.vllm_plugin import compat, linking
+from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 
-# Attention's are compiled by metadata builders, which know the cache, the sampler's with its plans where it is taken
-# over, and vLLM calls no softmax of ours. Of linear layers those are asked for that were linked, and not those that a
-# model of this shape may have.
+# Metadata builders compile attention, since they know the cache. The sampler compiles its kernels when it makes its
+# plans. vLLM calls no softmax of ours. Linear layers come from the list of fused ones, not from the model's shape.
 ELSEWHERE = ("attention", "sampling", "softmax", "linear")
 
 
 class Provider:
-    """What vLLM asks for units to compile."""
+    """Tells vLLM which units to compile."""
 
     def __init__(self) -> None:
         # A draft model has one of its own.
@@ -57,23 +56,23 @@ def units(vllm_config: Any) -> list[Unit]:
         target = targets.detect()
         if target.is_cpu:
             return []
-        linked = [unit for spec in linking.linked_specs() for unit in units_of(spec, target)]
+        fused = [unit for spec in fused_specs() for unit in units_of(spec, target)]
         wanted = [name for name in precompile.families() if name not in ELSEWHERE]
         if not wanted:
-            return linked
+            return fused
         shape = model.shape_of(
             settings.hf_text_config.to_dict(),
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        return linked + precompile.units(shape, target, wanted)
+        return fused + precompile.units(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []
 
 
 def install(vllm_config: Any) -> None:
-    """Take part in the warm-up of this process's worker, with the kernels of this model; again is no different."""
+    """Register the kernels of this model for the warm-up of this process's worker. A second call changes nothing."""
     compiles.watch(lambda: compat.warm_up_is_over(vllm_config))
     if any(config is vllm_config for config in _provider.configs):
         return

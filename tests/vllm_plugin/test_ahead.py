@@ -159,7 +159,7 @@ def test_one_kind_of_layer_is_begun_once(config: VllmConfig, begun: Recorder) ->
 
 
 def test_linear_layers_are_predicted(config: VllmConfig, begun: Recorder) -> None:
-    """As they are linked: each kernel that warm-up asks for was begun before."""
+    """As they are fused: each kernel that warm-up asks for was begun before."""
     make_impl()
     spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Swiglu())
     assert {str(unit) for unit in units_of(spec, SM90)} == {
@@ -224,7 +224,7 @@ def test_what_goes_wrong_is_a_warning(
     assert "kernels are not compiled ahead of their use: RuntimeError: no luck" in caplog.text
 
 
-def test_what_is_linked_is_added(config: VllmConfig, begun: Recorder) -> None:
+def test_what_is_fused_is_added(config: VllmConfig, begun: Recorder) -> None:
     """Whatever was predicted."""
     spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Geglu(), bias=True)
     ahead.compile_linear(config, [spec, spec])

@@ -10,8 +10,7 @@ from dsl_backend.vllm_plugin import compat
 
 # What the newest supported vLLM still needs. One that is not needed any more has seen its day: see its remove_when.
 NEWEST = {
-    *("pickled_members", "cpu_selection", "cpu_mla_prefill", "mla_head_sizes", "samplers", "discarded_draws"),
-    *("loaded_models", "compilation_keys"),
+    *("pickled_members", "cpu_mla_prefill", "mla_head_sizes", "discarded_draws"),
 }
 
 

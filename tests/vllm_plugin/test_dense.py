@@ -18,7 +18,7 @@ from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import validation
 from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadata, DSLMetadataBuilder
-from dsl_backend.vllm_plugin.registration import ensure_member
+from dsl_backend.vllm_plugin.enum_members import ensure_member
 from tests.vllm_plugin.conftest import Step, cache_pages, make_step
 
 HEADS, HEADS_KV, DIM, PAGE = 4, 2, 64, 16

@@ -17,9 +17,9 @@ from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.enum_members import ensure_prefill_member
 from dsl_backend.vllm_plugin.mla import DSLMLAImpl, DSLMLAMetadata, DSLMLAMetadataBuilder
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend
-from dsl_backend.vllm_plugin.registration import ensure_prefill_member
 from tests.vllm_plugin.conftest import Step, cache_pages, engine_config, make_step
 from tests.vllm_plugin.test_dense import rounded
 

@@ -27,9 +27,12 @@ from vllm.v1.worker.gpu.states import RequestState
 from dsl_backend import log
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.spec import Parameters
-from dsl_backend.vllm_plugin import compat, sampler, sampler_v1, sampler_v2
-from dsl_backend.vllm_plugin.registration import ensure_member
-from dsl_backend.vllm_plugin.sampler import V1, V2
+from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.enum_members import ensure_member
+from dsl_backend.vllm_plugin.sampler import replace as sampler
+from dsl_backend.vllm_plugin.sampler import v1 as sampler_v1
+from dsl_backend.vllm_plugin.sampler import v2 as sampler_v2
+from dsl_backend.vllm_plugin.sampler.replace import V1, V2
 
 VOCAB, MOST = 200, 16
 CPU = torch.device("cpu")
@@ -138,7 +141,7 @@ def test_the_switch(made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.setenv("DSL_BACKEND_SAMPLER", "0")
     with caplog.at_level(logging.INFO):
         assert not taken_over(module, make())
-    assert "vLLM's own sampler samples: DSL_BACKEND_SAMPLER is off" in caplog.text
+    assert "vLLM's own sampler draws the tokens: DSL_BACKEND_SAMPLER is off" in caplog.text
 
 
 class Foreign(SamplerV1):
@@ -148,7 +151,7 @@ class Foreign(SamplerV1):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"speculative_config": SimpleNamespace()}, "drafts are verified by vLLM's"),
+        ({"speculative_config": SimpleNamespace()}, "vLLM's sampler verifies drafts"),
         ({"model": {"use_fp64_gumbel": True}}, "use_fp64_gumbel"),
         ({"logprobs_mode": "processed_logits"}, "processed_logits returns"),
         ({"model": {"return_sampling_mask": True}}, "return_sampling_mask"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM arrives at our backends: the user's spellings, the router, refusals, and nothing at all without DSL."""
+"""How vLLM arrives at our backends: the user's spellings, the selector, refusals, and nothing at all without DSL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +18,11 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.vllm_plugin import cpu_platform, validation
-from dsl_backend.vllm_plugin.backend_selector import DSLRouter
+from dsl_backend.vllm_plugin.backend_selector import DSLBackendSelector
 from dsl_backend.vllm_plugin.dense import DSLAttentionBackend
+from dsl_backend.vllm_plugin.enum_members import ensure_member
 from dsl_backend.vllm_plugin.mla import DSLMLABackend
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend
-from dsl_backend.vllm_plugin.registration import ensure_member
 from tests.vllm_plugin.conftest import engine_config
 
 HOPPER, BLACKWELL, AMPERE, TURING = (DeviceCapability(*version) for version in ((9, 0), (10, 0), (8, 0), (7, 5)))
@@ -35,7 +35,7 @@ def selection(**changes: Any) -> dict[str, Any]:
 
 
 def reasons(capability: DeviceCapability | None = HOPPER, **changes: Any) -> list[str]:
-    return DSLRouter.validate_configuration(device_capability=capability, **selection(**changes))
+    return DSLBackendSelector.validate_configuration(device_capability=capability, **selection(**changes))
 
 
 @pytest.mark.parametrize("spelling", ["dsl", "DSL", "Dsl"])
@@ -134,9 +134,9 @@ def test_old_chips_are_told_about_bfloat16(plain_config: VllmConfig) -> None:
 
 def test_router_answers_with_the_class_that_it_validated(plain_config: VllmConfig) -> None:
     reasons(use_mla=True, head_size=576)
-    assert DSLRouter.full_cls_name() == DSLMLABackend.full_cls_name()
+    assert DSLBackendSelector.full_cls_name() == DSLMLABackend.full_cls_name()
     reasons()
-    assert DSLRouter.full_cls_name() == DSLAttentionBackend.full_cls_name()
+    assert DSLBackendSelector.full_cls_name() == DSLAttentionBackend.full_cls_name()
     for backend, mla in ((DSLAttentionBackend, False), (DSLMLABackend, True)):
         assert backend.get_name() == "DSL"
         assert backend.is_mla() is mla
@@ -210,8 +210,8 @@ class TestCpuPlatform:
                 seen.append((cls, args, kwargs))
                 return "theirs"
 
-        cpu_platform.install(Platform)
-        cpu_platform.install(Platform)
+        cpu_platform.wrap_selection(Platform)
+        cpu_platform.wrap_selection(Platform)
         other = SimpleNamespace(name="CPU_ATTN")
         assert Platform.get_attn_backend_cls(other, 1, num_heads=2) == "theirs"
         assert Platform.get_attn_backend_cls(None, attn_selector_config=1) == "theirs"
@@ -238,7 +238,7 @@ def test_prefill_backend_judges_the_model(plain_config: VllmConfig) -> None:
     assert "float32" in "\n".join(judge(torch.float32))
 
 
-@pytest.mark.parametrize("backend", [DSLAttentionBackend, DSLMLABackend, DSLRouter])
+@pytest.mark.parametrize("backend", [DSLAttentionBackend, DSLMLABackend, DSLBackendSelector])
 def test_questions_without_a_configuration(backend: Any) -> None:
     """On a CPU the reference takes anything."""
     questions: list[Callable[[], bool]] = [

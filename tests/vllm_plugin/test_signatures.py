@@ -13,7 +13,7 @@ import pytest
 
 KINDS = inspect.Parameter
 # Modules whose classes derive from vLLM's.
-MODULES = ("dense", "router", "mla", "mla_prefill", "sampler_v1", "sampler_v2", "linked")
+MODULES = ("dense", "backend_selector", "mla", "mla_prefill", "sampler.v1", "sampler.v2", "fused_mlp.method")
 # Only called by us.
 OURS = frozenset({"__init__"})
 

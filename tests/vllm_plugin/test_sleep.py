@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.dense import DSLMetadataBuilder
+from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
 from tests.vllm_plugin.conftest import make_step
 from tests.vllm_plugin.test_dense import PAGE, make_builder
 
@@ -26,6 +27,7 @@ def step(builder: DSLMetadataBuilder) -> None:
 
 
 def test_counters_are_zeroed_before_the_first_step(allocator: Any, plain_config: VllmConfig) -> None:
+    install_hooks(Stage.FIRST_LAYER)
     builders = [make_builder(plain_config, torch.bfloat16) for _ in range(2)]
     flags = [builder.planners.workspace.flags(2) for builder in builders]
     for own in flags:

@@ -14,7 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from dsl_backend import log
 from dsl_backend.runtime import target as targets
-from dsl_backend.vllm_plugin import registration, startup, validation
+from dsl_backend.vllm_plugin import hooks, startup, validation
+from dsl_backend.vllm_plugin.enum_members import ensure_member
 from tests.vllm_plugin.conftest import engine_config
 
 Make = Callable[..., VllmConfig]
@@ -24,7 +25,7 @@ WRONG = "DSL_BACKEND_SAMPLER='2' is not accepted: use 0 or 1"
 @pytest.fixture
 def make(model_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Make:
     """An engine's configuration, of a llama with DSL by default."""
-    monkeypatch.setattr(registration, "failures", {})
+    monkeypatch.setattr(hooks, "failures", {})
 
     def configured(model: str = "llama", backend: str | None = "dsl", **arguments: Any) -> VllmConfig:
         return engine_config(model_folders[model], attention_backend=backend, **arguments)
@@ -43,7 +44,7 @@ def refusal(make: Make, **arguments: Any) -> list[str]:
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
 def test_what_is_right_passes(make: Make, model: str) -> None:
     config = make(model, additional_config={"dsl": {"mla_latent_queries": 64}})
-    assert config.attention_config.backend is registration.ensure_member()
+    assert config.attention_config.backend is ensure_member()
 
 
 def test_a_wrong_variable(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,7 @@ def test_another_backend_is_never_refused(
 ) -> None:
     """One line of the log says what is wrong."""
     monkeypatch.setenv("DSL_BACKEND_SAMPLER", "2")
-    monkeypatch.setitem(registration.failures, "ensure_member", "ImportError: no such module")
+    monkeypatch.setitem(hooks.failures, "attention_member", "ImportError: no such module")
     make(backend=backend, additional_config={"dsl": {"no such": "option"}}, kv_cache_dtype="auto")
     ours = [record for record in caplog.records if record.name.startswith("vllm.dsl_backend")]
     assert [record.levelname for record in ours] == ["WARNING"]
@@ -126,7 +127,7 @@ class TestVersion:
 
     @pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "1.0.0", "0.1.dev1+g123", "dev"])
     def test_others(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-        monkeypatch.setattr(registration, "failures", {})
+        monkeypatch.setattr(hooks, "failures", {})
         monkeypatch.setattr(vllm, "__version__", version)
         assert startup.unsupported_vllm() == []
 
@@ -146,9 +147,9 @@ class TestVersion:
         assert startup.too_new(version) is None
 
     def test_a_hook_that_failed(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(registration.failures, "ensure_member", "ImportError: no such module")
+        monkeypatch.setitem(hooks.failures, "attention_member", "ImportError: no such module")
         (_, reason) = refusal(make)
-        assert reason.endswith(f"vLLM {vllm.__version__}: ensure_member failed: ImportError: no such module")
+        assert reason.endswith(f"vLLM {vllm.__version__}: hook attention_member failed: ImportError: no such module")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ class TestVersion:
     [
         {"attention_backend": "dsl"},
         {"attention_backend": "Dsl"},
-        {"attention_backend": registration.ensure_member()},
+        {"attention_backend": ensure_member()},
         {"attention_config": {"backend": "DSL"}},
         {"attention_config": AttentionConfig(backend="dsl")},
         {"attention_config": AttentionConfig(backend_per_kind={"sliding_window": "dsl"})},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_backend import families
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import Phase, Source, compiles
@@ -54,6 +55,8 @@ def vllm_config(jit_warmup: bool | None = None, **model: Any) -> Any:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One family whose unit is its model's shape, a GPU, and a plugin that has taken part in nothing yet."""
+    # A family registers when its module is first imported; here, that would be in the test's own table.
+    families.load_units()
     monkeypatch.setattr(precompile, "_families", {"of-a-test": units})
     monkeypatch.setattr(warm_up, "_provider", warm_up.Provider())
     # Other tests' providers are in it.
@@ -144,6 +147,8 @@ def test_what_was_compiled_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
         scale=1.0,
     )
     unit = Unit("of-a-test", write_launch.build, write_launch.key_of(spec), targets.from_arch("sm_90a"))
+    # A family registers when its module is first imported; here, that would be in the test's own table.
+    families.load_units()
     monkeypatch.setattr(precompile, "_families", {"of-a-test": lambda model, target: [unit]})
     compilation.forget()
     ahead = precompile.Ahead()

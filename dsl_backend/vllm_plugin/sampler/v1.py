@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler of vLLM's V1 model runner, with one launch in the place of temperature, filters and draw."""
+"""The sampler of vLLM's V1 model runner, with one launch for temperature, filters and draw."""
 
 import weakref
 from typing import Any
@@ -9,13 +9,13 @@ from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from dsl_backend.vllm_plugin import compat
-from dsl_backend.vllm_plugin.row_sampler import RowSampler
+from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
 
 
 class RowSeeds:
     """Each row's seed on the device: its request's own, or else a random one that is new at every step.
 
-    Only when requests with seeds come, go or move is anything sent to the device, and nothing is ever waited for.
+    Seeds are sent to the device only when requests with seeds come, go or move. The host never waits for the device.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class RowSeeds:
         Args:
             seeds: of the rows whose requests have one.
         """
-        # By torch's own generator of the device, which is the same on all ranks: they must draw the same tokens.
+        # From torch's default generator of the device: all ranks must draw the same tokens, and its state is the same.
         random = self.random[:rows].random_()
         if not seeds:
             return random
@@ -40,7 +40,7 @@ class RowSeeds:
         return torch.where(self.has_own[:rows], self.own[:rows], random)
 
     def send(self, seeds: dict[int, int]) -> None:
-        # New host memory each time: the last copy may not have happened yet.
+        # New host memory each time: the last copy may not be done yet.
         pinned = self.device.type == "cuda"
         own = torch.zeros(self.max_rows, dtype=torch.int64, pin_memory=pinned)
         has_own = torch.zeros(self.max_rows, dtype=torch.bool, pin_memory=pinned)
@@ -52,10 +52,12 @@ class RowSeeds:
 
 
 class DSLSampler(Sampler):
-    """Attributes:
-    runner: weak; it has the tokens' positions.
-    rows: draws.
-    seeds: by row.
+    """vLLM's V1 sampler, whose tokens a RowSampler draws.
+
+    Attributes:
+        runner: weak; it has the tokens' positions.
+        rows: draws the tokens.
+        seeds: of each row.
     """
 
     runner: Any
@@ -63,8 +65,8 @@ class DSLSampler(Sampler):
     seeds: RowSeeds
 
     @classmethod
-    def take_over(cls, runner: Any) -> None:
-        """Make a runner's sampler one of these, where it is."""
+    def replace(cls, runner: Any) -> None:
+        """Change the class of a runner's sampler to this one."""
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.runner = weakref.proxy(runner)
@@ -92,7 +94,7 @@ class DSLSampler(Sampler):
             min_p=min_p_of(step.logitsprocs),
             logprobs=logprobs,
         )
-        # vLLM copies the tokens; all log-probabilities of a row it may hand out as they are.
+        # vLLM copies the tokens, but may keep the log-probabilities of a row without a copy.
         return drawn.tokens, drawn.logprobs.clone() if drawn.logprobs is not None else None
 
 
@@ -105,7 +107,7 @@ def min_p_of(processors: Any) -> torch.Tensor | None:
 
 
 def reasons_against(runner: Any) -> list[str]:
-    """A sampler or a logits processor that is not vLLM's own. Of those after the temperature the kernel does min-p."""
+    """A sampler or a logits processor that is not vLLM's own. Behind the temperature the kernel knows only min-p."""
     reasons = [] if type(runner.sampler) is Sampler else [f"{type(runner.sampler).__name__} is not a known sampler"]
     processors = runner.input_batch.logitsprocs.argmax_invariant
     others = [type(one).__name__ for one in processors if type(one) is not MinPLogitsProcessor]

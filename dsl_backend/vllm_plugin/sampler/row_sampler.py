@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both of vLLM's samplers draw with: plans that persist, of all kinds that an engine may need."""
+"""The sampling plans that both runners' samplers use, for all kinds of batches of an engine."""
 
 import torch
 
@@ -7,15 +7,16 @@ from dsl_backend.log import info_once
 from dsl_backend.sampling import api
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
-# What keeps a bounded part of a row.
+# Filters that keep a bounded number of a row's logits.
 BOUNDS = ("top_k", "min_p")
 
 
 class RowSampler:
-    """Draws the tokens of a step; holds the plans, and a tensor for each parameter that a batch does not use.
+    """Draws the tokens of a step. Holds the plans, and a tensor of neutral values for each parameter.
 
-    For a parameter that is off kernels get a tensor too, and not None: each combination would have to be compiled.
-    Two are left: without top-k and min-p nothing bounds how many logits may be drawn, and kernels choose by that.
+    Kernels get the neutral tensor for a parameter that no request of a batch uses, and not None: otherwise each
+    combination would have to be compiled. Two combinations remain, with top-k and min-p and without both, because
+    kernels use other algorithms where the number of candidates is bounded.
 
     Args:
         max_rows: of a step.
@@ -68,7 +69,7 @@ class RowSampler:
         return self.plans[key]
 
     def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool) -> None:
-        """Make a plan and launch it in both ways, so that no later step compiles or allocates."""
+        """Make a plan and launch it with bounds and without, so that no later step compiles or allocates."""
         spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=logprobs)
         plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)

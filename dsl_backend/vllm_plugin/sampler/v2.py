@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler of vLLM's V2 model runner, with one launch in the place of temperature, filters and draw.
+"""The sampler of vLLM's V2 model runner, with one launch for temperature, filters and draw.
 
 That runner keeps seeds and parameters of all its requests on the device; a step's rows are an index into them.
 """
@@ -13,37 +13,39 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dsl_backend.vllm_plugin import compat
-from dsl_backend.vllm_plugin.row_sampler import RowSampler
+from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
 
-# 0.26 passes fewer. What `sample` and `apply_sampling_params` share they take in the same order.
+# vLLM 0.26 passes fewer. `sample` and `apply_sampling_params` take what they share in the same order.
 NAMES = tuple(inspect.signature(Sampler.sample).parameters)[1:]
 
 
 class DSLSamplingStates(SamplingStates):
-    """Temperature and min-p are the kernel's: vLLM's passes over the logits for them are left out."""
+    """Skips vLLM's passes over the logits for temperature and min-p: the kernel applies both."""
 
     def add_request(self, *args: Any, **kwargs: Any) -> bool:
         super().add_request(*args, **kwargs)
-        # Nothing here needs vLLM to process the logits, which begins with a copy in float32.
+        # False: vLLM need not process the logits of this request, which begins with a copy in float32.
         return False
 
     def apply_temperature(self, *args: Any) -> None:
-        """The kernel does it."""
+        """Does nothing: the kernel applies it."""
 
     def apply_min_p(self, *args: Any) -> None:
-        """The kernel does it."""
+        """Does nothing: the kernel applies it."""
 
 
 class DSLSampler(Sampler):
-    """Attributes:
-    rows: draws.
+    """vLLM's V2 sampler, whose tokens a RowSampler draws.
+
+    Attributes:
+        rows: draws the tokens.
     """
 
     rows: RowSampler
 
     @classmethod
-    def take_over(cls, runner: Any) -> None:
-        """Make a runner's sampler one of these, where it is: requests may be known to it already."""
+    def replace(cls, runner: Any) -> None:
+        """Change the class of a runner's sampler to this one. It keeps its state: it may know requests already."""
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.sampling_states.__class__ = DSLSamplingStates

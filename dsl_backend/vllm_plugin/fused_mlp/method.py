@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the place of a projection's method and of the activation behind it once the two are one layer."""
+"""The method of a fused gate/up projection, and the module that replaces the activation behind it."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from dsl_backend.runtime.op import register_op
 
 
 def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
-    """One of vLLM's activations as ours, and whether gate and up take turns in what it reads; None of others.
+    """The spec of one of vLLM's activations, and whether its input interleaves gate and up; None for others.
 
     Raises:
         InvalidInput: its parameters are not finite.
     """
-    # Exactly these: what derives from one may compute something else.
+    # Exactly these classes: a derived one may compute something else.
     kind = type(module)
     made: Any = module
     if kind is SiluAndMul:
@@ -36,24 +36,24 @@ def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
     return None
 
 
-# One SM of so many is left to the router where shared experts run beside it. The first of its kernels is one block of
-# 150 KB, and waited for shared experts to end where they had all SMs: 5 us of each layer of DeepSeek-V2-Lite's, 4 % of
-# a step with one request on an H200.
+# One SM in SPARED is left free for the router of a mixture of experts while shared experts run beside it. The router's
+# first kernel is one CTA with 150 KB of shared memory. With all SMs taken it waited for the shared experts to end: 5 us
+# of each layer of DeepSeek-V2-Lite, 4 % of a step with one request on an H200.
 SPARED = 8
 
-# vLLM's activation of each kind that is linked in this process, by what an operator is told of it.
+# vLLM's activation of each kind that is fused in this process, by the operator's arguments for it.
 _activations: dict[tuple[str, tuple[float, ...], bool], Any] = {}
 
 
 def activated(activation: Any, both: torch.Tensor) -> torch.Tensor:
-    """What vLLM's own kernel makes of [rows, 2 n], whatever is decided about its custom operators."""
-    # In the shape that torch.compile takes apart, which is what vLLM may have chosen, it would be several kernels here.
+    """Call vLLM's own activation kernel on [rows, 2 n], whatever vLLM's setting for custom operators is."""
+    # vLLM may have chosen the form for torch.compile; outside of a compiled graph that is several kernels.
     made: torch.Tensor = activation.forward_cuda(both) if both.is_cuda else activation.forward_native(both)
     return made
 
 
 def on_second_stream(device: torch.device) -> bool:
-    """Whether this is vLLM's second stream, on which a layer's shared experts run beside what routes to the others."""
+    """Whether the current stream is vLLM's second one, on which shared experts run beside the router."""
     return device.type == "cuda" and aux_stream() == torch.cuda.current_stream(device)
 
 
@@ -66,10 +66,10 @@ def gated_linear(
     interleaved: bool,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """One kernel, or vLLM's two where they were measured to be faster for so many rows; [rows, n].
+    """Projection and activation as one kernel, or as vLLM's two where those were measured to be faster; [rows, n].
 
-    An operator, since the number of rows is known here and not to torch.compile. A CUDA graph keeps what was chosen for
-    its rows.
+    It is a registered operator because the number of rows is known here and not to torch.compile. A CUDA graph keeps
+    the choice that was made for its number of rows.
     """
     (rows, k), n = x.shape, weight.shape[0] // 2
     target = targets.detect(x.device)
@@ -104,12 +104,12 @@ GATED_LINEAR = register_op("gated_linear", gated_linear, fake=gated_linear_fake)
 
 
 class GatedLinearMethod(UnquantizedLinearMethod):
-    """A projection's method that returns what its activation would make of the product.
+    """The method of a projection that applies the activation too.
 
-    The weight stays where and as vLLM has it, and is looked up at each call: it may have been reloaded.
+    The weight stays vLLM's parameter in vLLM's layout. It is looked up at each call, since it may have been reloaded.
 
     Args:
-        spec: of the layer, as far as this rank has it.
+        spec: of the layer, with this rank's sizes.
         activation: vLLM's.
     """
 
@@ -120,10 +120,10 @@ class GatedLinearMethod(UnquantizedLinearMethod):
         _activations[self.activation, tuple(self.parameters), self.interleaved] = activation
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing; on a CPU vLLM would pack the weight and remove it."""
+        """Does nothing. On a CPU vLLM's method would pack the weight and remove it."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Of x [..., k]; [..., n], where the layer's weight is [2 n, k]."""
+        """Map x [..., k] to [..., n]; the layer's weight is [2 n, k]."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
@@ -133,12 +133,12 @@ class GatedLinearMethod(UnquantizedLinearMethod):
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
-class PassedOn(nn.Module):
-    """In an activation's place: what the projection returns has been through it.
+class FusedActivation(nn.Module):
+    """Replaces an activation whose projection applies it already: returns its input.
 
     Args:
-        activation: vLLM's, for whatever else might be given to it.
-        width: of what the projection returns.
+        activation: vLLM's, applied to inputs of another width.
+        width: of what the fused projection returns.
     """
 
     def __init__(self, activation: nn.Module, width: int) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model's attention is served by dsl, its tokens are drawn by this package too.
+"""Replaces the samplers of model runners whose attention dsl serves.
 
-vLLM has two model runners, V1 and V2, with a sampler each. What these do to logits before the temperature (allowed
-tokens, bad words, logit bias, penalties, grammars, thinking budgets) stays theirs; temperature, filters and draw become
-one launch of ours.
+vLLM has two model runners, V1 and V2, with a sampler each. What a sampler does to logits before the temperature
+(allowed tokens, bad words, logit bias, penalties, grammars, thinking budgets) stays vLLM's. Temperature, filters and
+draw become one launch of this package's kernel.
 
-A runner's sampler is taken over when it is first used, which is while vLLM measures memory: what our kernels need is
-compiled and allocated there. Whether that happens is decided once for an engine and never for a batch: a request with a
-seed must get the same tokens whatever is beside it.
+A runner's sampler is replaced at its first use, which is while vLLM measures memory: kernels are compiled and scratch
+is allocated there. The decision is made once for an engine and not for each batch, because a request with a seed must
+get the same tokens whatever other requests are in its batch.
 """
 
 import functools
@@ -29,14 +29,14 @@ V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 # The methods of the runners' classes that use their sampler.
 USERS = {V1: ("_sample", "_dummy_sampler_run"), V2: ("sample", "_dummy_sampler_run")}
 
-# Runners that were decided on, whichever way.
+# Runners for which it is decided whose sampler they use.
 _decided: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def install() -> None:
-    """Let the classes of this process's model runners look at their sampler before they use it; again is no different.
+    """Make this process's model runners decide on their sampler before its first use. A second call changes nothing.
 
-    Runners of models that dsl does not serve, made later in the same process, keep vLLM's.
+    Runners of models that dsl does not serve, made later in the same process, keep vLLM's sampler.
     """
     for module, methods in USERS.items():
         runner_class = getattr(sys.modules.get(module), "GPUModelRunner", None)
@@ -44,7 +44,9 @@ def install() -> None:
             continue
         missing = [name for name in methods if not hasattr(runner_class, name)]
         if missing:
-            logger.warning("vLLM's own sampler samples: %s.GPUModelRunner has no %s", module, " and no ".join(missing))
+            logger.warning(
+                "vLLM's own sampler draws the tokens: %s.GPUModelRunner has no %s", module, " and no ".join(missing)
+            )
             continue
         for name in methods:
             method = getattr(runner_class, name)
@@ -53,7 +55,7 @@ def install() -> None:
 
 
 def deciding(method: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """A runner's method that decides on the runner's sampler first."""
+    """A runner's method that first decides on the runner's sampler, at its first call."""
 
     @functools.wraps(method)
     def wrapper(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,27 +69,27 @@ def deciding(method: Callable[..., Any], module: str) -> Callable[..., Any]:
 
 
 def decide(runner: Any, module: str) -> None:
-    """Take a runner's sampler over, or log why vLLM's stays."""
+    """Replace a runner's sampler, or log why vLLM's stays."""
     if not options.serves_attention(runner.vllm_config):
         return
     if not envs.SAMPLER.read():
-        info_once(f"vLLM's own sampler samples: {envs.SAMPLER.name} is off")
+        info_once(f"vLLM's own sampler draws the tokens: {envs.SAMPLER.name} is off")
         return
     # Here, because each imports its runner's modules.
-    theirs = importlib.import_module("dsl_backend.vllm_plugin." + ("sampler_v1" if module == V1 else "sampler_v2"))
-    reasons = reasons_against(runner) + theirs.reasons_against(runner)
+    ours = importlib.import_module("dsl_backend.vllm_plugin.sampler." + ("v1" if module == V1 else "v2"))
+    reasons = reasons_against(runner) + ours.reasons_against(runner)
     if reasons:
-        info_once(f"vLLM's own sampler samples: {'; '.join(reasons)}")
+        info_once(f"vLLM's own sampler draws the tokens: {'; '.join(reasons)}")
         return
-    theirs.DSLSampler.take_over(runner)
+    ours.DSLSampler.replace(runner)
 
 
 def reasons_against(runner: Any) -> list[str]:
-    """Why a runner of either kind keeps vLLM's sampler: all that it may be asked for and that we do not do."""
+    """Why a runner of either kind keeps vLLM's sampler: settings that this package's sampler does not serve."""
     config, model = runner.vllm_config, runner.vllm_config.model_config
     reasons = []
     if config.speculative_config is not None:
-        reasons.append("drafts are verified by vLLM's, and a seed must give the same tokens with a draft and without")
+        reasons.append("vLLM's sampler verifies drafts, and a seed must give the same tokens with a draft and without")
     if getattr(model, "use_fp64_gumbel", False):
         reasons.append("noise in float64 was asked for (use_fp64_gumbel)")
     if model.logprobs_mode == "processed_logits":

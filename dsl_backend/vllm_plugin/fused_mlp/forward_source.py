@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a module's code hands what its projection returns to its activation, and to nothing else.
+"""Checks by reading source code that a module passes its projection's result to its activation and to nothing else.
 
-It is read and not run: what a model does between the two, its source says.
+The code is parsed, not run.
 """
 
 import ast
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import nn
 
-# vLLM's function that calls an activation, or one that quantises what the next layer reads: (activation, x, layer).
+# vLLM's function that calls an activation, or a fused one that quantises for the next layer: (activation, x, layer).
 CALLS_ACTIVATION = "maybe_fused_act_quant"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -21,7 +21,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def objection(kind: type, linear: str, activation: str) -> str | None:
-    """Why a module's two attributes cannot be taken for one layer; None where they can.
+    """Why a module's projection and activation cannot be fused; None where they can.
 
     Args:
         kind: the module's class.
@@ -36,7 +36,7 @@ def objection(kind: type, linear: str, activation: str) -> str | None:
 
 
 def methods(kind: type) -> list[Function] | None:
-    """The code of a class's methods, inherited ones included, but for its construction; None where there is none."""
+    """The parsed methods of a class, inherited ones too, without __init__; None where a source cannot be read."""
     found: dict[str, object] = {}
     for owner in kind.__mro__:
         if owner not in (nn.Module, object):
@@ -54,7 +54,7 @@ def methods(kind: type) -> list[Function] | None:
 
 
 def adjacent(functions: Sequence[Function], linear: str, activation: str) -> bool:
-    """Whether methods use each attribute once, the activation on just what the linear layer has returned."""
+    """Whether the methods use each attribute once, and the activation on exactly the projection's result."""
     uses = [(function, node) for function in functions for node in ast.walk(function) if attribute(node, function)]
     named = [[use for use in uses if attribute(use[1], use[0]) == name] for name in (linear, activation)]
     if [len(one) for one in named] != [1, 1]:
@@ -82,7 +82,7 @@ def attribute(node: ast.AST | None, function: Function) -> str | None:
 
 
 def argument(function: Function, activation: str) -> ast.expr | None:
-    """What the activation is called with; None where it is not, or with more."""
+    """The one argument that the activation is called with; None where it is not called, or with more arguments."""
     for node in ast.walk(function):
         if not isinstance(node, ast.Call) or node.keywords:
             continue
@@ -94,14 +94,14 @@ def argument(function: Function, activation: str) -> ast.expr | None:
 
 
 def returned_by(node: ast.expr, projection: ast.AST) -> bool:
-    """Whether it is a call of the layer, or what such a call returns first: some return a bias too."""
+    """Whether a node is a call of the projection, or its first result: some projections return a bias too."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
         node = node.value
     return isinstance(node, ast.Call) and node.func is projection
 
 
 def blocks(function: Function) -> Iterator[list[ast.stmt]]:
-    """Statements in a row, but for those of loops: there what comes before may come after."""
+    """Each sequence of statements. Loops are left out: there an earlier statement may run after a later one."""
     waiting: list[ast.AST] = [function]
     while waiting:
         node = waiting.pop()
@@ -113,7 +113,7 @@ def blocks(function: Function) -> Iterator[list[ast.stmt]]:
 
 
 def passed_on(function: Function, first: ast.stmt, second: ast.stmt, projection: ast.AST, given: ast.Name) -> bool:
-    """Whether a statement puts the layer's result into a variable, which the next one alone reads, and as `given`."""
+    """Whether `first` stores the projection's result in a variable that only `second` reads, and only as `given`."""
     name = given.id
     if not (isinstance(first, ast.Assign) and len(first.targets) == 1 and returned_by(first.value, projection)):
         return False
@@ -127,7 +127,7 @@ def passed_on(function: Function, first: ast.stmt, second: ast.stmt, projection:
 
 
 def stored(statement: ast.stmt) -> str | None:
-    """The variable that an assignment puts its value, or the first of its values, into."""
+    """The variable that an assignment stores its value, or its first value, in."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
     elif isinstance(statement, ast.AnnAssign):
@@ -140,7 +140,7 @@ def stored(statement: ast.stmt) -> str | None:
 
 
 def loads(node: ast.AST, name: str) -> list[ast.Name]:
-    """Where a variable is read."""
+    """The nodes that read a variable."""
     return [
         one
         for one in ast.walk(node)

@@ -30,8 +30,9 @@ from dsl_backend.linear import api
 from dsl_backend.linear.spec import LinearSpec, Swiglu
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import compat, forwards, linked, linking, warm_up
-from dsl_backend.vllm_plugin.registration import ensure_member
+from dsl_backend.vllm_plugin import compat, warm_up
+from dsl_backend.vllm_plugin.enum_members import ensure_member
+from dsl_backend.vllm_plugin.fused_mlp import forward_source, fuse, method
 
 BF16 = torch.bfloat16
 K, N = 32, 48
@@ -51,12 +52,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is linked yet, and the reference serves: kernels are compared with it elsewhere.
+    """Nothing is fused yet, and the reference serves: kernels are compared with it elsewhere.
 
     As in vLLM's runners no gradient is asked for: 0.26's biases would have one.
     """
-    monkeypatch.setattr(linking, "_linked", [])
-    monkeypatch.setattr(vllm_envs, "environment_variables", dict(vllm_envs.environment_variables))
+    monkeypatch.setattr(fuse, "_fused", [])
+    others = {name: read for name, read in vllm_envs.environment_variables.items() if name != fuse.envs.LINEAR.name}
+    monkeypatch.setattr(vllm_envs, "environment_variables", others)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with torch.no_grad():
         yield
@@ -113,7 +115,7 @@ def fill(module: nn.Module) -> None:
 
 
 def engine(**changes: Any) -> Any:
-    """As much of a VllmConfig as linking sees."""
+    """As much of a VllmConfig as the fusion reads."""
     facts: dict[str, Any] = {
         "attention_config": SimpleNamespace(backend=ensure_member()),
         "device_config": SimpleNamespace(device=torch.device("cpu")),
@@ -128,9 +130,9 @@ def model_of(*mlps: nn.Module) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(mlps)})
 
 
-def is_linked(mlp: Any) -> bool:
-    both = type(mlp.gate_up_proj.quant_method) is linked.GatedLinearMethod, type(mlp.act_fn) is linked.PassedOn
-    assert both[0] == both[1], "half linked"
+def is_fused(mlp: Any) -> bool:
+    both = type(mlp.gate_up_proj.quant_method) is method.GatedLinearMethod, type(mlp.act_fn) is method.FusedActivation
+    assert both[0] == both[1], "half fused"
     return both[0]
 
 
@@ -139,13 +141,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def link(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """Links a model; what the log says then."""
+def fused(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Fuses a model; what the log says then."""
 
     def function(model: nn.Module, **changes: Any) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            linking.link(model, engine(**changes))
+            fuse.fuse_model(model, engine(**changes))
         return said(caplog)
 
     return function
@@ -155,12 +157,12 @@ def x_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-def test_what_is_linked_is_compiled_ahead(link: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_fused_is_compiled_ahead(fused: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(linking.ahead, "compile_linear", lambda config, specs: begun.extend(specs))
-    link(model_of(MLP(), MLP()))
+    monkeypatch.setattr(fuse.ahead, "compile_linear", lambda config, specs: begun.extend(specs))
+    fused(model_of(MLP(), MLP()))
     assert len(begun) == 2
-    assert set(begun) == linking.linked_specs()
+    assert set(begun) == fuse.fused_specs()
 
 
 # What comes out.
@@ -176,8 +178,8 @@ ACTIVATIONS = {
 
 
 def judged(mlp: Inner, x: torch.Tensor) -> None:
-    """What a linked module gives is as good as what it gave before, and is not just that."""
-    activation = mlp.act_fn.activation if is_linked(mlp) else mlp.act_fn
+    """What a fused module gives is as good as what it gave before, and is not just that."""
+    activation = mlp.act_fn.activation if is_fused(mlp) else mlp.act_fn
     weight, bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
 
     def by_vllm(dtype: torch.dtype) -> torch.Tensor:
@@ -189,32 +191,32 @@ def judged(mlp: Inner, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name: str, bias: bool, link: Any) -> None:
+def test_activations(name: str, bias: bool, fused: Any) -> None:
     mlp = Inner(ACTIVATIONS[name](), bias=bias)
-    (line,) = link(model_of(mlp))
+    (line,) = fused(model_of(mlp))
     assert (" + bias of " in line) == bias
-    assert is_linked(mlp)
+    assert is_fused(mlp)
     judged(mlp, x_of(7))
 
 
 @pytest.mark.parametrize("shape", [(5,), (0,), (2, 3), (1,)])
-def test_shapes(shape: tuple[int, ...], link: Any) -> None:
+def test_shapes(shape: tuple[int, ...], fused: Any) -> None:
     """Vision encoders have a batch too."""
     mlp = Inner(dtype=torch.float16)
-    link(model_of(mlp))
+    fused(model_of(mlp))
     judged(mlp, x_of(*shape, dtype=torch.float16))
 
 
-def test_columns_apart(link: Any) -> None:
+def test_columns_apart(fused: Any) -> None:
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     x = x_of(6)
     assert torch.equal(mlp(x.T.contiguous().T), mlp(x))
 
 
-def test_the_whole_module(link: Any) -> None:
+def test_the_whole_module(fused: Any) -> None:
     mlp, theirs = MLP(), MLP()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     for layer in (mlp.gate_up_proj, theirs.gate_up_proj, theirs.down_proj):
         layer.quant_method.process_weights_after_loading(layer)
     mlp.down_proj.cpu_linear = nn.functional.linear
@@ -223,10 +225,10 @@ def test_the_whole_module(link: Any) -> None:
     assert_within_budget(mlp(x), exact, theirs(x))
 
 
-def test_weights_are_read_at_each_call(link: Any) -> None:
+def test_weights_are_read_at_each_call(fused: Any) -> None:
     """Loaded anew in place, put elsewhere as by a reload, or another parameter altogether."""
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     layer = mlp.gate_up_proj
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight.shape == (2 * N, K), "a reload needs it where vLLM's loaders expect it"
@@ -242,12 +244,12 @@ def test_weights_are_read_at_each_call(link: Any) -> None:
     assert loader is not None
 
 
-def test_vllms_reload(link: Any) -> None:
+def test_vllms_reload(fused: Any) -> None:
     """Its own, layer by layer: new values, in the memory that captured graphs read."""
     mlp = Inner()
     model, layer = model_of(mlp), mlp.gate_up_proj
     reload.record_metadata_for_reloading(model)
-    link(model)
+    fused(model)
     layer.quant_method.process_weights_after_loading(layer)
     before, place = mlp(x_of(3)), layer.weight.data_ptr()
     reload.initialize_layerwise_reload(model)
@@ -255,17 +257,17 @@ def test_vllms_reload(link: Any) -> None:
     for index, half in enumerate(halves):
         layer.weight.weight_loader(layer.weight, half, index)
     reload.finalize_layerwise_reload(model, None)
-    assert is_linked(mlp)
+    assert is_fused(mlp)
     assert torch.equal(layer.weight, torch.cat(halves))
     assert layer.weight.data_ptr() == place
     judged(mlp, x_of(3))
     assert not torch.equal(mlp(x_of(3)), before)
 
 
-def test_loading_is_as_before(link: Any) -> None:
-    """VLLM's loader puts gate and up into their halves of a linked projection."""
+def test_loading_is_as_before(fused: Any) -> None:
+    """VLLM's loader puts gate and up into their halves of a fused projection."""
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     weight = mlp.gate_up_proj.weight
     for half in (0, 1):
         weight.weight_loader(weight, torch.full((N, K), half + 1.0, dtype=BF16), half)
@@ -273,17 +275,17 @@ def test_loading_is_as_before(link: Any) -> None:
     assert weight[N:].eq(2).all()
 
 
-def test_what_else_an_activation_is_given(link: Any) -> None:
+def test_what_else_an_activation_is_given(fused: Any) -> None:
     mlp = Inner()
     theirs = mlp.act_fn
-    link(model_of(mlp))
+    fused(model_of(mlp))
     other = x_of(4).repeat(1, 2 * N // K)
     assert torch.equal(mlp.act_fn(other), theirs(other))
 
 
-def test_torch_compile_sees_one_node(link: Any) -> None:
+def test_torch_compile_sees_one_node(fused: Any) -> None:
     mlp = Inner(bias=True)
-    link(model_of(mlp))
+    fused(model_of(mlp))
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -315,20 +317,20 @@ def fused_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert (n, k, dtype, target.arch) == (N, K, BF16, "cpu")
         return rows <= 4
 
-    monkeypatch.setattr(linked, "api", SimpleNamespace(linear=ours))
-    monkeypatch.setattr(linked, "fused_is_faster", fused_is_faster)
+    monkeypatch.setattr(method, "api", SimpleNamespace(linear=ours))
+    monkeypatch.setattr(method, "fused_is_faster", fused_is_faster)
     return found
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_rows_are_left_to_vllm(name: str, bias: bool, link: Any, fused_rows: list[int]) -> None:
-    """Whatever else is linked in the process: a clamp and gpt-oss' activation differ in how gate and up lie."""
+def test_rows_are_left_to_vllm(name: str, bias: bool, fused: Any, fused_rows: list[int]) -> None:
+    """Whatever else is fused in the process: a clamp and gpt-oss' activation differ in how gate and up lie."""
     # The last has the numbers of gpt-oss' and not its order.
     others = {**ACTIVATIONS, "like-oai": lambda: SiluAndMulWithClamp(7.0, 1.702, 1.0)}
     mlps = {other: Inner(activation(), bias=bias) for other, activation in others.items()}
     theirs = Inner(ACTIVATIONS[name](), bias=bias)
-    link(model_of(*mlps.values()))
+    fused(model_of(*mlps.values()))
     x = x_of(7)
     judged(mlps[name], x)
     assert fused_rows == []
@@ -338,10 +340,10 @@ def test_rows_are_left_to_vllm(name: str, bias: bool, link: Any, fused_rows: lis
     assert set(fused_rows) == {4}
 
 
-def test_compiled_code_decides_by_the_rows_that_it_gets(link: Any, fused_rows: list[int]) -> None:
+def test_compiled_code_decides_by_the_rows_that_it_gets(fused: Any, fused_rows: list[int]) -> None:
     """One graph for all numbers of rows."""
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -358,19 +360,19 @@ def test_compiled_code_decides_by_the_rows_that_it_gets(link: Any, fused_rows: l
     assert len(graphs) == 1
 
 
-def test_batch_invariance_is_for_all_rows(link: Any, fused_rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_for_all_rows(fused: Any, fused_rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With another kernel for other rows it would be none."""
     monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     assert mlp.gate_up_proj.quant_method.batch_invariant
     mlp(x_of(7))
     assert fused_rows == [7]
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_beside_the_router(second: bool, link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_the_router(second: bool, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On vLLM's second stream a layer leaves SMs to the router's kernels, which are on the other one."""
     spared = []
 
@@ -379,29 +381,29 @@ def test_beside_the_router(second: bool, link: Any, monkeypatch: pytest.MonkeyPa
         return x.new_zeros(x.shape[0], N)
 
     mlp = Inner()
-    link(model_of(mlp))
+    fused(model_of(mlp))
     h200 = targets.from_arch("sm_90a")
-    monkeypatch.setattr(linked, "api", SimpleNamespace(linear=ours))
-    monkeypatch.setattr(linked.targets, "detect", lambda device: h200)
-    monkeypatch.setattr(linked, "on_second_stream", lambda device: second)
+    monkeypatch.setattr(method, "api", SimpleNamespace(linear=ours))
+    monkeypatch.setattr(method.targets, "detect", lambda device: h200)
+    monkeypatch.setattr(method, "on_second_stream", lambda device: second)
     mlp(x_of(3))
     assert spared == [16 if second else 0]
 
 
-def test_the_log_says_for_which_rows(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_for_which_rows(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(least_rows=65, most_rows=700)
-    monkeypatch.setattr(linking.winners, "unfused", lambda n, k, dtype, target: [rows])
-    lines = link(model_of(Inner()))
-    assert lines[1] == "vLLM's own product serves these linear layers for 65 to 700 rows: measured"
+    monkeypatch.setattr(fuse.winners, "unfused", lambda n, k, dtype, target: [rows])
+    lines = fused(model_of(Inner()))
+    assert lines[1] == "vLLM serves these linear layers for 65 to 700 rows: it was measured to be faster"
 
 
-# Which are linked.
+# Which are fused.
 
 
-def test_every_pair_of_a_model(link: Any) -> None:
+def test_every_pair_of_a_model(fused: Any) -> None:
     model = model_of(MLP(), MLP(), MLP(GeluAndMul()), nn.Linear(3, 3))
-    lines = link(model)
-    assert all(is_linked(mlp) for mlp in list(model["layers"])[:3])
+    lines = fused(model)
+    assert all(is_fused(mlp) for mlp in list(model["layers"])[:3])
     assert len(lines) == 2
     what = f"dsl serves 2 gated linear layers, {Swiglu()} of {K} to {N} bfloat16, on cpu: by linear reference (not by "
     assert lines[0].startswith(what)
@@ -445,8 +447,14 @@ def without_projection() -> nn.Module:
     ("make", "says"),
     [
         (Scaled, "Scaled does not just hand gate_up_proj's result to act_fn"),
-        (lambda: changed("gate_up_proj.quant_method", Plain()), "MLP is quantised, or has no plain products (Plain)"),
-        (lambda: changed("down_proj.quant_method", Plain()), "MLP is quantised, or has no plain products (Plain)"),
+        (
+            lambda: changed("gate_up_proj.quant_method", Plain()),
+            "MLP has a layer that is quantised or no plain product (Plain)",
+        ),
+        (
+            lambda: changed("down_proj.quant_method", Plain()),
+            "MLP has a layer that is quantised or no plain product (Plain)",
+        ),
         (lambda: MLP(MulAndSilu()), "MulAndSilu is not a known activation"),
         (lambda: MLP(type("Other", (SiluAndMul,), {})()), "Other is not a known activation"),
         (lambda: MLP(dtype=torch.float32), "dtype is float32: one of float16, bfloat16 is needed"),
@@ -461,36 +469,36 @@ def without_projection() -> nn.Module:
         (lambda: MLP(SiluAndMulWithClamp(float("inf"))), "Swiglu's limit is inf: a finite number is needed"),
     ],
 )
-def test_what_stays(make: Callable[[], nn.Module], says: str, link: Any) -> None:
-    """Beside one that is linked; the reason is said once, with how many it is about."""
+def test_what_stays(make: Callable[[], nn.Module], says: str, fused: Any) -> None:
+    """Beside one that is fused; the reason is said once, with how many it is about."""
     odd, usual = [make(), make()], MLP()
     before = [(one.gate_up_proj, getattr(one.gate_up_proj, "quant_method", None), one.act_fn) for one in odd]
-    lines = link(model_of(*odd, usual))
-    assert is_linked(usual)
+    lines = fused(model_of(*odd, usual))
+    assert is_fused(usual)
     assert before == [(one.gate_up_proj, getattr(one.gate_up_proj, "quant_method", None), one.act_fn) for one in odd]
     assert len(lines) == 2
     assert lines[0].startswith("dsl serves 1 gated linear layers")
-    assert lines[1].startswith(f"vLLM's own serve 2 gated linear layers: {says}")
+    assert lines[1].startswith(f"vLLM serves 2 gated linear layers: {says}")
 
 
-def test_a_projection_of_two_modules(link: Any) -> None:
+def test_a_projection_of_two_modules(fused: Any) -> None:
     model = two_holders()
-    assert link(model) == ["vLLM's own serve 2 gated linear layers: 2 modules hold the projection"]
-    assert not any(is_linked(mlp) for mlp in model["layers"])
+    assert fused(model) == ["vLLM serves 2 gated linear layers: 2 modules hold the projection"]
+    assert not any(is_fused(mlp) for mlp in model["layers"])
 
 
-def test_reasons_add_up(link: Any) -> None:
-    (line,) = link(model_of(changed("gate_up_proj.quant_method", Plain(), skip_bias_add=True)))
+def test_reasons_add_up(fused: Any) -> None:
+    (line,) = fused(model_of(changed("gate_up_proj.quant_method", Plain(), skip_bias_add=True)))
     assert "(Plain); skip_bias_add" in line
 
 
-def test_batch_invariance(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's products are not."""
     monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", True)
     mlp = MLP()
-    (line,) = link(model_of(mlp))
+    (line,) = fused(model_of(mlp))
     assert "is not batch invariant" in line
-    assert not is_linked(mlp)
+    assert not is_fused(mlp)
 
 
 @pytest.mark.parametrize(
@@ -506,51 +514,52 @@ def test_batch_invariance(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_engines_that_link_nothing(changes: dict[str, Any], says: str, link: Any) -> None:
+def test_engines_that_fuse_nothing(changes: dict[str, Any], says: str, fused: Any) -> None:
     model = model_of(MLP(), MLP())
-    (line,) = link(model, **changes)
-    assert line.startswith(f"vLLM's own serve 2 gated linear layers: {says}")
-    assert not any(is_linked(mlp) for mlp in model["layers"])
+    (line,) = fused(model, **changes)
+    assert line.startswith(f"vLLM serves 2 gated linear layers: {says}")
+    assert not any(is_fused(mlp) for mlp in model["layers"])
 
 
-def test_the_switch(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSL_BACKEND_LINEAR", "0")
     mlp = MLP()
-    assert link(model_of(mlp)) == ["vLLM's own serve 1 gated linear layers: DSL_BACKEND_LINEAR is off"]
-    assert not is_linked(mlp)
+    assert fused(model_of(mlp)) == ["vLLM serves 1 gated linear layers: DSL_BACKEND_LINEAR is off"]
+    assert not is_fused(mlp)
 
 
-def test_another_backend(link: Any) -> None:
+def test_another_backend(fused: Any) -> None:
     mlp = MLP()
-    assert link(model_of(mlp), attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))) == []
-    assert not is_linked(mlp)
-    assert linking.envs.LINEAR.name not in vllm_envs.environment_variables
+    assert fused(model_of(mlp), attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))) == []
+    assert not is_fused(mlp)
 
 
-def test_a_model_without_any(link: Any) -> None:
-    assert link(nn.Linear(2, 2)) == ["vLLM's own serve all linear layers: the model has no gated activation"]
+def test_a_model_without_any(fused: Any) -> None:
+    assert fused(nn.Linear(2, 2)) == ["vLLM serves all linear layers: the model has no gated activation"]
 
 
 # Around it.
 
 
-def test_compiled_graphs_are_kept_apart(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_graphs_are_kept_apart(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM makes the keys of its compilation cache of: with and without, other layers, another version."""
 
     def factors() -> Any:
         return vllm_envs.compile_factors().get("DSL_BACKEND_LINEAR")
 
     keys = [factors()]
-    link(model_of(MLP()))
+    for _ in range(2):
+        fuse.extend_compilation_keys()
+    fused(model_of(MLP()))
     keys.append(factors())
-    monkeypatch.setattr(linking, "__version__", "another")
-    keys.append(factors())
-    monkeypatch.undo()
-    monkeypatch.setattr(linking, "_linked", [])
-    link(model_of(MLP(), MLP()))
+    with monkeypatch.context() as patch:
+        patch.setattr(fuse, "__version__", "another")
+        keys.append(factors())
+    monkeypatch.setattr(fuse, "_fused", [])
+    fused(model_of(MLP(), MLP()))
     keys.append(factors())
     monkeypatch.setenv("DSL_BACKEND_LINEAR", "0")
-    link(model_of(MLP(), MLP()))
+    fused(model_of(MLP(), MLP()))
     keys.append(factors())
     assert keys[0] is None
     assert None not in keys[1:]
@@ -562,23 +571,23 @@ def loader_module(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[ModuleTyp
     module, seen = ModuleType(name), []
 
     def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> str:
-        seen.append((model, model_config, target_device, is_linked(model["layers"][0])))
+        seen.append((model, model_config, target_device, is_fused(model["layers"][0])))
         return "done"
 
     module.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
-    monkeypatch.setitem(linking.sys.modules, name, module)
+    monkeypatch.setitem(fuse.sys.modules, name, module)
     return module, seen
 
 
-@pytest.mark.parametrize("present", [linking.LOADERS[:1], linking.LOADERS], ids=["0.26", "0.32"])
+@pytest.mark.parametrize("present", [fuse.LOADERS[:1], fuse.LOADERS], ids=["0.26", "0.32"])
 def test_install(present: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every loader links before it processes weights, and calls vLLM's function with what it was given."""
-    for name in linking.LOADERS:
-        monkeypatch.delitem(linking.sys.modules, name, raising=False)
+    """Every loader fuses before it processes weights, and calls vLLM's function with what it was given."""
+    for name in fuse.LOADERS:
+        monkeypatch.delitem(fuse.sys.modules, name, raising=False)
     loaders = [loader_module(monkeypatch, name) for name in present]
-    linking.install()
+    fuse.install()
     once = [loader.process_weights_after_loading for loader, _ in loaders]
-    linking.install()
+    fuse.install()
     assert once == [loader.process_weights_after_loading for loader, _ in loaders], "wrapped once"
     config = VllmConfig()
     config.attention_config.backend = ensure_member()  # type: ignore[assignment]
@@ -591,23 +600,23 @@ def test_install(present: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_install_where_the_function_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A later vLLM serves on, with its own layers."""
-    monkeypatch.setitem(linking.sys.modules, linking.LOADERS[0], ModuleType(linking.LOADERS[0]))
-    linking.install()
+    monkeypatch.setitem(fuse.sys.modules, fuse.LOADERS[0], ModuleType(fuse.LOADERS[0]))
+    fuse.install()
     assert "base_loader has no process_weights_after_loading" in caplog.text
 
 
 def test_what_this_relies_on() -> None:
     """Loaders call the function by its name in their module, once weights are loaded."""
-    base = importlib.import_module(linking.LOADERS[0])
-    assert callable(getattr(base, linking.LOADED))
-    assert compat._loaders_process_by_name()
-    assert compat._compilations_are_keyed_by_environment()
+    base = importlib.import_module(fuse.LOADERS[0])
+    assert callable(getattr(base, fuse.LOADED))
+    assert compat.loaders_process_by_name()
+    assert compat.compilations_are_keyed_by_environment()
 
 
-def test_warm_up_compiles_what_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_compiles_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     spec = LinearSpec(n=256, k=512, dtype=BF16, activation=Swiglu(), bias=True)
-    monkeypatch.setattr(linking, "_linked", [{"a": spec, "b": spec}, {}])
+    monkeypatch.setattr(fuse, "_fused", [{"a": spec, "b": spec}, {}])
     monkeypatch.setattr(targets, "detect", lambda: targets.from_arch("sm_90a"))
     text = {"num_attention_heads": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 1000}
     config = SimpleNamespace(
@@ -616,7 +625,7 @@ def test_warm_up_compiles_what_is_linked(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     keys = [unit.key for unit in warm_up.units(config) if unit.family == "linear"]
     assert keys
-    assert all(key.bias for key in keys), "only what is linked"
+    assert all(key.bias for key in keys), "only what is fused"
     assert len(set(keys)) == len(keys)
 
 
@@ -738,7 +747,7 @@ class Options(MLP):
 
 @pytest.mark.parametrize("kind", [MLP, Inner, Nested, Conditional, Helper, Inherited])
 def test_one_layer(kind: type) -> None:
-    assert forwards.objection(kind, "gate_up_proj", "act_fn") is None
+    assert forward_source.objection(kind, "gate_up_proj", "act_fn") is None
 
 
 @pytest.mark.parametrize(
@@ -761,24 +770,24 @@ def test_one_layer(kind: type) -> None:
     ],
 )
 def test_not_one_layer(kind: type) -> None:
-    why = forwards.objection(kind, "gate_up_proj", "act_fn")
+    why = forward_source.objection(kind, "gate_up_proj", "act_fn")
     assert why == f"{kind.__name__} does not just hand gate_up_proj's result to act_fn"
 
 
 def test_other_functions_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inherited, "scale", lambda self: 1.0, raising=False)
-    forwards.objection.cache_clear()
-    assert forwards.objection(Inherited, "gate_up_proj", "act_fn") is None
+    forward_source.objection.cache_clear()
+    assert forward_source.objection(Inherited, "gate_up_proj", "act_fn") is None
 
 
 def test_no_source() -> None:
     made: dict[str, Any] = {"MLP": MLP}
     exec("class Typed(MLP):\n def forward(self, x):\n  return self.act_fn(self.gate_up_proj(x)[0])", made)
-    assert forwards.objection(made["Typed"], "gate_up_proj", "act_fn") == "the source of Typed cannot be read"
+    assert forward_source.objection(made["Typed"], "gate_up_proj", "act_fn") == "the source of Typed cannot be read"
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "linked"),
+    ("module", "name", "fusible"),
     [
         ("llama", "LlamaMLP", True),
         ("qwen2", "Qwen2MLP", True),
@@ -788,6 +797,6 @@ def test_no_source() -> None:
         ("zamba2", "Zamba2MLP", False),
     ],
 )
-def test_vllms_own(module: str, name: str, linked: bool) -> None:
+def test_vllms_own(module: str, name: str, fusible: bool) -> None:
     kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
-    assert (forwards.objection(kind, "gate_up_proj", "act_fn") is None) == linked
+    assert (forward_source.objection(kind, "gate_up_proj", "act_fn") is None) == fusible
