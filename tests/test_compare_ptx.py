@@ -160,6 +160,7 @@ def test_a_difference_of_host_code(script: ModuleType, tmp_path: Path, capsys: p
     code = whole(script)
     assert compare(script, tmp_path, {"a": [code]}, {"a": [code.replace("c128", "c256")]}) == 1
     assert "different: a 0, in host code alone\n" in capsys.readouterr().out
+    assert script.main(["compare", "--ptx", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
 
 
 @pytest.mark.parametrize(("old", "new"), [([PTX, other(5)], [PTX]), ([PTX], [PTX, PTX]), ([PTX], []), ([], [])])
@@ -192,6 +193,8 @@ def test_every_layer_has_kernels(script: ModuleType) -> None:
     assert len(layers) == len(script.ARCHS) * len(script.LAYERS)
     assert not [layer for layer, kernels in layers.items() if not kernels]
     assert 0 < len(dict(script.kernels(script.Asked(quick=True)))) < len(layers)
+    # One for long queries, one for short ones, one for few rows, writes, and one with cluster launch control.
+    assert len(layers["sm_100a attention heads of 128"]) == 5
 
 
 def test_kernels_are_compiled_as_far_as_ptx(script: ModuleType, tmp_path: Path) -> None:

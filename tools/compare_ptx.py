@@ -176,10 +176,12 @@ class Package:
         """The kernels of SM100 for long queries with cluster launch control, which no default has."""
         from dataclasses import replace
 
+        from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
+
         for unit in units:
-            config: Any = getattr(unit.key, "config", None)
-            if getattr(config, "launch_control", None) is False and not unit.key.split:
-                controlled = replace(config, launch_control=True)
+            config = getattr(unit.key, "config", None)
+            if isinstance(config, DenseConfig) and not unit.key.split:
+                controlled = replace(config, use_clc=True)
                 if not controlled.objections(spec, self.target.smem_bytes):
                     yield replace(unit, key=replace(unit.key, config=controlled))
 
@@ -442,9 +444,9 @@ def without(kernels: Sequence[str], common: Counter[str]) -> list[tuple[int, str
     return found
 
 
-def compare(old: Path, new: Path) -> int:
-    """Print what differs; 1 where something does, or there is nothing to compare."""
-    found = compared(kept(old), kept(new))
+def compare(old: Path, new: Path, ptx: bool) -> int:
+    """Print what differs, in PTX alone or in host code too; 1 where something does, or nothing is compared."""
+    found = compared(kept(old, ptx), kept(new, ptx))
     for name, before, after in found.different:
         alone = ", in host code alone" if before.partition(MARK)[0] == after.partition(MARK)[0] else ""
         say(f"different: {name}{alone}")
@@ -462,13 +464,14 @@ def compare(old: Path, new: Path) -> int:
     return 0 if found.same else 1
 
 
-def kept(folder: Path) -> dict[str, list[str]]:
-    """Layer -> its kernels' normalised code."""
+def kept(folder: Path, ptx: bool = False) -> dict[str, list[str]]:
+    """Layer -> its kernels' normalised code, or PTX."""
     index: dict[str, list[str]] = json.loads((folder / INDEX).read_text())
 
     @cache
     def read(name: str) -> str:
-        return normalised(gzip.decompress((folder / name).read_bytes()).decode())
+        code = gzip.decompress((folder / name).read_bytes()).decode()
+        return normalised(code.partition(HOST)[0] if ptx else code)
 
     return {layer: [read(name) for name in names] for layer, names in index.items()}
 
@@ -498,9 +501,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing = commands.add_parser("compare", help="compare what was collected; exit status 1 where it differs")
     comparing.add_argument("old", type=Path, metavar="OLD")
     comparing.add_argument("new", type=Path, metavar="NEW")
+    comparing.add_argument("--ptx", action="store_true", help="PTX alone, and not the host code that launches kernels")
     asked = parser.parse_args(arguments)
     if asked.command == "compare":
-        return compare(asked.old, asked.new)
+        return compare(asked.old, asked.new, asked.ptx)
     return collect(asked.out, Asked(asked.quick, asked.only))
 
 
