@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from dsl_backend.runtime import precompile
-from dsl_backend.runtime.precompile import Unit
-from dsl_backend.runtime.tuned import Winners
+from dsl_backend.runtime.precompile import PrecompileSpec
+from dsl_backend.runtime.tuned import TunedConfigs
 
 from . import check, timing
 from .case import Launch, Reference
@@ -49,7 +49,7 @@ class Contest:
         parameters: of the problem, for files.
         configs: the heuristic's first, which is what all results are measured by.
         chosen: what would be taken now.
-        unit: what to compile for a configuration; None where there is nothing.
+        precompile_spec: what to compile for a configuration; None where there is nothing.
         prepare: makes the problem's tensors.
         note: what to print of a configuration and its microseconds.
     """
@@ -58,20 +58,22 @@ class Contest:
     parameters: Mapping[str, Any]
     configs: Sequence[Any]
     chosen: Any
-    unit: Callable[[Any], Unit | None]
+    precompile_spec: Callable[[Any], PrecompileSpec | None]
     prepare: Callable[[], Ready]
     note: Callable[[Any, float], str] = lambda config, time_us: ""
 
     @property
-    def units(self) -> Iterator[Unit]:
-        return (unit for config in self.configs if (unit := self.unit(config)) is not None)
+    def precompile_specs(self) -> Iterator[PrecompileSpec]:
+        return (
+            precompile_spec for config in self.configs if (precompile_spec := self.precompile_spec(config)) is not None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Class:
     """A class of problems, and the rows that stand for it: all with the same configurations."""
 
-    winners: Winners[Any]
+    tuned_configs: TunedConfigs[Any]
     problem: Any
     contests: tuple[Contest, ...]
 
@@ -96,10 +98,12 @@ def unique(configs: Iterable[Any]) -> list[Any]:
 
 def compile_all(contests: Iterable[Contest]) -> None:
     """On all cores; says which could not be compiled."""
-    units = {str(unit): unit for contest in contests for unit in contest.units}
-    for outcome in precompile.run(list(units.values())):
+    precompile_specs = {
+        str(precompile_spec): precompile_spec for contest in contests for precompile_spec in contest.precompile_specs
+    }
+    for outcome in precompile.run(list(precompile_specs.values())):
         if outcome.error:
-            print(f"not compiled: {outcome.unit}: {outcome.error}", flush=True)
+            print(f"not compiled: {outcome.spec}: {outcome.error}", flush=True)
 
 
 def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = timing.make_timer) -> list[Timed]:

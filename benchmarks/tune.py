@@ -21,7 +21,7 @@ from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
-from dsl_backend.runtime.tuned import Winner
+from dsl_backend.runtime.tuned import TuningRecord
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -131,15 +131,15 @@ def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Co
     return verdicts(rows, one.contests[0].configs)
 
 
-def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> list[Winner[Any]]:
-    """The winners of a class.
+def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> list[TuningRecord[Any]]:
+    """The tuning records of a class.
 
     Args:
         shared: fields of `runtime.tuned.Entry` that all have.
     """
     rows = tuple(contest.name for contest in one.contests)
     return [
-        one.winners.entry(
+        one.tuned_configs.record(
             one.problem,
             verdict.config,
             us=round(verdict.us, 3),
@@ -178,7 +178,7 @@ def tune(
     seconds: float = sweep.SECONDS,
     make_timer: sweep.MakeTimer = timing.make_timer,
 ) -> int:
-    """Goes through the classes; each one's winners are in the file before the next is begun. Returns the exit status.
+    """Goes through the classes; each one's records are in the file before the next is begun. Returns the exit status.
 
     Args:
         shared: as in `entries`.
@@ -203,13 +203,13 @@ def tune(
             break
         results.append((one, found))
         if path is not None:
-            one.winners.save(path, target.gpu, [one.problem], entries(one, found, shared))
+            one.tuned_configs.save(path, target.gpu, [one.problem], entries(one, found, shared))
     console.print(table_of(results))
     for problem in problems:
         console.print(f"FAILED {problem}", markup=False, soft_wrap=True)
     kept = sum(verdict.wins for _, found in results for verdict in found)
     where = f"in {path}" if path is not None else "nowhere: --json FILE keeps them"
-    console.print(f"{kept} winners, {where}", markup=False, soft_wrap=True)
+    console.print(f"{kept} tuned configurations, {where}", markup=False, soft_wrap=True)
     return 1 if problems else 0
 
 
@@ -259,7 +259,7 @@ def main(
     Args:
         family: one of FAMILIES; by default all.
         pattern: a regular expression that finds names of classes.
-        path: the file to merge winners into; None writes none.
+        path: the file to merge records into; None writes none.
         model: a config.json whose layers are tuned, instead of the benchmarks' rows.
         seconds: of timing for each configuration in each row.
         only_list: print the classes, time nothing.
@@ -275,7 +275,7 @@ def main(
         raise InvalidInput(f"--seconds {seconds}: more than 0 is needed")
     target, device = targets.detect(), torch.device("cuda")
     if target.gpu is None:
-        raise InvalidInput("tune finds winners for the GPU as it is: unset DSL_BACKEND_ARCH")
+        raise InvalidInput("tune finds configurations for the GPU as it is: unset DSL_BACKEND_ARCH")
     shape = None if model is None else models.read(model, tensor_parallel=tensor_parallel)
     names = [family] if family is not None else list(FAMILIES)
     classes = [one for name in names for one in FAMILIES[name](target, device, shape)]
@@ -288,8 +288,8 @@ def main(
         return 0
     if path is not None:
         # What is wrong with the file is said before the timing and not after.
-        for winners in {one.winners.family: one.winners for one in classes}.values():
-            winners.save(path, target.gpu, [], [])
+        for tuned_configs in {one.tuned_configs.family: one.tuned_configs for one in classes}.values():
+            tuned_configs.save(path, target.gpu, [], [])
     sweep.compile_all(contest for one in classes for contest in one.contests)
     with timing.alone():
         return tune(classes, target, shared_facts(target, device), path, console, seconds)

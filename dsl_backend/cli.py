@@ -178,7 +178,8 @@ def tune(
     ] = None,
     classes: Annotated[str | None, typer.Option(metavar="REGEX", help="Only classes whose names it finds.")] = None,
     json: Annotated[
-        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Merge the winners into this file.")
+        pathlib.Path | None,
+        typer.Option("--json", metavar="FILE", help="Merge the tuned configurations into this file."),
     ] = None,
     model: Annotated[
         pathlib.Path | None, typer.Option(metavar="CONFIG", help="Tune the layers of a model's config.json.")
@@ -334,8 +335,8 @@ def facts_table(report: "Report") -> "Table":
     facts.add_row("has", ", ".join(features) or "[dim]no GPU feature that a kernel asks for[/]")
     if target.interpreted:
         facts.add_row("", "TRITON_INTERPRET=1: Triton kernels run in its interpreter")
-    measured = [f"{one.family} {one.here} of {one.entries}" for one in report.winners]
-    facts.add_row("measured", f"configurations for this target: {', '.join(measured)}")
+    tuned = [f"{one.family} {one.here} of {one.records}" for one in report.tuned_configs]
+    facts.add_row("tuned", f"configurations for this target: {', '.join(tuned)}")
     facts.add_row("plugin", report.plugin.entry_point or "[red]not found[/]")
     facts.add_row("variables", ", ".join(f"{name}={value}" for name, value in report.variables.items()) or "none set")
     return facts

@@ -22,15 +22,15 @@ from pydantic import BaseModel, ConfigDict
 from dsl_backend import envs
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec, Causality
-from dsl_backend.attention.tuned import WINNERS as ATTENTION_WINNERS
+from dsl_backend.attention.tuned import TUNED_CONFIGS as ATTENTION
 from dsl_backend.errors import InvalidInput
 from dsl_backend.linear import dispatch as linear
 from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.tuned import WINNERS as LINEAR_WINNERS
+from dsl_backend.linear.tuned import TUNED_CONFIGS as LINEAR
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
-from dsl_backend.runtime.tuned import Winners
+from dsl_backend.runtime.tuned import TunedConfigs
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.softmax import dispatch as softmax
@@ -38,12 +38,12 @@ from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.startup import too_old
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 VOCAB = 128256
 SERVE = "vllm serve MODEL --attention-backend dsl"
-WINNERS: tuple[Winners[Any], ...] = (ATTENTION_WINNERS, LINEAR_WINNERS)
+TUNED_CONFIGS: tuple[TunedConfigs[Any], ...] = (ATTENTION, LINEAR)
 
 # What a line of the report is called -> the distributions that may provide it, in order.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -145,19 +145,19 @@ class LayerReport(Record):
     operations: list[OperationReport]
 
 
-class WinnersReport(Record):
-    """A family's measured configurations (docs/tuning.md).
+class TunedConfigsReport(Record):
+    """A family's tuned configurations (docs/tuning.md).
 
     Attributes:
-        files: that are read, the first in front.
-        entries: that they hold and that are understood.
+        files: that are read, the first before the others.
+        records: that the files hold, without those that are wrong.
         here: of these, for this GPU; for an architecture that was asked for by name, for any GPU of it.
-        problems: what is wrong in the files; such entries are left out.
+        problems: what is wrong in the files; such records are left out.
     """
 
     family: str
     files: list[str]
-    entries: int
+    records: int
     here: int
     problems: list[str]
 
@@ -166,7 +166,7 @@ class Report(Record):
     """All of it. A version is None where the distribution is not installed.
 
     Attributes:
-        problems: all of them, those of the plugin and of measured configurations too.
+        problems: all of them, those of the plugin and of tuned configurations too.
         variables: of this package that are set.
     """
 
@@ -179,7 +179,7 @@ class Report(Record):
     versions: dict[str, str | None]
     target: TargetReport
     plugin: PluginReport
-    winners: list[WinnersReport]
+    tuned_configs: list[TunedConfigsReport]
     layers: list[LayerReport]
 
 
@@ -285,13 +285,13 @@ def target_report(target: Target, detected: bool) -> TargetReport:
     )
 
 
-def winners_report(winners: Winners[Any], target: Target) -> WinnersReport:
-    entries, problems = winners.found
-    return WinnersReport(
-        family=winners.family,
-        files=[str(path) for path in winners.files],
-        entries=len(entries),
-        here=len(list(winners.on(target, any_gpu=True))),
+def tuned_configs_report(tuned_configs: TunedConfigs[Any], target: Target) -> TunedConfigsReport:
+    records, problems = tuned_configs.found
+    return TunedConfigsReport(
+        family=tuned_configs.family,
+        files=[str(path) for path in tuned_configs.files],
+        records=len(records),
+        here=len(list(tuned_configs.on(target, any_gpu=True))),
         problems=problems,
     )
 
@@ -448,11 +448,11 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
     """Args: problems: those of the variables."""
     target = target_of(arch, problems)
     plugin = plugin_report()
-    winners = [winners_report(one, target) for one in WINNERS]
+    tuned_configs = [tuned_configs_report(one, target) for one in TUNED_CONFIGS]
     layers = [layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
     layers += linear_reports(target) + logits_reports(target)
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
-    broken = dict.fromkeys(problem for one in winners for problem in one.problems)
+    broken = dict.fromkeys(problem for one in tuned_configs for problem in one.problems)
     problems += [Problem(what=what, remedy=f"correct {what.partition(':')[0]}") for what in broken]
     return Report(
         schema_version=SCHEMA_VERSION,
@@ -464,6 +464,6 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
         versions={name: version(distributions) for name, distributions in DISTRIBUTIONS.items()},
         target=target_report(target, arch is None),
         plugin=plugin,
-        winners=winners,
+        tuned_configs=tuned_configs,
         layers=layers,
     )

@@ -97,12 +97,12 @@ ARCH = Variable[str | None](
     "the GPU's own architecture or one below sm_90, such as sm_80",
     "Choose kernels as if the GPU were of this architecture.",
 )
-WINNERS = Variable[pathlib.Path | None](
-    "DSL_BACKEND_WINNERS",
+TUNED_CONFIGS = Variable[pathlib.Path | None](
+    "DSL_BACKEND_TUNED_CONFIGS",
     None,
     absolute,
     "an absolute path",
-    "Prefer the measured configurations in this file, as `dsl-backend tune` writes it.",
+    "Prefer the tuned configurations in this file, as `dsl-backend tune` writes it.",
 )
 SAMPLER = Variable(
     "DSL_BACKEND_SAMPLER",
@@ -128,7 +128,7 @@ TRITON_INTERPRET = Variable(
     "Triton interprets kernels on the host.",
 )
 
-OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, WINNERS, SAMPLER, LINEAR)
+OURS: tuple[Variable, ...] = (CACHE, CACHE_DIR, ARCH, TUNED_CONFIGS, SAMPLER, LINEAR)
 PREFIX = "DSL_BACKEND_"
 
 

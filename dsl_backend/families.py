@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FAMILIES = ("attention", "linear", "sampling", "softmax")
 
 
-def load_units() -> None:
+def load_all() -> None:
     """Import the `precompile` of every family that has one."""
     for family in FAMILIES:
         package = f"dsl_backend.{family}"

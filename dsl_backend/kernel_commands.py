@@ -19,7 +19,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache, key, model, precompile, toolkit
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.cache import Entry
-from dsl_backend.runtime.precompile import Outcome, Result, Unit
+from dsl_backend.runtime.precompile import Outcome, PrecompileSpec, Result
 
 Say = Callable[[str], None]
 
@@ -44,13 +44,13 @@ def compile_model(
     Raises:
         InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
     """
-    families.load_units()
+    families.load_all()
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
     shape = replace(model.read(config, tensor_parallel=tensor_parallel, dtype=dtype), kv_cache_dtype=kv_cache_dtype)
     chips = [compilable(arch) for arch in arches]
-    todo = [unit for chip in chips for unit in precompile.units(shape, chip, only)]
+    todo = [spec for chip in chips for spec in precompile.precompile_specs(shape, chip, only)]
     if toolkit.missing():
         typer.echo(f"dsl-backend: nothing is compiled: {'; '.join(toolkit.missing())}", err=True)
         return 1
@@ -73,7 +73,7 @@ def compile_model(
         say(f"{len(outcomes)} kernels: {summary(outcomes)}")
     bad = [outcome for outcome in outcomes if outcome.result in (Result.FAILED, Result.UNKEPT)]
     for outcome in bad if not as_json else ():
-        say(f"{outcome.result.value}: {outcome.unit}: {outcome.error}")
+        say(f"{outcome.result.value}: {outcome.spec}: {outcome.error}")
     return 1 if bad else 0
 
 
@@ -92,7 +92,7 @@ def compilable(arch: str) -> targets.Target:
     return target
 
 
-def followed(todo: Sequence[Unit], jobs: int | None, *, quiet: bool) -> list[Outcome]:
+def followed(todo: Sequence[PrecompileSpec], jobs: int | None, *, quiet: bool) -> list[Outcome]:
     """All outcomes, with a bar on standard error while they come.
 
     Raises:
@@ -117,7 +117,7 @@ def followed(todo: Sequence[Unit], jobs: int | None, *, quiet: bool) -> list[Out
             task = bar.add_task("", total=len(todo))
             for outcome in running:
                 outcomes.append(outcome)
-                bar.update(task, advance=1, description=str(outcome.unit))
+                bar.update(task, advance=1, description=str(outcome.spec))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(outcomes)} of {len(todo)} kernels: {summary(outcomes)}") from None
     return outcomes
@@ -125,9 +125,9 @@ def followed(todo: Sequence[Unit], jobs: int | None, *, quiet: bool) -> list[Out
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
     return {
-        "family": outcome.unit.family,
-        "key": key.stable(outcome.unit.key),
-        "arch": outcome.unit.target.arch,
+        "family": outcome.spec.family,
+        "key": key.stable(outcome.spec.key),
+        "arch": outcome.spec.target.arch,
         "result": outcome.result.value,
         "seconds": round(outcome.seconds, 3),
         "size_bytes": outcome.size_bytes,

@@ -98,7 +98,7 @@ COMMANDS = (
             "DSL_BACKEND_ARCH": "foo",
             "DSL_BACKEND_CACHE": "7",
             "DSL_BACKEND_CACHE_DIR": "cache",
-            "DSL_BACKEND_WINNERS": "winners.json",
+            "DSL_BACKEND_TUNED_CONFIGS": "tuned.json",
             "DSL_BACKEND_SAMLPER": "1",
         },
         last=(
@@ -108,7 +108,7 @@ COMMANDS = (
             "  - DSL_BACKEND_CACHE_DIR='cache' is not accepted: use an absolute path",
             "  - DSL_BACKEND_ARCH='foo' is not accepted: use the GPU's own architecture or one below sm_90, such as "
             "sm_80",
-            "  - DSL_BACKEND_WINNERS='winners.json' is not accepted: use an absolute path",
+            "  - DSL_BACKEND_TUNED_CONFIGS='tuned.json' is not accepted: use an absolute path",
             "  - DSL_BACKEND_SAMPLER='2' is not accepted: use 0 or 1",
             "  - DSL_BACKEND_LINEAR='2' is not accepted: use 0 or 1",
         ),

@@ -83,7 +83,7 @@ SCHEMA = {
         "vllm_plugins": (str, type(None)),
         "problems": [{"what": str, "remedy": str}],
     },
-    "winners": [{"family": str, "files": [str], "entries": int, "here": int, "problems": [str]}],
+    "tuned_configs": [{"family": str, "files": [str], "records": int, "here": int, "problems": [str]}],
     "layers": [
         {
             "name": str,
@@ -116,7 +116,7 @@ def assert_shape(value: Any, shape: Any) -> None:
 def test_schema(arch: str | None) -> None:
     found = report(*([] if arch is None else ["--arch", arch]))
     assert_shape(found, SCHEMA)
-    assert found["schema_version"] == 2
+    assert found["schema_version"] == 3
     assert found["layers"]
     assert found["target"]["detected"] == (arch is None)
 
@@ -233,7 +233,7 @@ class TestVerdict:
             ("DSL_BACKEND_LINEAR", "2"),
             ("DSL_BACKEND_CACHE", "7"),
             ("DSL_BACKEND_CACHE_DIR", "here"),
-            ("DSL_BACKEND_WINNERS", "here"),
+            ("DSL_BACKEND_TUNED_CONFIGS", "here"),
             ("DSL_BACKEND_ARCH", "foo"),
         ],
     )
@@ -372,16 +372,16 @@ class TestBench:
         assert "install the wheel" in result.stderr
 
 
-def test_a_broken_file_of_winners_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named once, although every family reads the file."""
-    path = tmp_path / "winners.json"
-    path.write_text('{"format": 1, "winners": [{"family": "linaer"}]}')
-    monkeypatch.setenv("DSL_BACKEND_WINNERS", str(path))
-    monkeypatch.setattr(doctor, "WINNERS", [copy.copy(one) for one in doctor.WINNERS])
-    for one in doctor.WINNERS:
+    path = tmp_path / "tuned.json"
+    path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
+    monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", str(path))
+    monkeypatch.setattr(doctor, "TUNED_CONFIGS", [copy.copy(one) for one in doctor.TUNED_CONFIGS])
+    for one in doctor.TUNED_CONFIGS:
         one.forget()
-    message = f"{path}: entry 0: family 'linaer' is not one of attention, linear, sampling, softmax"
-    for one in report(status=1)["winners"]:
+    message = f"{path}: record 0: family 'linaer' is not one of attention, linear, sampling, softmax"
+    for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)
         assert one["problems"] == [message]
     shown = " ".join(invoke("doctor").stdout.split())

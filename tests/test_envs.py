@@ -75,7 +75,7 @@ def test_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         ("DSL_BACKEND_LINEAR", "maybe", "use 0 or 1"),
         ("DSL_BACKEND_CACHE", "7", "use 0 or 1"),
         ("DSL_BACKEND_CACHE_DIR", "cache", "use an absolute path"),
-        ("DSL_BACKEND_WINNERS", "./winners.json", "use an absolute path"),
+        ("DSL_BACKEND_TUNED_CONFIGS", "./tuned.json", "use an absolute path"),
         ("DSL_BACKEND_ARCH", "foo", "use the GPU's own architecture or one below sm_90, such as sm_80"),
         ("DSL_BACKEND_ARCH", "sm_999", "use the GPU's own architecture or one below sm_90, such as sm_80"),
     ],

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from dsl_backend import cli, families
 from dsl_backend.runtime import cache, precompile, toolkit
 from dsl_backend.runtime.key import Identity
-from dsl_backend.runtime.precompile import Outcome, Unit
+from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -93,7 +93,7 @@ class TestWhatOthersServe:
         from dsl_backend.runtime.model import shape_of
         from dsl_backend.runtime.target import from_arch
 
-        families.load_units()
+        families.load_all()
         for family in families.FAMILIES:
             for arch in ("sm_90a", "sm_100a"):
                 assert families.served_by_others(family, shape_of(MODEL), from_arch(arch)) == [], family
@@ -115,7 +115,7 @@ class TestInterrupted:
     def test_status_and_line(self, config: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         closed = []
 
-        def run(todo: list[Unit], jobs: int | None) -> Iterator[Outcome]:
+        def run(todo: list[PrecompileSpec], jobs: int | None) -> Iterator[Outcome]:
             try:
                 yield Outcome(todo[0], precompile.Result.COMPILED, size_bytes=2048)
                 raise KeyboardInterrupt
@@ -123,11 +123,11 @@ class TestInterrupted:
                 closed.append(True)
 
         monkeypatch.setattr(toolkit, "missing", list)
-        unit = Unit("any", print, 1, None)  # type: ignore[arg-type]
-        monkeypatch.setattr(precompile, "units", lambda model, target, only: [unit] * 3)
+        spec = PrecompileSpec("any", print, 1, None)  # type: ignore[arg-type]
+        monkeypatch.setattr(precompile, "precompile_specs", lambda model, target, only: [spec] * 3)
         monkeypatch.setattr(precompile, "run", run)
         monkeypatch.setattr(families, "served_by_others", lambda family, model, target: [])
-        monkeypatch.setattr(Unit, "__str__", lambda self: "unit")
+        monkeypatch.setattr(PrecompileSpec, "__str__", lambda self: "spec")
         done = invoke("compile", "--model", config, "--arch", "sm_90a", "--json")
         assert done.exit_code == 130
         assert done.stderr == f"dsl-backend: interrupted: 1 of 3 kernels: 1 compiled; 2 KiB in {folder}\n"

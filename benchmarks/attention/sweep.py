@@ -13,9 +13,9 @@ import torch
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.protocol import Operands
-from dsl_backend.attention.tuned import CHOICES, config_of
+from dsl_backend.attention.tuned import TUNABLE, config_of
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -54,11 +54,11 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
     """
     problem, spec = case.problem, case.problem.spec
     kind = dispatch.choose(operation, spec, target, "cute").load()
-    variants = CHOICES[kind.default].variants(spec, target.smem_bytes)
+    variants = TUNABLE[kind.default].variants(spec, target.smem_bytes)
 
-    def unit(config: Any) -> Unit:
+    def precompile_spec(config: Any) -> PrecompileSpec:
         key = kind(spec, target, Workspace(torch.device("cpu")), config).key(False, None)
-        return Unit("attention", kind.build, key, target)
+        return PrecompileSpec("attention", kind.build, key, target)
 
     def prepare() -> Ready:
         layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
@@ -79,7 +79,7 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
         parameters=problem.parameters,
         configs=sweep.unique((kind.default(spec), *variants)),
         chosen=config_of(spec, target, kind.default),
-        unit=unit,
+        precompile_spec=precompile_spec,
         prepare=prepare,
         note=note,
     )

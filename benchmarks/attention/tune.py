@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.attention.tuned import CHOICES, WINNERS, problem_of
+from dsl_backend.attention.tuned import TUNABLE, TUNED_CONFIGS, problem_of
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
@@ -62,6 +62,6 @@ def classes(target: Target, device: torch.device, model: ModelShape | None) -> l
             kind = dispatch.choose(operation, case.problem.spec, target, "cute").load()
         except Unsupported:
             continue
-        problem = problem_of(case.problem.spec, CHOICES[kind.default].operation)
+        problem = problem_of(case.problem.spec, TUNABLE[kind.default].operation)
         found.setdefault(problem, []).append(sweep.contest(operation, case, target, device))
-    return [Class(WINNERS, problem, tuple(contests)) for problem, contests in found.items()]
+    return [Class(TUNED_CONFIGS, problem, tuple(contests)) for problem, contests in found.items()]

@@ -16,7 +16,7 @@ from dsl_backend.linear.configs import blocks_of, choose, estimate_us, variants
 from dsl_backend.linear.kernel import Operands
 from dsl_backend.linear.tuned import Unfused, config_of
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -61,12 +61,12 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
         outputs = [layer.out for layer in inputs.layers]
         return Ready(run_of, outputs, reference(problem, inputs, layers - 1))
 
-    def unit(config: Any) -> Unit | None:
+    def precompile_spec(config: Any) -> PrecompileSpec | None:
         from dsl_backend.linear.cute import host as launch
 
         if isinstance(config, Unfused):
             return None
-        return Unit("linear", launch.build, launch.key_of(problem.spec, config), target)
+        return PrecompileSpec("linear", launch.build, launch.key_of(problem.spec, config), target)
 
     def note(config: Any, time_us: float) -> str:
         if isinstance(config, Unfused):
@@ -78,7 +78,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
         parameters=problem.parameters,
         configs=sweep.unique((default, *variants(problem.spec, problem.m, target), *others)),
         chosen=config_of(problem.spec, problem.m, target),
-        unit=unit,
+        precompile_spec=precompile_spec,
         prepare=prepare,
         note=note,
     )

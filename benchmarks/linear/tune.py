@@ -5,7 +5,7 @@ import itertools
 
 import torch
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.tuned import WINNERS, problem_of
+from dsl_backend.linear.tuned import TUNED_CONFIGS, problem_of
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
 
@@ -33,5 +33,5 @@ def classes(target: Target, device: torch.device, model: ModelShape | None) -> l
         problem = Problem(m=rows, n=n, k=k, dtype=dtype)
         if not dispatch.cute(problem.spec, target):
             of_shape = problem_of(n, k, True, dtype, target.sm_count)
-            found.append(Class(WINNERS, of_shape.of_rows(before + 1, rows), (contest(problem, target, device),)))
+            found.append(Class(TUNED_CONFIGS, of_shape.of_rows(before + 1, rows), (contest(problem, target, device),)))
     return found

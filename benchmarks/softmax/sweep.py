@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.softmax import api
 from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, power_of_2, widest_vector
 from dsl_backend.softmax.cute import host as launch
@@ -88,7 +88,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
         parameters=case.parameters,
         configs=configs,
         chosen=configs[0],
-        unit=lambda config: Unit("softmax", launch.build, launch.key_of(spec, config), target),
+        precompile_spec=lambda config: PrecompileSpec("softmax", launch.build, launch.key_of(spec, config), target),
         prepare=prepare,
         note=lambda config, time_us: f"{case.traffic_bytes / time_us / 1e6:7.3f}",
     )

@@ -14,7 +14,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
-from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec, register_family
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -26,7 +26,7 @@ LATENT_PAGE_SIZE = 64
 WITH_SINKS = ("gpt_oss",)
 
 
-def specs(model: ModelShape) -> Iterator[AttentionSpec]:
+def layer_specs(model: ModelShape) -> Iterator[AttentionSpec]:
     """Of all layers of a decoder, each once."""
     dtype, text = getattr(torch, model.dtype), text_of(model.config)
     stored = getattr(torch, KV_CACHE_DTYPES.get(model.kv_cache_dtype, model.dtype))
@@ -89,17 +89,17 @@ def windows(text: Mapping[str, Any]) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)]
 
 
-def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels for short and for long queries and for writes; none where others than CuTe DSL's serve them."""
-    for spec in specs(model):
+    for spec in layer_specs(model):
         # MLA's parts are merged by their LSE; vLLM asks for no other's.
         lse = spec.latent or spec.page_size is None
-        yield from units_of(spec, target, lse=lse, sinks=spec.dtype if spec.sinks else None)
+        yield from precompile_specs_of(spec, target, lse=lse, sinks=spec.dtype if spec.sinks else None)
 
 
-def units_of(
+def precompile_specs_of(
     spec: AttentionSpec, target: Target, *, lse: bool, sinks: torch.dtype | None = None, kernel: str | None = None
-) -> Iterator[Unit]:
+) -> Iterator[PrecompileSpec]:
     """The kernels of a layer, for any batch; none where others than CuTe DSL's serve it.
 
     Args:
@@ -115,18 +115,18 @@ def units_of(
         # Triton's have none.
         if hasattr(chosen, "keys"):
             for key in chosen.keys(lse, sinks):
-                yield Unit("attention", type(chosen).build, key, target)  # type: ignore[attr-defined]
+                yield PrecompileSpec("attention", type(chosen).build, key, target)  # type: ignore[attr-defined]
     if spec.page_size is not None and not dispatch.cute_writes(spec, target):
         # Imports CuTe DSL.
         from dsl_backend.attention.cute import write_kv_host as write_launch
 
-        yield Unit("attention", write_launch.build, write_launch.key_of(spec), target)
+        yield PrecompileSpec("attention", write_launch.build, write_launch.key_of(spec), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """Layer -> why CuTe DSL's kernels do not serve it: `kernels: reason`."""
     found = {}
-    for spec in specs(model):
+    for spec in layer_specs(model):
         reasons = dispatch.reasons_against(spec, target, lambda operation: "cute")
         # What kernels for other GPUs say is of interest where no other reason is left.
         own = [reason for reason in reasons if "serves GPUs with" not in reason]
@@ -134,4 +134,4 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     return found
 
 
-register_family("attention", units)
+register_family("attention", precompile_specs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration a CuTe DSL kernel of attention gets: a measured winner's, or its heuristic's."""
+"""Which configuration a CuTe DSL kernel of attention gets: a measured one, or its heuristic's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
-from dsl_backend.runtime import tuned as winners
+from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
 Feature = Literal["alibi", "sinks", "softcap"]
 
 
-class Problem(winners.Problem):
+class ProblemShape(tuned.ProblemShape):
     """The facts of a layer that decide about its kernel's tiles.
 
     A kernel is bound to a layer before any batch is known: how many requests, queries and keys there are is not
@@ -52,7 +52,7 @@ class Problem(winners.Problem):
         return "-".join(parts if self.paged else [*parts, "packed"])
 
 
-def problem_of(spec: AttentionSpec, operation: str) -> Problem:
+def problem_of(spec: AttentionSpec, operation: str) -> ProblemShape:
     features = {"alibi": spec.alibi, "sinks": spec.sinks, "softcap": spec.softcap > 0}
     fields = {
         "operation": operation,
@@ -64,15 +64,15 @@ def problem_of(spec: AttentionSpec, operation: str) -> Problem:
         "paged": spec.page_size is not None,
         "features": tuple(name for name, has in features.items() if has),
     }
-    return Problem.model_validate(fields)
+    return ProblemShape.model_validate(fields)
 
 
 Heuristic = Callable[[AttentionSpec], Any]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a heuristic chooses among.
+class Tunable:
+    """The configurations that a heuristic chooses among.
 
     Attributes:
         operation: as in Problem.
@@ -85,42 +85,42 @@ class Choice:
     variants: Callable[[AttentionSpec, int], Iterator[Any]]
 
 
-CHOICES: Mapping[Heuristic, Choice] = MappingProxyType(
+TUNABLE: Mapping[Heuristic, Tunable] = MappingProxyType(
     {
-        sm90.default_config: Choice("prefill", sm90.DenseConfig, sm90.variants),
-        sm90.default_split_config: Choice("decode", sm90.DenseConfig, sm90.split_variants),
-        sm100.default_config: Choice("prefill", sm100.DenseConfig, sm100.variants),
-        sm100.default_split_config: Choice("decode", sm100.DenseConfig, sm100.split_variants),
-        latent_sm90.default_mla_config: Choice("mla_decode", latent_sm90.MlaConfig, latent_sm90.mla_variants),
-        latent_sm100.default_mla_config: Choice("mla_decode", latent_sm100.MlaConfig, latent_sm100.mla_variants),
+        sm90.default_config: Tunable("prefill", sm90.DenseConfig, sm90.variants),
+        sm90.default_split_config: Tunable("decode", sm90.DenseConfig, sm90.split_variants),
+        sm100.default_config: Tunable("prefill", sm100.DenseConfig, sm100.variants),
+        sm100.default_split_config: Tunable("decode", sm100.DenseConfig, sm100.split_variants),
+        latent_sm90.default_mla_config: Tunable("mla_decode", latent_sm90.MlaConfig, latent_sm90.mla_variants),
+        latent_sm100.default_mla_config: Tunable("mla_decode", latent_sm100.MlaConfig, latent_sm100.mla_variants),
     }
 )
 
-WINNERS = winners.Winners(
+TUNED_CONFIGS = tuned.TunedConfigs(
     "attention",
     Path(__file__).with_name("tuned.json"),
-    Problem,
+    ProblemShape,
     {
-        "sm90.ForwardConfig": sm90.DenseConfig,
-        "sm90.LatentConfig": latent_sm90.MlaConfig,
-        "sm100.ForwardConfig": sm100.DenseConfig,
-        "sm100.LatentConfig": latent_sm100.MlaConfig,
-        "sm100.PairConfig": latent_sm100.TwoCtaMlaConfig,
+        "sm90.DenseConfig": sm90.DenseConfig,
+        "sm90.MlaConfig": latent_sm90.MlaConfig,
+        "sm100.DenseConfig": sm100.DenseConfig,
+        "sm100.MlaConfig": latent_sm100.MlaConfig,
+        "sm100.TwoCtaMlaConfig": latent_sm100.TwoCtaMlaConfig,
     },
 )
 
 
 def config_of(spec: AttentionSpec, target: Target, default: Heuristic) -> Any:
-    """The configuration of a kernel whose heuristic is `default`: of a winner that fits, or the heuristic's.
+    """The configuration of a kernel whose heuristic is `default`: of a tuning record that fits, or the heuristic's.
 
     A batch-invariant layer has the heuristic's: how it cuts key ranges is another kernel than the one measured.
     """
-    choice = CHOICES.get(default)
-    if choice is None or spec.batch_invariant or target.gpu is None:
+    tunable = TUNABLE.get(default)
+    if tunable is None or spec.batch_invariant or target.gpu is None:
         return default(spec)
-    problem = problem_of(spec, choice.operation)
-    for winner in WINNERS.on(target):
-        fits = winner.problem == problem and isinstance(winner.config, choice.kind)
-        if fits and not winner.config.objections(spec, target.smem_bytes):
-            return winner.config
+    problem = problem_of(spec, tunable.operation)
+    for record in TUNED_CONFIGS.on(target):
+        fits = record.problem == problem and isinstance(record.config, tunable.kind)
+        if fits and not record.config.objections(spec, target.smem_bytes):
+            return record.config
     return default(spec)

@@ -11,7 +11,7 @@ from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.tuned import configs_of
 from dsl_backend.runtime.model import ModelShape, text_of
-from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec, register_family
 from dsl_backend.runtime.target import Target
 
 # Of gates, in transformers' words. SiLU is what a model that says nothing has.
@@ -22,7 +22,7 @@ ACTIVATIONS: Mapping[Any, Activation] = {
 }
 
 
-def specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator[LinearSpec]:
+def layer_specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator[LinearSpec]:
     """Gate and up projections with their activation, of all of a decoder's layers, each once."""
     dtype, text = getattr(torch, model.dtype), text_of(model.config)
     if dtype not in DTYPES or model.hidden_size % 8:
@@ -35,13 +35,13 @@ def specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator[Linea
             )
 
 
-def units(model: ModelShape, target: Target) -> Iterator[Unit]:
+def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels of gate and up projections with their activation, for any number of rows."""
-    for spec in specs(model):
-        yield from units_of(spec, target)
+    for spec in layer_specs(model):
+        yield from precompile_specs_of(spec, target)
 
 
-def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
+def precompile_specs_of(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels of a layer, for any number of rows; none where others than CuTe DSL's serve it."""
     if dispatch.cute(spec, target):
         return
@@ -49,7 +49,7 @@ def units_of(spec: LinearSpec, target: Target) -> Iterator[Unit]:
     from dsl_backend.linear.cute import host as launch
 
     for config in configs_of(spec, target):
-        yield Unit("linear", launch.build, launch.key_of(spec, config), target)
+        yield PrecompileSpec("linear", launch.build, launch.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
@@ -62,7 +62,7 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     if model.hidden_size % 8:
         return {mlp: [f"the hidden size {model.hidden_size} is not a multiple of 8"]}
     odd = {f"{mlp} of {size}": ["not a multiple of 8"] for size in model.gated_sizes if size % 8}
-    return {str(spec): dispatch.cute(spec, target) for spec in specs(model)} | odd
+    return {str(spec): dispatch.cute(spec, target) for spec in layer_specs(model)} | odd
 
 
-register_family("linear", units)
+register_family("linear", precompile_specs)

@@ -15,11 +15,11 @@ from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.linear import configs
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime import tuned as winners
+from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
 
-class Problem(winners.Problem):
+class ProblemShape(tuned.ProblemShape):
     """A layer's sizes, for a range of rows.
 
     Attributes:
@@ -38,7 +38,7 @@ class Problem(winners.Problem):
     sm_count: PositiveInt
 
     @model_validator(mode="after")
-    def is_a_range(self) -> "Problem":
+    def is_a_range(self) -> "ProblemShape":
         if self.least_rows > self.most_rows:
             raise ValueError(f"least_rows {self.least_rows} is more than most_rows {self.most_rows}")
         return self
@@ -52,10 +52,10 @@ class Problem(winners.Problem):
     def holds(self, rows: int) -> bool:
         return self.least_rows <= rows <= self.most_rows
 
-    def of_rows(self, least: int, most: int) -> "Problem":
+    def of_rows(self, least: int, most: int) -> "ProblemShape":
         return self.model_copy(update={"least_rows": least, "most_rows": most})
 
-    def without(self, other: "Problem") -> "tuple[Problem, ...]":
+    def without(self, other: "ProblemShape") -> "tuple[ProblemShape, ...]":
         if self.of_rows(1, 1) != other.of_rows(1, 1):
             return (self,)
         ranges = (
@@ -70,10 +70,10 @@ class Unfused:
     """No kernel of ours: the product by cuBLAS, then the activation by a kernel of its own."""
 
 
-WINNERS = winners.Winners(
+TUNED_CONFIGS = tuned.TunedConfigs(
     "linear",
     Path(__file__).with_name("tuned.json"),
-    Problem,
+    ProblemShape,
     {
         "sm90.GemmConfig": GemmConfig,
         "sm90.StreamConfig": StreamConfig,
@@ -84,9 +84,9 @@ WINNERS = winners.Winners(
 )
 
 
-def problem_of(n: int, k: int, gated: bool, dtype: torch.dtype, sm_count: int) -> Problem:
+def problem_of(n: int, k: int, gated: bool, dtype: torch.dtype, sm_count: int) -> ProblemShape:
     """A layer's, for one row."""
-    return Problem(
+    return ProblemShape(
         least_rows=1,
         most_rows=1,
         n=n,
@@ -97,23 +97,23 @@ def problem_of(n: int, k: int, gated: bool, dtype: torch.dtype, sm_count: int) -
     )
 
 
-def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iterator[tuple[Problem, Config]]:
-    """Winners that fit a layer, whatever its rows; a batch-invariant layer has one kernel, and no winners.
+def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iterator[tuple[ProblemShape, Config]]:
+    """Tuning records that fit a layer, for any number of rows; a batch-invariant layer has one kernel, and no records.
 
     Args:
-        any_gpu: as in `Winners.on`; then of any number of SMs too.
+        any_gpu: as in `TunedConfigs.on`; then of any number of SMs too.
     """
-    for winner in WINNERS.on(target, any_gpu=any_gpu) if not spec.batch_invariant else ():
-        sm_count = target.sm_count if target.gpu is not None else winner.problem.sm_count
+    for record in TUNED_CONFIGS.on(target, any_gpu=any_gpu) if not spec.batch_invariant else ():
+        sm_count = target.sm_count if target.gpu is not None else record.problem.sm_count
         wanted = problem_of(spec.n, spec.k, spec.parts == 2, spec.dtype, sm_count)
-        if winner.problem.of_rows(1, 1) != wanted or isinstance(winner.config, Unfused):
+        if record.problem.of_rows(1, 1) != wanted or isinstance(record.config, Unfused):
             continue
-        if not winner.config.objections(spec, target.smem_bytes):
-            yield winner.problem, winner.config
+        if not record.config.objections(spec, target.smem_bytes):
+            yield record.problem, record.config
 
 
 def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
-    """The configuration for so many rows: of a winner that fits, or the heuristic's."""
+    """The configuration for so many rows: of a tuning record that fits, or the heuristic's."""
     found = (config for problem, config in measured(spec, target) if problem.holds(rows))
     return next(found, None) or configs.choose(spec, rows, target)
 
@@ -124,12 +124,12 @@ def configs_of(spec: LinearSpec, target: Target) -> list[Config]:
     return list(dict.fromkeys((*candidates(spec, target), *found)))
 
 
-def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[Problem]:
+def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemShape]:
     """Ranges of rows for which a gated layer is measured to be faster as a product and an activation after it."""
     if target.gpu is None:
         return []
     asked = problem_of(n, k, True, dtype, target.sm_count)
-    found = (winner.problem for winner in WINNERS.on(target) if isinstance(winner.config, Unfused))
+    found = (record.problem for record in TUNED_CONFIGS.on(target) if isinstance(record.config, Unfused))
     return [problem for problem in found if problem.of_rows(1, 1) == asked]
 
 

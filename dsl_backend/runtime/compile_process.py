@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that compiles units for another one: both sides of it.
+"""A process that compiles precompile specs for another one: both sides of it.
 
 It is a fresh interpreter and not a child of `multiprocessing`: that one runs the parent's main module again, and a
 daemon, as vLLM's workers are, may not have any. It sees no GPU, says nothing on standard output, ignores Ctrl-C, which
@@ -52,14 +52,14 @@ class CompileProcess:
         return self._process.stdout.fileno()
 
     def give(self, pickled: bytes) -> None:
-        """Have it compile a unit; a process that has died is seen when the answer is asked for."""
+        """Send it a spec to compile; a process that has died is noticed when its answer is read."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(pickled, self._process.stdin)
             self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any] | None:
-        """The outcome of a unit, once it is there; None where the process died."""
+        """The answer to a spec, when it arrives; None if the process died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):

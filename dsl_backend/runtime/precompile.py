@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a model needs, and compiling them all before it is served: on the cores of any machine.
+"""Compiles the kernels of a model before it is served, in parallel, on a machine with or without a GPU.
 
-An operator family registers a function that lists its kernels for a model and a target, as units. A unit can be
-pickled: `run` gives units to processes that see no GPU, and what they compile is found on disk. The command line waits
-for that; `Ahead` has it done beside what a process does meanwhile, such as loading weights.
+An operator family lists its kernels for a model and a target as precompile specs. A spec can be pickled: `run` sends
+specs to processes that see no GPU, and these write the compiled kernels to the disk cache. The command line waits for
+them; `Ahead` compiles in the background, for example while weights load.
 """
 
 import enum
@@ -34,7 +34,7 @@ PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class Unit:
+class PrecompileSpec:
     """A kernel to compile.
 
     Attributes:
@@ -56,18 +56,18 @@ class Unit:
         return self.build(self.key, self.target)
 
 
-Enumerator = Callable[[ModelShape, Target], Iterable[Unit]]
+Enumerator = Callable[[ModelShape, Target], Iterable[PrecompileSpec]]
 
 _families: dict[str, Enumerator] = {}
 
 
-def register_family(name: str, enumerate_units: Enumerator) -> None:
+def register_family(name: str, enumerate_specs: Enumerator) -> None:
     """Let a family say which kernels a model needs; a second registration of the same function is none.
 
     Raises:
         InvalidInput: another function has the name.
     """
-    if _families.setdefault(name, enumerate_units) is not enumerate_units:
+    if _families.setdefault(name, enumerate_specs) is not enumerate_specs:
         raise InvalidInput(f"family {name!r} is registered already")
 
 
@@ -75,7 +75,7 @@ def families() -> tuple[str, ...]:
     return tuple(_families)
 
 
-def units(model: ModelShape, target: Target, only: Sequence[str] = ()) -> list[Unit]:
+def precompile_specs(model: ModelShape, target: Target, only: Sequence[str] = ()) -> list[PrecompileSpec]:
     """All kernels that a model needs on a target, each once.
 
     Args:
@@ -89,8 +89,8 @@ def units(model: ModelShape, target: Target, only: Sequence[str] = ()) -> list[U
         known = ", ".join(_families) or "none"
         raise InvalidInput(f"family {unknown[0]!r} has no CuTe DSL kernels; families that have some: {known}")
     chosen = [_families[name] for name in only] if only else list(_families.values())
-    found = (unit for enumerate_units in chosen for unit in enumerate_units(model, target))
-    return list({str(unit): unit for unit in found}.values())
+    found = (spec for enumerate_specs in chosen for spec in enumerate_specs(model, target))
+    return list({str(spec): spec for spec in found}.values())
 
 
 class Result(enum.Enum):
@@ -103,7 +103,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a unit.
+    """The result of compiling one spec.
 
     Attributes:
         seconds: in the process that had it.
@@ -111,7 +111,7 @@ class Outcome:
         error: one line, where it failed or was not kept.
     """
 
-    unit: Unit
+    spec: PrecompileSpec
     result: Result
     seconds: float = 0.0
     size_bytes: int = 0
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def processes(count: int, spare: int = 0) -> int:
-    """How many processes to use for so many units: one for each core that this one may use, as far as memory goes.
+    """How many processes to use for `count` specs: one for each core that this process may use, if memory suffices.
 
     Args:
         spare: cores to leave to others.
@@ -128,10 +128,10 @@ def processes(count: int, spare: int = 0) -> int:
     return max(1, min(count, machine.cores() - spare, room))
 
 
-def run(todo: Sequence[Unit], jobs: int | None = None) -> Iterator[Outcome]:
-    """Compile units in parallel; yields each one's outcome when it is there.
+def run(todo: Sequence[PrecompileSpec], jobs: int | None = None) -> Iterator[Outcome]:
+    """Compile specs in parallel; yields the outcome of each as soon as it is known.
 
-    A unit that fails, or whose process dies, fails alone.
+    A spec that fails, or whose process dies, does not affect the others.
 
     Args:
         jobs: processes; by default one for each core.
@@ -152,20 +152,20 @@ def run(todo: Sequence[Unit], jobs: int | None = None) -> Iterator[Outcome]:
 
 
 class Pool:
-    """Processes that compile units.
+    """Processes that compile specs.
 
     Args:
-        jobs: how many at most; each is started when there is a unit for it.
+        jobs: how many at most; each is started when there is a spec for it.
     """
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
         self.idle: list[CompileProcess] = []
-        self.busy: dict[CompileProcess, Unit] = {}
+        self.busy: dict[CompileProcess, PrecompileSpec] = {}
         self.answers = selectors.DefaultSelector()
 
-    def outcomes(self, waiting: "deque[Unit]") -> Generator[Outcome, None, None]:
-        """The outcome of each unit when it is there, until none is left; then, or when it is closed, processes end.
+    def outcomes(self, waiting: "deque[PrecompileSpec]") -> Generator[Outcome, None, None]:
+        """The outcome of each spec as soon as it is known; processes end after the last, or when this is closed.
 
         Args:
             waiting: emptied from the left; another thread may add to it.
@@ -176,16 +176,16 @@ class Pool:
         try:
             while waiting or self.busy:
                 while waiting and (process := self.free()) is not None:
-                    unit = waiting.popleft()
+                    spec = waiting.popleft()
                     try:
-                        pickled = pickle.dumps(unit)
+                        pickled = pickle.dumps(spec)
                     except Exception as error:  # pickling raises what it likes
                         self.idle.append(process)
                         why = f"cannot be given to another process: {one_line(error)}"
-                        yield Outcome(unit, Result.FAILED, error=why)
+                        yield Outcome(spec, Result.FAILED, error=why)
                         continue
                     process.give(pickled)
-                    self.busy[process] = unit
+                    self.busy[process] = spec
                 if self.busy:
                     for key, _ in self.answers.select():
                         yield self.answered(key.fileobj)  # type: ignore[arg-type]
@@ -212,20 +212,20 @@ class Pool:
         return process
 
     def answered(self, process: CompileProcess) -> Outcome:
-        """The outcome of the unit that a process had; the process is free again, or gone."""
-        unit = self.busy.pop(process)
+        """The outcome of the spec that a process compiled; the process is free again, or has died."""
+        spec = self.busy.pop(process)
         answer = process.answer()
         if answer is not None:
             self.idle.append(process)
-            return Outcome(unit, Result(answer.pop("result")), **answer)
+            return Outcome(spec, Result(answer.pop("result")), **answer)
         error = f"its process ended {process.epitaph()}"
         self.answers.unregister(process)
         process.close()
-        return Outcome(unit, Result.FAILED, error=error)
+        return Outcome(spec, Result.FAILED, error=error)
 
 
 def answer_to(pickled: bytes) -> dict[str, Any]:
-    """What a process answers to a unit: `Outcome` without the unit, in JSON's types."""
+    """The answer of a process: `Outcome` without the spec, in JSON's types."""
     started, before = time.perf_counter(), len(compiles.events)
     try:
         pickle.loads(pickled).compile()
@@ -244,25 +244,25 @@ def answer_to(pickled: bytes) -> dict[str, Any]:
     }
 
 
-def absent(todo: Iterable[Unit], disk: DiskCache) -> list[Unit]:
+def absent(todo: Iterable[PrecompileSpec], disk: DiskCache) -> list[PrecompileSpec]:
     """Units whose kernels are not on disk, each kernel once; nothing is compiled or loaded."""
     seen: set[str] = set()
     found = []
-    for unit in todo:
+    for spec in todo:
         try:
-            wanted = compilation.identities(unit.compile)
+            wanted = compilation.identities(spec.compile)
         except Exception as error:  # whoever needs it compiles it again, and says what is wrong
-            logger.debug("%s cannot be looked for: %s", unit, one_line(error))
+            logger.debug("%s cannot be looked for: %s", spec, one_line(error))
             continue
         missing = {one.digest for one in wanted if one.reusable and not disk.has(one)} - seen
         if missing:
             seen |= missing
-            found.append(unit)
+            found.append(spec)
     return found
 
 
 class Ahead:
-    """Compiles units in processes of their own while this process goes on; what is on disk already costs a look.
+    """Compiles specs in other processes while this one continues; kernels that are on disk are only looked up.
 
     Whoever needs a kernel meanwhile finds it on disk, waits for the process that has it, or compiles it.
     """
@@ -270,11 +270,11 @@ class Ahead:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: set[str] = set()
-        self._waiting: deque[Unit] = deque()
+        self._waiting: deque[PrecompileSpec] = deque()
         self._thread: threading.Thread | None = None
 
-    def add(self, todo: Iterable[Unit], spare: int = 1, beside: str = "in the background") -> int:
-        """Begin to compile what is not on disk; how many units that is.
+    def add(self, todo: Iterable[PrecompileSpec], spare: int = 1, beside: str = "in the background") -> int:
+        """Begin to compile what is not on disk; returns the number of these specs.
 
         Nothing is begun where what is compiled could not be kept, nor where another process compiles ahead for this
         cache already: its kernels are mostly the same.
@@ -283,8 +283,8 @@ class Ahead:
             spare: cores to leave to this process, and to others like it.
             beside: what it does meanwhile, for the log.
         """
-        new = [unit for unit in todo if str(unit) not in self._seen]
-        self._seen |= {str(unit) for unit in new}
+        new = [spec for spec in todo if str(spec) not in self._seen]
+        self._seen |= {str(spec) for spec in new}
         if not new or toolkit.missing() or not toolkit.keeps_files():
             return 0
         disk = cache.usable()
@@ -347,7 +347,7 @@ class Ahead:
                 return
             done += 1
             if outcome.result is Result.FAILED:
-                failed.append(f"{outcome.unit}: {outcome.error}")
+                failed.append(f"{outcome.spec}: {outcome.error}")
             left = len(self._waiting) + len(pool.busy)
             if left and time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()

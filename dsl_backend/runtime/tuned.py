@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that were measured to be faster than a heuristic's, as data: files of JSON, looked at once a process.
+"""Tuned configurations: measured to be faster than a heuristic's, and kept as JSON files that a process reads once.
 
-A family has a `Winners` object, with a file in the package. The file that DSL_BACKEND_WINNERS names is read in front of
-it, and may hold several families' entries. What is wrong with an entry is a line of `dsl-backend doctor`; who serves
-goes on without it.
+A family has one `TunedConfigs` object, with a file in the package. The file named by DSL_BACKEND_TUNED_CONFIGS is read
+before it, and may hold records of several families. `dsl-backend doctor` lists the records that are wrong; a server
+leaves them out.
 """
 
 import dataclasses
@@ -24,30 +24,30 @@ from dsl_backend.families import FAMILIES
 from dsl_backend.log import warning_once
 from dsl_backend.runtime.target import Target
 
-# Changes when entries change their meaning.
+# Changes when records change their meaning.
 FORMAT = 1
 
-ProblemT = TypeVar("ProblemT", bound="Problem")
+ProblemShapeT = TypeVar("ProblemShapeT", bound="ProblemShape")
 
 
-class Problem(BaseModel):
-    """A class of problems that one entry decides: the facts that it depends on."""
+class ProblemShape(BaseModel):
+    """The problems that one record holds for: the facts that the choice of a configuration depends on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    def without(self: ProblemT, other: ProblemT) -> tuple[ProblemT, ...]:
-        """What is left of this class where the other one is decided anew."""
+    def without(self: ProblemShapeT, other: ProblemShapeT) -> tuple[ProblemShapeT, ...]:
+        """The part of this shape that remains where the other one was measured again."""
         return () if self == other else (self,)
 
 
-class Entry(BaseModel):
-    """A measurement, as it stands in a file.
+class Measurement(BaseModel):
+    """A record as it is written in a file.
 
     Attributes:
-        gpu: the product's name, as its driver tells it.
+        gpu: the product's name, as its driver gives it.
         versions: of the driver and of nvidia-cutlass-dsl.
-        problem: the fields of the family's class of problems.
-        kernel: the name of the configuration's kind.
+        problem: the fields of the family's ProblemShape.
+        kernel: the name of the configuration's type.
         config: its fields.
         us, default_us: of a launch with it and with the heuristic's; over several rows their geometric mean.
         rows: that were timed.
@@ -69,18 +69,18 @@ class Entry(BaseModel):
     rows: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def is_faster(self) -> "Entry":
+    def is_faster(self) -> "Measurement":
         if self.us >= self.default_us:
             raise ValueError(f"us {self.us} is not less than default_us {self.default_us}")
         return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Winner(Generic[ProblemT]):
-    """An entry whose problem and configuration are understood."""
+class TuningRecord(Generic[ProblemShapeT]):
+    """A measurement with its problem and configuration as objects."""
 
-    entry: Entry
-    problem: ProblemT
+    measurement: Measurement
+    problem: ProblemShapeT
     config: Any
 
 
@@ -100,11 +100,11 @@ def not_json(name: str) -> None:
     raise ValueError(f"{name} is no number there")
 
 
-def entries_of(path: Path) -> list[Any]:
-    """The entries of a file, as JSON has them.
+def records_of(path: Path) -> list[Any]:
+    """The records of a file, as JSON has them.
 
     Raises:
-        InvalidInput: it cannot be read, or is not a file of winners.
+        InvalidInput: it cannot be read, or is not a file of tuned configurations.
     """
     try:
         found = json.loads(path.read_text(), parse_constant=not_json)
@@ -112,56 +112,60 @@ def entries_of(path: Path) -> list[Any]:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("winners"), list):
-        raise InvalidInput(f'{path} is no file of winners: {{"format": {FORMAT}, "winners": [...]}} is needed')
-    return found["winners"]
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("records"), list):
+        raise InvalidInput(
+            f'{path} is no file of tuned configurations: {{"format": {FORMAT}, "records": [...]}} is needed'
+        )
+    return found["records"]
 
 
-class Winners(Generic[ProblemT]):
-    """A family's winners.
+class TunedConfigs(Generic[ProblemShapeT]):
+    """The tuned configurations of a family.
 
     Args:
         family: its name in `families.FAMILIES`.
         file: the package's own.
-        problem: the type of its classes of problems.
-        configs: name -> kind of configuration, a frozen dataclass.
+        problem: the type of its problem shapes.
+        configs: name -> type of configuration, a frozen dataclass.
     """
 
-    def __init__(self, family: str, file: Path, problem: type[ProblemT], configs: Mapping[str, type]) -> None:
+    def __init__(self, family: str, file: Path, problem: type[ProblemShapeT], configs: Mapping[str, type]) -> None:
         self.family, self.file, self.problem, self.configs = family, file, problem, configs
 
     def kernel_name(self, config: Any) -> str:
-        """What a configuration's kind is called in a file."""
+        """The name of a configuration's type in a file."""
         return next(name for name, kind in self.configs.items() if kind is type(config))
 
-    def understood(self, raw: Any) -> Winner[ProblemT]:
-        """An entry of this family.
+    def understood(self, raw: Any) -> TuningRecord[ProblemShapeT]:
+        """A record of this family.
 
         Raises:
             InvalidInput: it is not one; the message names what is wrong, and what would be accepted.
         """
         try:
             # As JSON: there, tuples and dates have a strict form too.
-            entry = Entry.model_validate_json(json.dumps(raw))
-            problem = self.problem.model_validate_json(json.dumps(entry.problem))
+            measurement = Measurement.model_validate_json(json.dumps(raw))
+            problem = self.problem.model_validate_json(json.dumps(measurement.problem))
         except ValidationError as error:
             raise InvalidInput(explained(error)) from None
-        kind: Any = self.configs.get(entry.kernel)
+        kind: Any = self.configs.get(measurement.kernel)
         if kind is None:
-            raise InvalidInput(f"kernel {entry.kernel!r} is not one of {', '.join(self.configs)}")
+            raise InvalidInput(f"kernel {measurement.kernel!r} is not one of {', '.join(self.configs)}")
         known = [one.name for one in dataclasses.fields(kind)]
-        if strange := sorted(set(entry.config) - set(known)):
-            raise InvalidInput(f"config has {', '.join(strange)}: {entry.kernel} has {', '.join(known) or 'no fields'}")
+        if strange := sorted(set(measurement.config) - set(known)):
+            raise InvalidInput(
+                f"config has {', '.join(strange)}: {measurement.kernel} has {', '.join(known) or 'no fields'}"
+            )
         try:
-            config = TypeAdapter(kind).validate_json(json.dumps(entry.config), strict=True)
+            config = TypeAdapter(kind).validate_json(json.dumps(measurement.config), strict=True)
         except ValidationError as error:
             raise InvalidInput(f"config: {explained(error)}") from None
-        return Winner(entry, problem, config)
+        return TuningRecord(measurement, problem, config)
 
-    def read(self, path: Path) -> tuple[list[Winner[ProblemT]], list[str]]:
-        """The family's entries of a file, and what is wrong with the file."""
+    def read(self, path: Path) -> tuple[list[TuningRecord[ProblemShapeT]], list[str]]:
+        """The family's records of a file, and what is wrong with the file."""
         try:
-            raw = entries_of(path)
+            raw = records_of(path)
         except InvalidInput as error:
             return [], [str(error)]
         found, problems = [], []
@@ -173,43 +177,43 @@ class Winners(Generic[ProblemT]):
                 if family == self.family:
                     found.append(self.understood(one))
             except InvalidInput as error:
-                problems.append(f"{path}: entry {place}: {error}")
+                problems.append(f"{path}: record {place}: {error}")
         return found, problems
 
     @property
     def files(self) -> list[Path]:
-        """That are read, the user's first."""
-        own = envs.WINNERS.read()
+        """The files that are read, the user's first."""
+        own = envs.TUNED_CONFIGS.read()
         return [*([own] if own is not None else []), self.file]
 
     @cached_property
-    def found(self) -> tuple[list[Winner[ProblemT]], list[str]]:
-        """All of this process's winners, and what is wrong in the files; read once."""
+    def found(self) -> tuple[list[TuningRecord[ProblemShapeT]], list[str]]:
+        """All records of this process, and what is wrong in the files; read once."""
         read = [self.read(path) for path in self.files]
-        return [one for winners, _ in read for one in winners], [one for _, problems in read for one in problems]
+        return [one for records, _ in read for one in records], [one for _, problems in read for one in problems]
 
-    def on(self, target: Target, *, any_gpu: bool = False) -> Iterator[Winner[ProblemT]]:
-        """Those measured on the target's very GPU, the user's before the package's.
+    def on(self, target: Target, *, any_gpu: bool = False) -> Iterator[TuningRecord[ProblemShapeT]]:
+        """The records of the target's GPU, by its product name; the user's before the package's.
 
         Args:
-            any_gpu: where the target names no GPU, those of every GPU of its architecture: what may be asked for there.
+            any_gpu: where the target names no GPU, the records of every GPU of its architecture.
         """
-        winners, problems = self.found
+        records, problems = self.found
         if problems:
             more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-            warning_once(f"measured configurations are left out: {problems[0]}{more}; `dsl-backend doctor` lists all")
-        gpus = {one.entry.gpu for one in winners} if any_gpu and target.gpu is None else {target.gpu}
-        return (one for one in winners if one.entry.arch == target.arch and one.entry.gpu in gpus)
+            warning_once(f"tuned configurations are left out: {problems[0]}{more}; `dsl-backend doctor` lists all")
+        gpus = {one.measurement.gpu for one in records} if any_gpu and target.gpu is None else {target.gpu}
+        return (one for one in records if one.measurement.arch == target.arch and one.measurement.gpu in gpus)
 
     def forget(self) -> None:
-        """Read the files anew when somebody asks."""
+        """Read the files again at the next call."""
         self.__dict__.pop("found", None)
 
-    def entry(self, problem: ProblemT, config: Any, **facts: Any) -> Winner[ProblemT]:
-        """A new winner.
+    def record(self, problem: ProblemShapeT, config: Any, **facts: Any) -> TuningRecord[ProblemShapeT]:
+        """A new record.
 
         Args:
-            facts: the other fields of Entry.
+            facts: the other fields of Measurement.
         """
         fields = {
             "family": self.family,
@@ -218,49 +222,55 @@ class Winners(Generic[ProblemT]):
             "config": dataclasses.asdict(config),
             **facts,
         }
-        return Winner(Entry(**fields), problem, config)
+        return TuningRecord(Measurement(**fields), problem, config)
 
     def merged(
-        self, old: Sequence[Winner[ProblemT]], gpu: str, measured: Sequence[ProblemT], new: Sequence[Winner[ProblemT]]
-    ) -> list[Winner[ProblemT]]:
-        """Old winners, but for classes of problems that were measured again on a GPU, and the new ones."""
+        self,
+        old: Sequence[TuningRecord[ProblemShapeT]],
+        gpu: str,
+        measured: Sequence[ProblemShapeT],
+        new: Sequence[TuningRecord[ProblemShapeT]],
+    ) -> list[TuningRecord[ProblemShapeT]]:
+        """Old records without the problem shapes that were measured again on a GPU, then the new ones."""
         kept = []
         for one in old:
             left = [one.problem]
-            for again in measured if one.entry.gpu == gpu else ():
+            for again in measured if one.measurement.gpu == gpu else ():
                 left = [part for whole in left for part in whole.without(again)]
             for part in left:
-                entry = one.entry.model_copy(update={"problem": part.model_dump(mode="json")})
-                kept.append(Winner(entry, part, one.config))
+                measurement = one.measurement.model_copy(update={"problem": part.model_dump(mode="json")})
+                kept.append(TuningRecord(measurement, part, one.config))
         return [*kept, *new]
 
-    def save(self, path: Path, gpu: str, measured: Sequence[ProblemT], new: Sequence[Winner[ProblemT]]) -> int:
-        """Merge new winners into a file, or write it; returns how many entries of the family it then has.
+    def save(
+        self, path: Path, gpu: str, measured: Sequence[ProblemShapeT], new: Sequence[TuningRecord[ProblemShapeT]]
+    ) -> int:
+        """Merge new records into a file, or write it; returns how many records of the family it then has.
 
         Raises:
             InvalidInput: the file is there and something is wrong with it, or it cannot be written.
         """
-        raw = entries_of(path) if path.exists() else []
+        raw = records_of(path) if path.exists() else []
         old, problems = self.read(path) if path.exists() else ([], [])
         if problems:
             raise InvalidInput("; ".join(problems))
-        mine = [one.entry.model_dump(mode="json") for one in self.merged(old, gpu, measured, new)]
+        mine = [one.measurement.model_dump(mode="json") for one in self.merged(old, gpu, measured, new)]
         mine.sort(key=lambda one: (one["gpu"], json.dumps(one["problem"])))
         write(path, [one for one in raw if one["family"] != self.family] + mine)
         return len(mine)
 
 
-def write(path: Path, entries: Sequence[Any]) -> None:
-    """Put entries in the place of a file: it is never half written.
+def write(path: Path, records: Sequence[Any]) -> None:
+    """Replace a file by these records; a reader never sees it half written.
 
     Raises:
         InvalidInput: that is not possible.
     """
-    lines = ",\n".join("  " + json.dumps(one) for one in entries)
-    text = f'{{"format": {FORMAT}, "winners": [' + (f"\n{lines}\n" if lines else "") + "]}\n"
+    lines = ",\n".join("  " + json.dumps(one) for one in records)
+    text = f'{{"format": {FORMAT}, "records": [' + (f"\n{lines}\n" if lines else "") + "]}\n"
     scratch = None
     try:
-        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".winners-")
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         # mkstemp's 0600 would keep a server of another user from reading it.

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from dsl_backend.runtime.model import ModelShape
-from dsl_backend.runtime.precompile import Unit, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec, register_family
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax import dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 
-def specs(model: ModelShape) -> Iterator[SoftmaxSpec]:
+def layer_specs(model: ModelShape) -> Iterator[SoftmaxSpec]:
     """Softmax and log-softmax of packed rows of logits, in float32 and as the model computes them."""
     width = model.vocab_size
     for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
@@ -21,19 +21,19 @@ def specs(model: ModelShape) -> Iterator[SoftmaxSpec]:
             yield SoftmaxSpec(width=width, dtype=dtype, out_dtype=dtype, log=log, vector=math.gcd(8, width))
 
 
-def units(model: ModelShape, target: Target) -> Iterator[Unit]:
-    for spec in specs(model):
+def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
+    for spec in layer_specs(model):
         if dispatch.cute(spec, target):
             continue
         # Imports CuTe DSL.
         from dsl_backend.softmax.cute import host as launch
 
-        yield Unit("softmax", launch.build, launch.key_of(spec), target)
+        yield PrecompileSpec("softmax", launch.build, launch.key_of(spec), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """Softmax -> why CuTe DSL's kernels do not serve it."""
-    return {str(spec): dispatch.cute(spec, target) for spec in specs(model)}
+    return {str(spec): dispatch.cute(spec, target) for spec in layer_specs(model)}
 
 
-register_family("softmax", units)
+register_family("softmax", precompile_specs)

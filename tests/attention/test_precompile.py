@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention import precompile as units
+from dsl_backend.attention import precompile
 from dsl_backend.attention.cute.write_kv import WriteKey
-from dsl_backend.runtime import model, precompile
+from dsl_backend.runtime import model
 from dsl_backend.runtime.target import from_arch
 
 LLAMA = {
@@ -32,7 +32,7 @@ DEEPSEEK = LLAMA | {
 
 
 def all_keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
-    return [unit.key for unit in units.units(model.shape_of(config, **shape), from_arch(arch))]
+    return [one.key for one in precompile.precompile_specs(model.shape_of(config, **shape), from_arch(arch))]
 
 
 def keys(config: dict[str, Any], arch: str = "sm_90a", **shape: Any) -> list[Any]:
@@ -57,7 +57,7 @@ def test_fp8_caches(arch: str) -> None:
     for name, stored in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"), ("auto", "bfloat16")):
         for config in (LLAMA, DEEPSEEK):
             shape = replace(model.shape_of(config), kv_cache_dtype=name)
-            found = [unit.key for unit in units.units(shape, from_arch(arch))]
+            found = [one.key for one in precompile.precompile_specs(shape, from_arch(arch))]
             assert any(isinstance(key, WriteKey) for key in found)
             for key in found:
                 assert key.kv.name == (stored if key.page_size else "bfloat16"), (name, key)
@@ -125,7 +125,3 @@ def test_writes(arch: str, config: dict[str, Any], heads: int, dims: tuple[int, 
 def test_other_kernels_are_not_compiled_so() -> None:
     assert all_keys(LLAMA, "sm_80") == []
     assert all_keys(LLAMA | {"dtype": "float32"}) == []
-
-
-def test_registered() -> None:
-    assert "attention" in precompile.families()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration an attention kernel gets: a winner's where it was measured and fits, else the heuristic's."""
+"""Which configuration an attention kernel gets: a tuned one where one fits, else the heuristic's."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig as Sm100C
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.attention.tuned import CHOICES, WINNERS, Problem, config_of, problem_of
+from dsl_backend.attention.tuned import TUNABLE, TUNED_CONFIGS, ProblemShape, config_of, problem_of
 from dsl_backend.doctor import typical_layers
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
@@ -41,7 +41,7 @@ BETTER = DenseConfig(groups=1, tile_n=96, stages=3)
 BETTER_LATENT = MlaConfig(tile_n=32, stages=4)
 
 
-def winner(problem: Problem, config: Any, **changes: Any) -> Any:
+def record(problem: ProblemShape, config: Any, **changes: Any) -> Any:
     facts = {
         "gpu": GPU,
         "arch": "sm_90a",
@@ -51,39 +51,39 @@ def winner(problem: Problem, config: Any, **changes: Any) -> Any:
         "us": 1.0,
         "default_us": 2.0,
     }
-    return WINNERS.entry(problem, config, **(facts | changes))
+    return TUNED_CONFIGS.record(problem, config, **(facts | changes))
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts winners in the place of those in files."""
+    """Puts records in the place of those in files."""
 
-    def put(*entries: Any) -> None:
-        monkeypatch.setitem(WINNERS.__dict__, "found", (list(entries), []))
+    def put(*records: Any) -> None:
+        monkeypatch.setitem(TUNED_CONFIGS.__dict__, "found", (list(records), []))
 
     return put
 
 
-def decode(spec: AttentionSpec = SPEC) -> Problem:
+def decode(spec: AttentionSpec = SPEC) -> ProblemShape:
     return problem_of(spec, "decode")
 
 
 def test_the_packages_own_file_is_whole() -> None:
-    found, problems = WINNERS.read(WINNERS.file)
+    found, problems = TUNED_CONFIGS.read(TUNED_CONFIGS.file)
     assert problems == []
-    # Nobody else's entries, and none that could not be built on the chip that it was measured on.
-    assert len(found) == len(json.loads(WINNERS.file.read_text())["winners"])
+    # Nobody else's records, and none that could not be built on the chip that it was measured on.
+    assert len(found) == len(json.loads(TUNED_CONFIGS.file.read_text())["records"])
 
 
-def test_a_winner_changes_the_chosen_config(measured: Callable[..., None]) -> None:
-    measured(winner(decode(), BETTER))
+def test_a_record_changes_the_chosen_config(measured: Callable[..., None]) -> None:
+    measured(record(decode(), BETTER))
     assert config_of(SPEC, TARGET, default_split_config) == BETTER != default_split_config(SPEC)
     assert config_of(SPEC, TARGET, default_config) == default_config(SPEC), "another operation"
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
-def test_a_planner_binds_the_winner(measured: Callable[..., None]) -> None:
-    measured(winner(decode(), BETTER))
+def test_a_planner_binds_the_tuned_config(measured: Callable[..., None]) -> None:
+    measured(record(decode(), BETTER))
     planner = Planner(SPEC, TARGET, Workspace(torch.device("cpu")), "cute")
     short: Any = planner.short[2]
     assert short.config == BETTER
@@ -111,7 +111,7 @@ def test_a_planner_binds_the_winner(measured: Callable[..., None]) -> None:
 def test_what_it_was_not_measured_on_has_the_heuristic(
     measured: Callable[..., None], name: str, spec: AttentionSpec, target: Any
 ) -> None:
-    measured(winner(decode(), BETTER))
+    measured(record(decode(), BETTER))
     assert config_of(spec, target, default_split_config) == default_split_config(spec)
 
 
@@ -125,37 +125,37 @@ def test_what_it_was_not_measured_on_has_the_heuristic(
     ],
 )
 def test_what_makes_no_difference(measured: Callable[..., None], spec: AttentionSpec) -> None:
-    measured(winner(decode(), BETTER))
+    measured(record(decode(), BETTER))
     assert config_of(spec, TARGET, default_split_config) == BETTER
 
 
 def test_the_first_that_fits(measured: Callable[..., None]) -> None:
     """Of another SM, or one that objects to this very problem, is none."""
     broken = DenseConfig(groups=1, tile_n=100, stages=3)
-    measured(*(winner(decode(), config) for config in (Sm100Config(), broken, BETTER, replace(BETTER, tile_n=32))))
+    measured(*(record(decode(), config) for config in (Sm100Config(), broken, BETTER, replace(BETTER, tile_n=32))))
     assert config_of(SPEC, TARGET, default_split_config) == BETTER
 
 
 def test_fp8_keys_are_a_class_of_their_own(measured: Callable[..., None]) -> None:
     fp8 = replace(SPEC, kv_dtype=FP8)
     staged = DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=3)
-    measured(winner(decode(), BETTER), winner(decode(fp8), staged))
+    measured(record(decode(), BETTER), record(decode(fp8), staged))
     assert config_of(fp8, TARGET, default_split_config) == staged
     assert config_of(SPEC, TARGET, default_split_config) == BETTER
 
 
 def test_absorbed_mla(measured: Callable[..., None]) -> None:
-    measured(winner(problem_of(LATENT, "mla_decode"), BETTER_LATENT))
+    measured(record(problem_of(LATENT, "mla_decode"), BETTER_LATENT))
     assert config_of(LATENT, TARGET, default_mla_config) == BETTER_LATENT != default_mla_config(LATENT)
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_dispatch_judges_what_would_run(measured: Callable[..., None]) -> None:
-    """Where the heuristic's tiles are too large and a winner's are not, the kernel serves."""
+    """Where the heuristic's tiles are too large and those of a tuned configuration are not, the kernel serves."""
     wide = replace(SPEC, head_dim=256, head_dim_v=256)
     small = replace(TARGET, smem_bytes=default_split_config(wide).smem_bytes(wide) - 1)
     assert dispatch.choose(Operation.DECODE, wide, small).name == "triton"
-    measured(winner(decode(wide), DenseConfig(groups=1, tile_n=32, stages=2)))
+    measured(record(decode(wide), DenseConfig(groups=1, tile_n=32, stages=2)))
     assert dispatch.choose(Operation.DECODE, wide, small).name == "cute"
 
 
@@ -167,7 +167,7 @@ def test_candidates_fit_and_are_no_two_alike(arch: str) -> None:
     for spec in typical_layers(target).values():
         if spec.dtype == torch.float32:
             continue
-        for heuristic, choice in CHOICES.items():
+        for heuristic, choice in TUNABLE.items():
             if arch[:-1].replace("_", "") not in heuristic.__module__ or spec.latent != (choice.operation[0] == "m"):
                 continue
             found = list(choice.variants(spec, target.smem_bytes))
@@ -176,8 +176,8 @@ def test_candidates_fit_and_are_no_two_alike(arch: str) -> None:
                 assert config.objections(spec, target.smem_bytes) == []
                 assert isinstance(config, choice.kind)
             for config in found[:1]:
-                made = winner(problem_of(spec, choice.operation), config, arch=arch)
-                assert WINNERS.understood(made.entry.model_dump(mode="json")) == made
+                made = record(problem_of(spec, choice.operation), config, arch=arch)
+                assert TUNED_CONFIGS.understood(made.measurement.model_dump(mode="json")) == made
             tried += len(found)
     assert tried > 100
 
@@ -192,8 +192,8 @@ def test_names_of_classes() -> None:
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
-def test_every_kernel_of_the_table_may_have_winners() -> None:
+def test_every_kernel_of_the_table_can_be_tuned() -> None:
     # What writes the cache has nothing to choose.
     attends = set(dispatch.TABLE) - {dispatch.Operation.WRITE_KV}
     kernels = [entry.load() for name in attends for entry in dispatch.TABLE[name] if entry.name == "cute"]
-    assert {kernel.default for kernel in kernels} == set(CHOICES)
+    assert {kernel.default for kernel in kernels} == set(TUNABLE)

@@ -28,12 +28,12 @@ from benchmarks.runner import DeviceLostError
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.linear.configs import GemmConfig, StreamConfig
-from dsl_backend.linear.tuned import WINNERS, Unfused, problem_of
+from dsl_backend.linear.tuned import TUNED_CONFIGS, Unfused, problem_of
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.runtime.tuned import Winner
+from dsl_backend.runtime.tuned import TuningRecord
 
 GPU = "NVIDIA Test"
 TARGET = dataclasses.replace(from_arch("sm_90a"), gpu=GPU)
@@ -92,7 +92,7 @@ class Chip:
             parameters={},
             configs=configs,
             chosen=configs[0],
-            unit=lambda config: None,
+            precompile_spec=lambda config: None,
             prepare=lambda: Ready(runner, outputs, Reference(torch.arange(4), EXACT)),
         )
 
@@ -116,7 +116,7 @@ def class_of(chip: Chip, times: dict[Any, list[float | list[float]]], rows: tupl
     names = [f"{rows[1]}-{place}" for place in range(count)]
     for config, each in times.items():
         chip.times |= {(name, config): us for name, us in zip(names, each, strict=True)}
-    return Class(WINNERS, problem(*rows), tuple(chip.contest(name, list(times)) for name in names))
+    return Class(TUNED_CONFIGS, problem(*rows), tuple(chip.contest(name, list(times)) for name in names))
 
 
 def run(chip: Chip, *classes: Class, path: Path | None = None) -> tuple[int, str]:
@@ -125,34 +125,34 @@ def run(chip: Chip, *classes: Class, path: Path | None = None) -> tuple[int, str
     return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def saved(path: Path) -> list[Winner[Any]]:
-    found, problems = WINNERS.read(path)
+def saved(path: Path) -> list[TuningRecord[Any]]:
+    found, problems = TUNED_CONFIGS.read(path)
     assert problems == []
     return found
 
 
 def configs(path: Path) -> list[Any]:
-    return [winner.config for winner in saved(path)]
+    return [record.config for record in saved(path)]
 
 
 def test_the_fastest_is_kept(chip: Chip, tmp_path: Path) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     one = class_of(chip, {DEFAULT: [10.0], SLOWER: [11.0], FASTEST: [8.0], FASTER: [9.0]})
     status, text = run(chip, one, path=path)
     assert status == 0
-    (winner,) = saved(path)
-    assert (winner.problem, winner.config) == (problem(65, 256), FASTEST)
-    assert (winner.entry.us, winner.entry.default_us, winner.entry.rows) == (8.0, 10.0, ("256-0",))
-    assert winner.entry.model_dump(include=set(SHARED)) == SHARED
+    (record,) = saved(path)
+    assert (record.problem, record.config) == (problem(65, 256), FASTEST)
+    assert (record.measurement.us, record.measurement.default_us, record.measurement.rows) == (8.0, 10.0, ("256-0",))
+    assert record.measurement.model_dump(include=set(SHARED)) == SHARED
     assert "+25.0 %" in text
     assert "band=1" in text
-    assert f"1 winners, in {path}" in text
+    assert f"1 tuned configurations, in {path}" in text
 
 
 def test_without_a_file_nothing_is_kept(chip: Chip) -> None:
     status, text = run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}))
     assert status == 0
-    assert "1 winners, nowhere: --json FILE keeps them" in text
+    assert "1 tuned configurations, nowhere: --json FILE keeps them" in text
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,10 @@ def test_without_a_file_nothing_is_kept(chip: Chip) -> None:
         ([9.4, 10.0, 10.6], 9.0, True),
     ],
 )
-def test_a_winner_gains_more_than_the_scatter(chip: Chip, tmp_path: Path, default: Any, other: Any, wins: bool) -> None:
-    path = tmp_path / "winners.json"
+def test_a_tuned_config_gains_more_than_the_scatter(
+    chip: Chip, tmp_path: Path, default: Any, other: Any, wins: bool
+) -> None:
+    path = tmp_path / "tuned.json"
     run(chip, class_of(chip, {DEFAULT: [default], FASTER: [other]}), path=path)
     assert configs(path) == ([FASTER] if wins else [])
 
@@ -182,17 +184,17 @@ def test_a_winner_gains_more_than_the_scatter(chip: Chip, tmp_path: Path, defaul
         ([5.0, 101.0], True),  # by less than times scatter
     ],
 )
-def test_a_winner_is_slower_in_no_row(chip: Chip, tmp_path: Path, other: list[Any], wins: bool) -> None:
-    path = tmp_path / "winners.json"
+def test_a_tuned_config_is_slower_in_no_row(chip: Chip, tmp_path: Path, other: list[Any], wins: bool) -> None:
+    path = tmp_path / "tuned.json"
     run(chip, class_of(chip, {DEFAULT: [10.0, 100.0], FASTER: other}), path=path)
     assert configs(path) == ([FASTER] if wins else [])
-    for winner in saved(path):
-        assert winner.entry.us == pytest.approx(math.sqrt(other[0] * other[1]), abs=1e-3)
-        assert winner.entry.default_us == pytest.approx(math.sqrt(1000), abs=1e-3)
+    for record in saved(path):
+        assert record.measurement.us == pytest.approx(math.sqrt(other[0] * other[1]), abs=1e-3)
+        assert record.measurement.default_us == pytest.approx(math.sqrt(1000), abs=1e-3)
 
 
 def test_what_loses_in_a_row_leaves_the_place_to_the_next(chip: Chip, tmp_path: Path) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     run(chip, class_of(chip, {DEFAULT: [10.0, 100.0], FASTEST: [2.0, 120.0], FASTER: [9.0, 90.0]}), path=path)
     assert configs(path) == [FASTER]
 
@@ -207,7 +209,7 @@ def test_what_loses_in_a_row_leaves_the_place_to_the_next(chip: Chip, tmp_path: 
     ],
 )
 def test_what_is_wrong_cannot_win(chip: Chip, tmp_path: Path, wrong: Any, message: str) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     chip.broken[FASTEST] = wrong
     status, text = run(chip, class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0], FASTER: [9.0]}), path=path)
     assert status == 0
@@ -217,7 +219,7 @@ def test_what_is_wrong_cannot_win(chip: Chip, tmp_path: Path, wrong: Any, messag
 
 def test_the_budget_is_the_heuristics(chip: Chip, tmp_path: Path) -> None:
     """Not the limits that a benchmark's peers have: an error of four ulp of a row's largest element is within those."""
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     chip.broken[FASTEST] = EXACT + 4 * 2**-7 * EXACT.abs().amax(1, keepdim=True) * torch.eye(4, 16)
     run(chip, class_of(chip, {DEFAULT: [10.0], FASTEST: [5.0]}), path=path)
     assert configs(path) == []
@@ -227,7 +229,7 @@ def test_the_budget_is_the_heuristics(chip: Chip, tmp_path: Path) -> None:
 
 
 def test_a_wrong_heuristic_decides_nothing(chip: Chip, tmp_path: Path) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     chip.broken[DEFAULT] = EXACT * 2
     first, second = (
         class_of(chip, {DEFAULT: [10.0], FASTER: [5.0]}),
@@ -236,7 +238,7 @@ def test_a_wrong_heuristic_decides_nothing(chip: Chip, tmp_path: Path) -> None:
     status, text = run(chip, first, second, path=path)
     assert status == 1
     assert "FAILED linear-14336x4096-gated-bfloat16-m65-256: 256-0: the heuristic's" in text
-    assert [winner.problem for winner in saved(path)] == [problem(1, 8)]
+    assert [record.problem for record in saved(path)] == [problem(1, 8)]
 
 
 def test_a_lost_device_ends_the_run_and_leaves_what_was_found(
@@ -246,7 +248,7 @@ def test_a_lost_device_ends_the_run_and_leaves_what_was_found(
         raise DeviceLostError(str(cause))
 
     monkeypatch.setattr(sweep, "require_alive", lost)
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     chip.broken[FASTEST] = RuntimeError("an illegal memory access")
     classes = [
         class_of(chip, {DEFAULT: [10.0], FASTER: [5.0]}, (1, 8)),
@@ -256,15 +258,15 @@ def test_a_lost_device_ends_the_run_and_leaves_what_was_found(
     status, text = run(chip, *classes, path=path)
     assert status == 1
     assert "m9-16: the device no longer answers: an illegal memory access" in text
-    assert [winner.problem for winner in saved(path)] == [problem(1, 8)]
+    assert [record.problem for record in saved(path)] == [problem(1, 8)]
 
 
 def test_what_is_measured_again_is_replaced(chip: Chip, tmp_path: Path) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}), path=path)
     run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}, (1, 8)), path=path)
     run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [9.9]}, (129, 192)), path=path)
-    assert {(winner.problem.least_rows, winner.problem.most_rows) for winner in saved(path)} == {
+    assert {(record.problem.least_rows, record.problem.most_rows) for record in saved(path)} == {
         (1, 8),
         (65, 128),
         (193, 256),
@@ -284,25 +286,25 @@ def test_what_is_measured_again_is_replaced(chip: Chip, tmp_path: Path) -> None:
 def test_what_is_not_ours_must_beat_the_best_of_ours(
     chip: Chip, tmp_path: Path, ours: float, theirs: float, kept: list[Any]
 ) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [ours], Unfused(): [theirs]}), path=path)
     assert configs(path) == kept
-    for winner in saved(path):
-        if isinstance(winner.config, Unfused):
-            assert winner.entry.default_us == min(ours if ours < 9.8 else 10.0, 10.0)
+    for record in saved(path):
+        if isinstance(record.config, Unfused):
+            assert record.measurement.default_us == min(ours if ours < 9.8 else 10.0, 10.0)
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 def test_kernels_run_as_they_do_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the emulator, whose times decide nothing: inputs, kernels, checks, what is not ours beside them."""
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     small = dataclasses.replace(TARGET, sm_count=2)
     whole = contest(Problem(m=3, n=40, k=64), small, torch.device("cpu"))
     streams = [config for config in whole.configs if isinstance(config, StreamConfig)]
     few = dataclasses.replace(whole, configs=(streams[0], streams[1], whole.configs[-1]))
     assert isinstance(few.configs[-1], Unfused)
-    assert len(list(few.units)) == 2
-    one = Class(WINNERS, problem_of(40, 64, True, torch.bfloat16, 2), (few,))
+    assert len(list(few.precompile_specs)) == 2
+    one = Class(TUNED_CONFIGS, problem_of(40, 64, True, torch.bfloat16, 2), (few,))
     with emulator.device(arch="sm_90a", sms=2):
         console = Console(file=io.StringIO(), width=200)
         assert tune.tune([one], small, SHARED, path, console, 0.0) == 0
@@ -363,11 +365,11 @@ def test_a_gpu_without_kernels_in_cute_dsl(gpu: None, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("gpu")
 def test_a_broken_file_is_refused_before_the_timing(tmp_path: Path) -> None:
-    path = tmp_path / "winners.json"
+    path = tmp_path / "tuned.json"
     path.write_text("{}")
     result = invoke("linear", "--json", str(path))
     assert result.exit_code == cli.WRONG_USE
-    assert "is no file of winners" in result.stderr
+    assert "is no file of tuned configurations" in result.stderr
 
 
 @pytest.mark.usefixtures("gpu")
@@ -390,10 +392,12 @@ def test_classes(arch: str) -> None:
     assert {one.name.partition("-")[0] for one in found} >= {"decode", "prefill", "mla_decode"}
     for one in found:
         assert len({tuple(contest.configs) for contest in one.contests}) == 1
-        assert all(contest.chosen == contest.configs[0] for contest in one.contests), "no winners for such a GPU"
+        assert all(contest.chosen == contest.configs[0] for contest in one.contests), (
+            "no tuned configurations for such a GPU"
+        )
         for config in one.contests[0].configs[:1]:
-            made = one.winners.entry(one.problem, config, **SHARED, us=1.0, default_us=2.0)
-            assert one.winners.understood(json.loads(made.entry.model_dump_json())) == made
+            made = one.tuned_configs.record(one.problem, config, **SHARED, us=1.0, default_us=2.0)
+            assert one.tuned_configs.understood(json.loads(made.measurement.model_dump_json())) == made
 
 
 def test_ranges_of_rows_leave_no_gap() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops, plan, reference
-from dsl_backend.linear import precompile as units
+from dsl_backend.linear import api, dispatch, ops, plan, precompile, reference
 from dsl_backend.linear.configs import choose
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import model
@@ -160,10 +159,10 @@ def test_rows_that_tma_cannot_read_go_to_triton() -> None:
 def test_a_model_names_every_kernel_that_its_mlp_may_need(arch: str) -> None:
     config = {"num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     target = targets.from_arch(arch)
-    found = {unit.key.config for unit in units.units(model.shape_of(config, tensor_parallel=2), target)}
+    found = {one.key.config for one in precompile.precompile_specs(model.shape_of(config, tensor_parallel=2), target)}
     spec = LinearSpec(n=7168, k=4096, dtype=BF16, activation=Swiglu())
     assert {choose(spec, rows, target) for rows in (1, 9, 20, 64, 100, 200, 1000, 8192)} <= found
-    assert not list(units.units(model.shape_of(config), targets.from_arch("sm_80")))
+    assert not list(precompile.precompile_specs(model.shape_of(config), targets.from_arch("sm_80")))
 
 
 @pytest.mark.gpu

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from dsl_backend.gemm.sm100 import configs as sm100
-from dsl_backend.linear import configs
-from dsl_backend.linear import precompile as units
+from dsl_backend.linear import configs, precompile
 from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates, variants
 from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.tuned import (
-    WINNERS,
-    Problem,
+    TUNED_CONFIGS,
+    ProblemShape,
     Unfused,
     config_of,
     configs_of,
@@ -35,11 +34,11 @@ BETTER = GemmConfig(tile_m=128, box_n=96, stages=3)
 BETTER_FEW = StreamConfig(tokens=16, tile_k=64, stages=5)
 
 
-def rows(least: int, most: int) -> Problem:
+def rows(least: int, most: int) -> ProblemShape:
     return problem_of(SPEC.n, SPEC.k, True, SPEC.dtype, TARGET.sm_count).of_rows(least, most)
 
 
-def winner(problem: Problem, config: Any, **changes: Any) -> Any:
+def record(problem: ProblemShape, config: Any, **changes: Any) -> Any:
     facts = {
         "gpu": GPU,
         "arch": "sm_90a",
@@ -49,15 +48,15 @@ def winner(problem: Problem, config: Any, **changes: Any) -> Any:
         "us": 1.0,
         "default_us": 2.0,
     }
-    return WINNERS.entry(problem, config, **(facts | changes))
+    return TUNED_CONFIGS.record(problem, config, **(facts | changes))
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts winners in the place of those in files."""
+    """Puts records in the place of those in files."""
 
-    def put(*entries: Any) -> None:
-        monkeypatch.setitem(WINNERS.__dict__, "found", (list(entries), []))
+    def put(*records: Any) -> None:
+        monkeypatch.setitem(TUNED_CONFIGS.__dict__, "found", (list(records), []))
         fused_is_faster.cache_clear()
 
     put()
@@ -65,13 +64,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_the_packages_own_file_is_whole() -> None:
-    found, problems = WINNERS.read(WINNERS.file)
+    found, problems = TUNED_CONFIGS.read(TUNED_CONFIGS.file)
     assert problems == []
-    assert len(found) == len(json.loads(WINNERS.file.read_text())["winners"])
+    assert len(found) == len(json.loads(TUNED_CONFIGS.file.read_text())["records"])
 
 
-def test_a_winner_changes_the_chosen_config(measured: Callable[..., None]) -> None:
-    measured(winner(rows(129, 256), BETTER), winner(rows(1, 16), BETTER_FEW))
+def test_a_record_changes_the_chosen_config(measured: Callable[..., None]) -> None:
+    measured(record(rows(129, 256), BETTER), record(rows(1, 16), BETTER_FEW))
     for count in (1, 16):
         assert config_of(SPEC, count, TARGET) == BETTER_FEW != configs.choose(SPEC, count, TARGET)
     for count in (129, 200, 256):
@@ -97,13 +96,13 @@ def test_a_winner_changes_the_chosen_config(measured: Callable[..., None]) -> No
 def test_what_it_was_not_measured_on_has_the_heuristic(
     measured: Callable[..., None], spec: LinearSpec, target: Any
 ) -> None:
-    measured(winner(rows(1, 8192), BETTER))
+    measured(record(rows(1, 8192), BETTER))
     assert config_of(spec, 200, target) == configs.choose(spec, 200, target) != BETTER
     assert config_of(SPEC, 200, TARGET) == BETTER
 
 
 def test_activations_are_one_class(measured: Callable[..., None]) -> None:
-    measured(winner(rows(1, 8192), BETTER))
+    measured(record(rows(1, 8192), BETTER))
     assert config_of(replace(SPEC, activation=Geglu(tanh=True), bias=True), 200, TARGET) == BETTER
 
 
@@ -112,16 +111,16 @@ def test_what_objects_is_passed_over(measured: Callable[..., None]) -> None:
     assert wide.objections(SPEC, TARGET.smem_bytes) == []
     biased = replace(SPEC, bias=True)
     assert wide.objections(biased, TARGET.smem_bytes), "with a bias it has too few registers"
-    measured(winner(rows(1, 8192), wide))
+    measured(record(rows(1, 8192), wide))
     assert config_of(SPEC, 200, TARGET) == wide
     assert config_of(biased, 200, TARGET) == configs.choose(biased, 200, TARGET)
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
-def test_a_launch_takes_the_winner(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_takes_the_tuned_config(measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     from dsl_backend.linear.cute import host as launch
 
-    measured(winner(rows(129, 256), BETTER))
+    measured(record(rows(129, 256), BETTER))
     monkeypatch.setattr(launch, "build", lambda key, target: key)
     launch.chosen.cache_clear()
     config, key = launch.chosen(SPEC, 200, TARGET, "of a test")
@@ -130,17 +129,17 @@ def test_a_launch_takes_the_winner(measured: Callable[..., None], monkeypatch: p
 
 
 @pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
-def test_winners_are_compiled_before_serving(measured: Callable[..., None]) -> None:
+def test_tuned_configs_are_compiled_before_serving(measured: Callable[..., None]) -> None:
     """Also for an architecture by its name alone: for any GPU of it."""
     measured(
-        winner(rows(129, 256), BETTER),
-        winner(rows(257, 512), BETTER),
-        winner(rows(1, 16), BETTER_FEW, gpu="NVIDIA Other"),
-        winner(rows(17, 128), Unfused()),
+        record(rows(129, 256), BETTER),
+        record(rows(257, 512), BETTER),
+        record(rows(1, 16), BETTER_FEW, gpu="NVIDIA Other"),
+        record(rows(17, 128), Unfused()),
     )
 
     def compiled(target: Any) -> set[Any]:
-        return {unit.key.config for unit in units.units_of(SPEC, target)}
+        return {one.key.config for one in precompile.precompile_specs_of(SPEC, target)}
 
     usual = set(candidates(SPEC, TARGET))
     assert compiled(TARGET) == usual | {BETTER}
@@ -149,7 +148,7 @@ def test_winners_are_compiled_before_serving(measured: Callable[..., None]) -> N
 
 
 def test_rows_that_are_worth_a_kernel(measured: Callable[..., None]) -> None:
-    measured(winner(rows(65, 700), Unfused()), winner(rows(193, 256), BETTER))
+    measured(record(rows(65, 700), Unfused()), record(rows(193, 256), BETTER))
 
     def fused(count: int, **changes: Any) -> bool:
         facts = {"n": SPEC.n, "k": SPEC.k, "dtype": SPEC.dtype, "target": TARGET}
@@ -187,15 +186,15 @@ def test_a_range_without_what_was_measured_again(again: tuple[int, int], left: l
 
 
 def test_a_merge_cuts_ranges() -> None:
-    old = [winner(rows(65, 700), Unfused())]
-    found = WINNERS.merged(old, GPU, [rows(129, 256)], [winner(rows(129, 256), BETTER)])
+    old = [record(rows(65, 700), Unfused())]
+    found = TUNED_CONFIGS.merged(old, GPU, [rows(129, 256)], [record(rows(129, 256), BETTER)])
     assert [(one.problem, one.config) for one in found] == [
         (rows(65, 128), Unfused()),
         (rows(257, 700), Unfused()),
         (rows(129, 256), BETTER),
     ]
     for one in found:
-        assert WINNERS.understood(one.entry.model_dump(mode="json")) == one
+        assert TUNED_CONFIGS.understood(one.measurement.model_dump(mode="json")) == one
 
 
 def test_an_empty_range_is_refused() -> None:
@@ -215,7 +214,7 @@ def test_candidates_fit_and_are_no_two_alike(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "kind"), [(16, sm100.StreamConfig), (600, sm100.GemmConfig)])
-def test_sm100_has_candidates_and_winners_of_its_own(
+def test_sm100_has_candidates_and_tuned_configs_of_its_own(
     measured: Callable[..., None], count: int, kind: type[Config]
 ) -> None:
     target = replace(from_arch("sm_100a"), gpu=GPU)
@@ -226,7 +225,7 @@ def test_sm100_has_candidates_and_winners_of_its_own(
         assert config.objections(SPEC, target.smem_bytes) == []
     better = next(config for config in found if config != configs.choose(SPEC, count, target))
     problem = problem_of(SPEC.n, SPEC.k, True, SPEC.dtype, target.sm_count).of_rows(count, count)
-    measured(winner(rows(1, 8192), BETTER), winner(problem, better, arch="sm_100a"))
+    measured(record(rows(1, 8192), BETTER), record(problem, better, arch="sm_100a"))
     assert config_of(SPEC, count, target) == better
     assert better in configs_of(SPEC, target)
     assert BETTER not in configs_of(SPEC, target)

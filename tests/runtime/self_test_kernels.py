@@ -55,9 +55,9 @@ def build(key: ScaleKey, target: Any) -> Any:
     return compile_kernel(Scale(key), fake_args(key), key=key, target=target)
 
 
-def units(model: Any, target: Any) -> Iterator[Any]:
+def precompile_specs(model: Any, target: Any) -> Iterator[Any]:
     """One kernel for each dtype that a model of this kind may have."""
-    from dsl_backend.runtime.precompile import Unit
+    from dsl_backend.runtime.precompile import PrecompileSpec
 
     for dtype in sorted({"float32", model.dtype}):
-        yield Unit("self-test", build, ScaleKey(dtype=dtype), target)
+        yield PrecompileSpec("self-test", build, ScaleKey(dtype=dtype), target)

@@ -24,8 +24,8 @@ from dsl_backend.runtime import cache, key, machine, precompile, toolkit
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime.compiles import Source, compiles
 from dsl_backend.runtime.model import ModelShape, shape_of
+from dsl_backend.runtime.precompile import PrecompileSpec, precompile_specs, register_family, run
 from dsl_backend.runtime.precompile import Result as Became
-from dsl_backend.runtime.precompile import Unit, register_family, run, units
 from dsl_backend.runtime.target import Target, from_arch
 
 pytest.importorskip("cutlass")
@@ -37,8 +37,8 @@ CONFIG = {"num_attention_heads": 8, "hidden_size": 1024, "vocab_size": 1000, "to
 SM90, SM100 = from_arch("sm_90a"), from_arch("sm_100a")
 
 
-def unit(target: Target = SM90, build: Any = build, **config: Any) -> Unit:
-    return Unit("self-test", build, ScaleKey(**config), target)
+def spec(target: Target = SM90, build: Any = build, **config: Any) -> PrecompileSpec:
+    return PrecompileSpec("self-test", build, ScaleKey(**config), target)
 
 
 def die(key: Any, target: Target) -> None:
@@ -76,26 +76,26 @@ def sees_gpus(key: Any, target: Target) -> None:
 
 class TestFamilies:
     def test_units(self) -> None:
-        register_family("self-test", self_test_kernels.units)
-        register_family("self-test", self_test_kernels.units)
-        found = units(shape_of(CONFIG), SM90)
+        register_family("self-test", self_test_kernels.precompile_specs)
+        register_family("self-test", self_test_kernels.precompile_specs)
+        found = precompile_specs(shape_of(CONFIG), SM90)
         assert [one.key.dtype for one in found] == ["bfloat16", "float32"]
         assert str(found[0]) == ("self-test: ScaleKey(dtype='bfloat16', threads=128, broken=False) for sm_90a")
-        assert units(shape_of(CONFIG), SM90, ["self-test"]) == found
+        assert precompile_specs(shape_of(CONFIG), SM90, ["self-test"]) == found
         assert precompile.families() == ("self-test",)
 
     def test_each_once(self) -> None:
-        register_family("one", lambda model, target: [unit(), unit(threads=64), unit()])
-        assert [one.key.threads for one in units(shape_of(CONFIG), SM90)] == [128, 64]
+        register_family("one", lambda model, target: [spec(), spec(threads=64), spec()])
+        assert [one.key.threads for one in precompile_specs(shape_of(CONFIG), SM90)] == [128, 64]
 
     def test_refusals(self) -> None:
         with pytest.raises(InvalidInput, match="family 'x' has no CuTe DSL kernels; families that have some: none"):
-            units(shape_of(CONFIG), SM90, ["x"])
-        register_family("self-test", self_test_kernels.units)
+            precompile_specs(shape_of(CONFIG), SM90, ["x"])
+        register_family("self-test", self_test_kernels.precompile_specs)
         with pytest.raises(
             InvalidInput, match="family 'x' has no CuTe DSL kernels; families that have some: self-test"
         ):
-            units(shape_of(CONFIG), SM90, ["x"])
+            precompile_specs(shape_of(CONFIG), SM90, ["x"])
         with pytest.raises(InvalidInput, match="family 'self-test' is registered already"):
             register_family("self-test", lambda model, target: [])
 
@@ -110,7 +110,7 @@ class TestFamilies:
         monkeypatch.setattr(families, "FAMILIES", ("linear", "not_there"))
         for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
             monkeypatch.delitem(precompile.toolkit.sys.modules, name, raising=False)
-        families.load_units()
+        families.load_all()
         assert "linear" in precompile.families()
         for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
             monkeypatch.delitem(precompile.toolkit.sys.modules, name)
@@ -122,15 +122,15 @@ def test_other_processes_compile(folder: Path) -> None:
     build(ScaleKey(threads=32), SM90)
     compilation.forget()
     todo = [
-        unit(threads=32),
-        unit(SM90),
-        unit(build=die, threads=1),
-        unit(SM100),
-        unit(broken=True),
-        unit(build=sees_gpus, threads=2),
-        unit(build=lambda key, target: None, threads=3),
+        spec(threads=32),
+        spec(SM90),
+        spec(build=die, threads=1),
+        spec(SM100),
+        spec(broken=True),
+        spec(build=sees_gpus, threads=2),
+        spec(build=lambda key, target: None, threads=3),
     ]
-    outcomes = {outcome.unit: outcome for outcome in run(todo, 2)}
+    outcomes = {outcome.spec: outcome for outcome in run(todo, 2)}
     assert list(map(outcomes.__contains__, todo)) == [True] * len(todo)
     became = [outcomes[one].result for one in todo]
     assert became == [Became.PRESENT, Became.COMPILED, Became.FAILED, Became.COMPILED, *[Became.FAILED] * 3]
@@ -153,8 +153,8 @@ def test_nothing_to_do() -> None:
 @pytest.mark.usefixtures("unedited")
 def test_what_a_full_disk_does_not_keep(folder: Path) -> None:
     """Compiled, and reported as not kept; what others keep is told apart."""
-    outcomes = {outcome.unit: outcome for outcome in run([unit(), unit(build=on_a_full_disk, threads=64)], 2)}
-    kept, lost = outcomes.values() if unit() == next(iter(outcomes)) else reversed(outcomes.values())
+    outcomes = {outcome.spec: outcome for outcome in run([spec(), spec(build=on_a_full_disk, threads=64)], 2)}
+    kept, lost = outcomes.values() if spec() == next(iter(outcomes)) else reversed(outcomes.values())
     assert (kept.result, kept.error) == (Became.COMPILED, None)
     assert (lost.result, lost.error, lost.size_bytes) == (Became.UNKEPT, "No space left on device (ENOSPC)", 0)
     assert len(list(folder.glob("*.o"))) == 1
@@ -163,7 +163,7 @@ def test_what_a_full_disk_does_not_keep(folder: Path) -> None:
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(InvalidInput, match=r"no process to compile in: No such file or directory \(ENOENT\)"):
-        list(run([unit()]))
+        list(run([spec()]))
 
 
 def sleepers(folder: Path) -> list[int]:
@@ -190,7 +190,7 @@ def is_alive(number: int) -> bool:
 
 def test_processes_end_when_nobody_asks_on(folder: Path) -> None:
     """Ctrl-C in the midst of it, say."""
-    outcomes = run([unit(build=sleep, threads=threads) for threads in (1, 2)] + [unit()], 2)
+    outcomes = run([spec(build=sleep, threads=threads) for threads in (1, 2)] + [spec()], 2)
     first = threading.Thread(target=lambda: next(outcomes, None), daemon=True)
     first.start()
     assert until(lambda: len(sleepers(folder)) == 2)
@@ -206,7 +206,7 @@ import os, sys, time
 sys.path[:0] = {paths!r}
 import test_precompile as tests
 from dsl_backend.runtime.precompile import ahead
-assert ahead.add([tests.unit(build=tests.sleep_then_build, threads=threads) for threads in (1, 2)]) == 2
+assert ahead.add([tests.spec(build=tests.sleep_then_build, threads=threads) for threads in (1, 2)]) == 2
 print("begun", flush=True)
 sys.stdin.readline()
 {end}
@@ -268,9 +268,9 @@ class TestAhead:
         """What this process needs later is on disk, and a warm start begins nothing."""
         monkeypatch.setattr(precompile, "PROGRESS_S", 0.0)
         monkeypatch.setattr(precompile, "processes", lambda count, spare: 1)
-        todo = [unit(), unit(threads=64), unit(broken=True)]
+        todo = [spec(), spec(threads=64), spec(broken=True)]
         with caplog.at_level(logging.INFO):
-            assert ahead.add([*todo, unit()], beside="while weights load") == 3
+            assert ahead.add([*todo, spec()], beside="while weights load") == 3
             assert ahead.add(todo) == 0, "what was asked for once"
             ahead.wait()
         said = [record.message for record in caplog.records]
@@ -290,17 +290,17 @@ class TestAhead:
     @pytest.mark.usefixtures("unedited")
     def test_more_is_added_meanwhile(self, ahead: precompile.Ahead, folder: Path) -> None:
         for threads in (32, 64, 96):
-            assert ahead.add([unit(threads=threads)]) == 1
+            assert ahead.add([spec(threads=threads)]) == 1
         ahead.wait()
         assert len(list(folder.glob("*.o"))) == 3
-        assert ahead.add([unit(threads=128)]) == 1, "and again when all was done"
+        assert ahead.add([spec(threads=128)]) == 1, "and again when all was done"
         ahead.wait()
         assert len(list(folder.glob("*.o"))) == 4
 
     @pytest.mark.usefixtures("unedited")
     def test_a_kernel_in_progress_is_waited_for(self, ahead: precompile.Ahead, folder: Path) -> None:
         """And not compiled again: this process needs it before it is there."""
-        assert ahead.add([unit(build=slowly)]) == 1
+        assert ahead.add([spec(build=slowly)]) == 1
         assert until(lambda: any(folder.glob("*.lock")) and (folder.parent / "begun").exists())
         build(ScaleKey(), SM90)
         (event,) = compiles.events
@@ -314,7 +314,7 @@ class TestAhead:
         """Another rank, or another engine of this node."""
         with cache.open_cache().claim(cache.AHEAD) as ours:
             assert ours
-            ahead.add([unit()])
+            ahead.add([spec()])
             ahead.wait()
         assert not caplog.records
 
@@ -336,7 +336,7 @@ class TestAhead:
             monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
         else:
             monkeypatch.setattr(key, "LOADED", 0.0)
-        assert ahead.add([unit()]) == 0
+        assert ahead.add([spec()]) == 0
         folder.chmod(0o700)
 
     @pytest.mark.usefixtures("unedited")
@@ -349,7 +349,7 @@ class TestAhead:
     ) -> None:
         """Others would not be kept either; and it is said once, in the words of who compiles in memory then."""
         monkeypatch.setattr(precompile, "processes", lambda count, spare: 1)
-        todo = [unit(build=on_a_full_disk, threads=64), unit()]
+        todo = [spec(build=on_a_full_disk, threads=64), spec()]
         assert ahead.add(todo) == 2
         ahead.wait()
         assert not list(folder.glob("*.o"))
@@ -360,7 +360,7 @@ class TestAhead:
         self, ahead: precompile.Ahead, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        assert ahead.add([unit()]) == 1
+        assert ahead.add([spec()]) == 1
         ahead.wait()
         assert "kernels are not compiled ahead of their use: FileNotFoundError" in caplog.text
 
@@ -415,18 +415,18 @@ def test_a_containers_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_nowhere_to_keep_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
     with pytest.raises(InvalidInput, match=r"nothing compiled could be kept in .*: DSL_BACKEND_CACHE switches it off"):
-        list(run([unit()]))
+        list(run([spec()]))
     monkeypatch.setenv("DSL_BACKEND_CACHE", "1")
     folder.mkdir(parents=True)
     folder.chmod(0o755)
     with pytest.raises(InvalidInput, match="its mode is 0755"):
-        list(run([unit()]))
+        list(run([spec()]))
 
 
 class TestCommands:
     @pytest.fixture(autouse=True)
     def family(self) -> None:
-        register_family("self-test", self_test_kernels.units)
+        register_family("self-test", self_test_kernels.precompile_specs)
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Path:
@@ -461,11 +461,11 @@ class TestCommands:
     def test_dtype_and_ranks_arrive(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[ModelShape] = []
 
-        def enumerate_units(model: ModelShape, target: Target) -> Iterator[Unit]:
+        def enumerate_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
             seen.append(model)
             yield from ()
 
-        monkeypatch.setattr(precompile, "_families", {"spy": enumerate_units})
+        monkeypatch.setattr(precompile, "_families", {"spy": enumerate_specs})
         done = self.invoke(
             "compile", "--model", config, "--arch", "sm_90a", "--tensor-parallel", 2, "--dtype", "float16"
         )
@@ -492,7 +492,7 @@ class TestCommands:
 
     def test_what_is_not_kept(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same where nothing can be mounted."""
-        monkeypatch.setattr(precompile, "_families", {"full": lambda model, target: [unit(build=on_a_full_disk)]})
+        monkeypatch.setattr(precompile, "_families", {"full": lambda model, target: [spec(build=on_a_full_disk)]})
         done = self.invoke("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
         assert done.exit_code == 1
         assert "1 kernels: 1 not kept; 0 KiB in" in done.stdout
@@ -531,7 +531,7 @@ class TestCommands:
         assert "1 kernels, 0 KiB" in done.stdout
 
     def test_a_kernel_that_fails(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(precompile, "_families", {"bad": lambda model, target: [unit(broken=True)]})
+        monkeypatch.setattr(precompile, "_families", {"bad": lambda model, target: [spec(broken=True)]})
         done = self.invoke("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
         assert done.exit_code == 1
         assert "failed: self-test: ScaleKey(dtype='float32', threads=128, broken=True) for sm_90a: " in done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of measured configurations: what is understood, what is refused and how, what a merge leaves."""
+"""Files of tuned configurations: which records are accepted, which are refused and how, and merging."""
 
 import dataclasses
 import datetime
@@ -13,14 +13,14 @@ from pydantic import PositiveInt
 
 from dsl_backend import envs, log
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import tuned as winners
+from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target, from_arch
-from dsl_backend.runtime.tuned import Winners
+from dsl_backend.runtime.tuned import TunedConfigs
 
 GPU = "NVIDIA Test"
 
 
-class Problem(winners.Problem):
+class ProblemShape(tuned.ProblemShape):
     width: PositiveInt
 
 
@@ -33,16 +33,16 @@ class Tiles:
 
 @pytest.fixture(autouse=True)
 def no_file_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(envs.WINNERS.name, raising=False)
+    monkeypatch.delenv(envs.TUNED_CONFIGS.name, raising=False)
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> Winners[Problem]:
-    return Winners("linear", tmp_path / "winners.json", Problem, {"sm90.Tiles": Tiles})
+def family(tmp_path: Path) -> TunedConfigs[ProblemShape]:
+    return TunedConfigs("linear", tmp_path / "tuned.json", ProblemShape, {"sm90.Tiles": Tiles})
 
 
 def raw(**changes: Any) -> dict[str, Any]:
-    """A whole entry, as it stands in a file."""
+    """A whole record, as it is written in a file."""
     fields: dict[str, Any] = {
         "family": "linear",
         "gpu": GPU,
@@ -60,8 +60,8 @@ def raw(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (fields | changes).items() if value is not ...}
 
 
-def put(path: Path, *entries: Any) -> Path:
-    path.write_text(json.dumps({"format": 1, "winners": list(entries)}))
+def put(path: Path, *records: Any) -> Path:
+    path.write_text(json.dumps({"format": 1, "records": list(records)}))
     return path
 
 
@@ -82,22 +82,22 @@ def facts(**changes: Any) -> dict[str, Any]:
     return shared | changes
 
 
-def test_what_is_understood(family: Winners[Problem]) -> None:
+def test_what_is_understood(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw(), raw(family="attention", problem={"of": "another family"}))
-    (winner,), problems = family.found
+    (record,), problems = family.found
     assert problems == []
-    assert (winner.problem, winner.config) == (Problem(width=128), Tiles(tile=64))
-    assert winner.entry.date == datetime.date(2026, 11, 22)
+    assert (record.problem, record.config) == (ProblemShape(width=128), Tiles(tile=64))
+    assert record.measurement.date == datetime.date(2026, 11, 22)
 
 
-def test_whole_numbers_are_numbers(family: Winners[Problem]) -> None:
+def test_whole_numbers_are_numbers(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw(us=10, default_us=11, config={"tile": 64, "patience": 4}))
-    (winner,), problems = family.found
+    (record,), problems = family.found
     assert problems == []
-    assert winner.config.patience == 4.0
+    assert record.config.patience == 4.0
 
 
-# What is changed in an entry, and what is said of it.
+# A change of a record, and the problem that is reported.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another-family": ({"family": "linaer"}, "family 'linaer' is not one of attention, linear, sampling, softmax"),
     "no-family": ({"family": ...}, "family None is not one of"),
@@ -121,13 +121,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_entry_is_named_and_the_others_stay(family: Winners[Problem], name: str) -> None:
+def test_a_broken_record_is_named_and_the_others_stay(family: TunedConfigs[ProblemShape], name: str) -> None:
     changes, message = BROKEN[name]
     broken = raw(**changes) if changes else 7
     put(family.file, raw(), broken, raw(problem={"width": 64}))
     found, (problem,) = family.found
-    assert [winner.problem.width for winner in found] == [128, 64]
-    assert problem.startswith(f"{family.file}: entry 1: ")
+    assert [record.problem.width for record in found] == [128, 64]
+    assert problem.startswith(f"{family.file}: record 1: ")
     assert message in problem
 
 
@@ -135,42 +135,44 @@ def test_a_broken_entry_is_named_and_the_others_stay(family: Winners[Problem], n
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ('{"format": 1, "winners": [{"us": NaN}]}', "is not JSON: NaN is no number there"),
-        ("[]", 'is no file of winners: {"format": 1, "winners": [...]} is needed'),
-        ('{"format": 2, "winners": []}', "is no file of winners"),
-        ('{"format": 1}', "is no file of winners"),
+        ('{"format": 1, "records": [{"us": NaN}]}', "is not JSON: NaN is no number there"),
+        ("[]", 'is no file of tuned configurations: {"format": 1, "records": [...]} is needed'),
+        ('{"format": 2, "records": []}', "is no file of tuned configurations"),
+        ('{"format": 1}', "is no file of tuned configurations"),
     ],
 )
-def test_a_broken_file_is_named(family: Winners[Problem], text: str, message: str) -> None:
+def test_a_broken_file_is_named(family: TunedConfigs[ProblemShape], text: str, message: str) -> None:
     family.file.write_text(text)
     found, (problem,) = family.found
     assert found == []
     assert str(family.file) in problem
     assert message in problem
-    with pytest.raises(InvalidInput, match="winners"):
+    with pytest.raises(InvalidInput, match="records"):
         family.save(family.file, GPU, [], [])
     assert family.file.read_text() == text, "what cannot be understood is not overwritten"
 
 
-def test_a_missing_file_is_named(family: Winners[Problem]) -> None:
+def test_a_missing_file_is_named(family: TunedConfigs[ProblemShape]) -> None:
     assert family.found == ([], [f"{family.file} cannot be read: No such file or directory"])
 
 
-def test_who_serves_goes_on_and_says_so_once(family: Winners[Problem], caplog: pytest.LogCaptureFixture) -> None:
+def test_who_serves_goes_on_and_says_so_once(
+    family: TunedConfigs[ProblemShape], caplog: pytest.LogCaptureFixture
+) -> None:
     log.warning_once.cache_clear()
     put(family.file, raw(), raw(us=12.0), raw(kernel="?"))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert [winner.config for winner in family.on(target())] == [Tiles(tile=64)]
+            assert [record.config for record in family.on(target())] == [Tiles(tile=64)]
     (record,) = caplog.records
-    assert "entry 1: us 12.0 is not less than default_us 11.0 and 1 more; `dsl-backend doctor`" in record.getMessage()
+    assert "record 1: us 12.0 is not less than default_us 11.0 and 1 more; `dsl-backend doctor`" in record.getMessage()
 
 
-def test_only_the_very_gpu(family: Winners[Problem]) -> None:
+def test_only_the_very_gpu(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw(), raw(gpu="NVIDIA Other", config={"tile": 32}), raw(arch="sm_100a"))
 
     def tiles(of: Target, **options: bool) -> list[int]:
-        return [winner.config.tile for winner in family.on(of, **options)]
+        return [record.config.tile for record in family.on(of, **options)]
 
     assert tiles(target()) == [64]
     assert tiles(target("NVIDIA Other")) == [32]
@@ -179,14 +181,16 @@ def test_only_the_very_gpu(family: Winners[Problem]) -> None:
     assert tiles(target(None), any_gpu=True) == [64, 32]
 
 
-def test_ones_own_file_comes_first(family: Winners[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ones_own_file_comes_first(
+    family: TunedConfigs[ProblemShape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(family.file, raw())
     own = put(tmp_path / "own.json", raw(config={"tile": 16}), raw(family="attention", config={}))
-    monkeypatch.setenv(envs.WINNERS.name, str(own))
-    assert [winner.config.tile for winner in family.on(target())] == [16, 64]
+    monkeypatch.setenv(envs.TUNED_CONFIGS.name, str(own))
+    assert [record.config.tile for record in family.on(target())] == [16, 64]
 
 
-def test_files_are_read_once(family: Winners[Problem]) -> None:
+def test_files_are_read_once(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw())
     assert len(family.found[0]) == 1
     put(family.file)
@@ -195,45 +199,45 @@ def test_files_are_read_once(family: Winners[Problem]) -> None:
     assert family.found == ([], [])
 
 
-def test_what_is_saved_is_read_again(family: Winners[Problem], tmp_path: Path) -> None:
+def test_what_is_saved_is_read_again(family: TunedConfigs[ProblemShape], tmp_path: Path) -> None:
     path = tmp_path / "new.json"
-    made = family.entry(Problem(width=8), Tiles(tile=48), rows=("a",), **facts())
+    made = family.record(ProblemShape(width=8), Tiles(tile=48), rows=("a",), **facts())
     assert family.save(path, GPU, [made.problem], [made]) == 1
     assert family.read(path) == ([made], [])
 
 
-def test_a_merge_replaces_what_was_measured_again(family: Winners[Problem]) -> None:
+def test_a_merge_replaces_what_was_measured_again(family: TunedConfigs[ProblemShape]) -> None:
     """And leaves other problems, other GPUs and other families, word for word."""
     other_family = raw(family="attention", problem={"anything": 1}, config={"at": "all"})
     other_gpu = raw(gpu="NVIDIA Other")
     put(family.file, raw(), other_gpu, raw(problem={"width": 64}), raw(problem={"width": 32}), other_family)
-    made = family.entry(Problem(width=128), Tiles(tile=48), **facts())
+    made = family.record(ProblemShape(width=128), Tiles(tile=48), **facts())
     # 64 was measured again too, and its heuristic has won.
-    family.save(family.file, GPU, [Problem(width=128), Problem(width=64)], [made])
+    family.save(family.file, GPU, [ProblemShape(width=128), ProblemShape(width=64)], [made])
     family.forget()
     found, problems = family.found
     assert problems == []
-    assert [(winner.entry.gpu, winner.problem.width, winner.config.tile) for winner in found] == [
+    assert [(record.measurement.gpu, record.problem.width, record.config.tile) for record in found] == [
         ("NVIDIA Other", 128, 64),
         (GPU, 128, 48),
         (GPU, 32, 64),
     ]
-    assert other_family in winners.entries_of(family.file)
+    assert other_family in tuned.records_of(family.file)
 
 
-def test_a_merge_refuses_a_file_with_a_broken_entry(family: Winners[Problem]) -> None:
+def test_a_merge_refuses_a_file_with_a_broken_record(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw(us=12.0))
-    with pytest.raises(InvalidInput, match=r"entry 0: us 12\.0 is not less"):
+    with pytest.raises(InvalidInput, match=r"record 0: us 12\.0 is not less"):
         family.save(family.file, GPU, [], [])
 
 
-def test_a_file_that_cannot_be_written(family: Winners[Problem], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written(family: TunedConfigs[ProblemShape], tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be written: No such file or directory"):
-        family.save(tmp_path / "nowhere" / "winners.json", GPU, [], [])
+        family.save(tmp_path / "nowhere" / "tuned.json", GPU, [], [])
 
 
-def test_a_relative_path_is_refused(family: Winners[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_refused(family: TunedConfigs[ProblemShape], monkeypatch: pytest.MonkeyPatch) -> None:
     put(family.file)
-    monkeypatch.setenv(envs.WINNERS.name, "winners.json")
-    with pytest.raises(InvalidInput, match=r"DSL_BACKEND_WINNERS=.* is not accepted: use an absolute path"):
+    monkeypatch.setenv(envs.TUNED_CONFIGS.name, "tuned.json")
+    with pytest.raises(InvalidInput, match=r"DSL_BACKEND_TUNED_CONFIGS=.* is not accepted: use an absolute path"):
         list(family.on(target()))

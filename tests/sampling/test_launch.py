@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("cutlass")
 
 import emulator
-from dsl_backend.runtime.precompile import units
+from dsl_backend.runtime.precompile import precompile_specs
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.sampling import precompile as sampling_units
+from dsl_backend.sampling import precompile as sampling_precompile
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.cute import host as launch
 from dsl_backend.sampling.plan import SamplingPlan
@@ -67,6 +67,6 @@ def test_units_of_a_model() -> None:
     from dsl_backend.runtime.model import ModelShape
 
     shape = ModelShape(dtype="bfloat16", hidden_size=64, heads_q=1, heads_kv=1, head_dim=64, vocab_size=151936)
-    found = units(shape, H200, ["sampling"])
-    assert {unit.key.config.cluster for unit in found} == {1, 2, 4, 8, 16}
-    assert list(sampling_units.units(shape, from_arch("sm_120"))) == []
+    found = precompile_specs(shape, H200, ["sampling"])
+    assert {one.key.config.cluster for one in found} == {1, 2, 4, 8, 16}
+    assert list(sampling_precompile.precompile_specs(shape, from_arch("sm_120"))) == []

@@ -6,8 +6,7 @@ import torch
 
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import api
-from dsl_backend.softmax import precompile as units
+from dsl_backend.softmax import api, precompile
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -20,7 +19,7 @@ def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
     from dsl_backend.softmax.cute import host as launch
 
     target = targets.from_arch("sm_90a")
-    listed = [unit.key for unit in units.units(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]
+    listed = [one.key for one in precompile.precompile_specs(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(2, vocab, dtype=dtype)
         vector = api.common_vector(logits, torch.empty_like(logits))
@@ -31,8 +30,11 @@ def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
 
 def test_a_model_in_float32_has_half_of_them() -> None:
     shape = model.shape_of(CONFIG | {"vocab_size": 1000, "dtype": "float32"})
-    assert len(list(units.units(shape, targets.from_arch("sm_100a")))) == 2
+    assert len(list(precompile.precompile_specs(shape, targets.from_arch("sm_100a")))) == 2
 
 
 def test_other_gpus_have_none() -> None:
-    assert list(units.units(model.shape_of(CONFIG | {"vocab_size": 1000}), targets.from_arch("sm_80"))) == []
+    assert (
+        list(precompile.precompile_specs(model.shape_of(CONFIG | {"vocab_size": 1000}), targets.from_arch("sm_80")))
+        == []
+    )

@@ -16,14 +16,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dsl_backend.attention import api
 from dsl_backend.attention.cute import host as launch
-from dsl_backend.linear.precompile import specs as linear_specs
-from dsl_backend.linear.precompile import units_of
+from dsl_backend.linear.precompile import layer_specs as linear_specs
+from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.key import Identity
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.vllm_plugin import ahead, compat, validation
 from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadataBuilder
 from tests.vllm_plugin import test_mla
@@ -37,18 +37,18 @@ class Recorder:
     """Stands in for `precompile.ahead`."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[list[Unit], int, str]] = []
+        self.calls: list[tuple[list[PrecompileSpec], int, str]] = []
 
-    def add(self, todo: Iterable[Unit], spare: int, beside: str) -> int:
+    def add(self, todo: Iterable[PrecompileSpec], spare: int, beside: str) -> int:
         self.calls.append((list(todo), spare, beside))
         return len(self.calls[-1][0])
 
     def families(self) -> set[str]:
-        return {unit.family for units, _, _ in self.calls for unit in units}
+        return {one.family for specs, _, _ in self.calls for one in specs}
 
     def digests(self, family: str) -> set[str]:
-        units = [unit for units, _, _ in self.calls for unit in units if unit.family == family]
-        return {one.digest for unit in units for one in compilation.identities(unit.compile)}
+        specs = [one for specs, _, _ in self.calls for one in specs if one.family == family]
+        return {one.digest for spec in specs for one in compilation.identities(spec.compile)}
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_a_page_that_the_backend_chooses(config: VllmConfig, begun: Recorder) ->
     config.cache_config.user_specified_block_size = False
     config.cache_config.block_size = 12
     make_impl()
-    (units, *_), *_ = begun.calls
-    assert {unit.key.page_size for unit in units if unit.family == "attention"} == {16}
+    (specs, *_), *_ = begun.calls
+    assert {one.key.page_size for one in specs if one.family == "attention"} == {16}
 
 
 def test_one_kind_of_layer_is_begun_once(config: VllmConfig, begun: Recorder) -> None:
@@ -155,15 +155,15 @@ def test_one_kind_of_layer_is_begun_once(config: VllmConfig, begun: Recorder) ->
     assert begun.calls[0][1:] == (1, "while weights load")
     make_impl(sliding_window=64)
     assert len(begun.calls) == 2
-    assert {unit.family for unit in begun.calls[1][0]} == {"attention"}
+    assert {one.family for one in begun.calls[1][0]} == {"attention"}
 
 
 def test_linear_layers_are_predicted(config: VllmConfig, begun: Recorder) -> None:
     """As they are fused: each kernel that warm-up asks for was begun before."""
     make_impl()
     spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Swiglu())
-    assert {str(unit) for unit in units_of(spec, SM90)} == {
-        str(unit) for unit in begun.calls[0][0] if unit.family == "linear"
+    assert {str(one) for one in precompile_specs_of(spec, SM90)} == {
+        str(one) for one in begun.calls[0][0] if one.family == "linear"
     }
 
 
@@ -191,7 +191,7 @@ def test_the_kernel_that_was_asked_for(config: VllmConfig, begun: Recorder) -> N
     """Triton's are not compiled so; CuTe DSL's of other operators are, cache writes too."""
     config.additional_config = {"dsl": {"attention_kernel": "triton"}}
     make_impl()
-    kinds = {type(unit.key).__name__ for unit in begun.calls[0][0] if unit.family == "attention"}
+    kinds = {type(one.key).__name__ for one in begun.calls[0][0] if one.family == "attention"}
     assert kinds <= {"WriteKey"}
 
 
@@ -228,6 +228,6 @@ def test_what_is_fused_is_added(config: VllmConfig, begun: Recorder) -> None:
     """Whatever was predicted."""
     spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Geglu(), bias=True)
     ahead.compile_linear(config, [spec, spec])
-    ((units, _, beside),) = begun.calls
-    assert {str(unit) for unit in units} == {str(unit) for unit in units_of(spec, SM90)}
+    ((specs, _, beside),) = begun.calls
+    assert {str(one) for one in specs} == {str(one) for one in precompile_specs_of(spec, SM90)}
     assert beside == "while the engine starts"
