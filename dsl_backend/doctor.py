@@ -378,7 +378,7 @@ def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
 
 def cute_problems(target: Target) -> list[Problem]:
     """Whether the kernels that a GPU is to be served by can be compiled."""
-    if not (target.wgmma or target.tcgen05):
+    if target.kernel_arch is None:
         return []
     return [
         Problem(what=what, remedy=f"{remedy.strip()}: until then slower kernels serve")

@@ -130,9 +130,9 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
 
 
 def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
-    """What the CuTe DSL kernel of writes needs: no instruction of one SM, but it is proven for two of them."""
-    if not (target.wgmma or target.sm100_kernels):
-        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.described}"]
+    """What the CuTe DSL kernel that writes keys and values needs; it has no instruction of one SM alone."""
+    if reasons := target.arch_objections("sm90", "sm100"):
+        return reasons
     reasons = [*toolkit.missing()]
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
@@ -145,23 +145,12 @@ def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     return reasons
 
 
-def on_sm90(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
-    """Objections of an SM90 kernel: its own needs, then those of the configuration that it would get."""
+def on(kernel_arch: str, needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
+    """Objections of a kernel of one architecture: the architecture, its needs, then those of its configuration."""
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
-        if not target.wgmma:
-            return [f"serves GPUs with wgmma (sm_90a), this is {target.arch}"]
-        return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
-
-    return objections
-
-
-def on_sm100(needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
-    """The same of an SM100 kernel."""
-
-    def objections(spec: AttentionSpec, target: Target) -> list[str]:
-        if not target.sm100_kernels:
-            return [f"serves GPUs with tcgen05 (sm_100a, sm_103a), this is {target.described}"]
+        if reasons := target.arch_objections(kernel_arch):
+            return reasons
         return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
     return objections
@@ -178,13 +167,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "cute",
             "dense-prefill sm90",
             "dsl_backend.attention.cute.sm90.dense_host:Prefill",
-            on_sm90(cute_dense, sm90.default_config),
+            on("sm90", cute_dense, sm90.default_config),
         ),
         Entry(
             "cute",
             "dense-prefill sm100",
             "dsl_backend.attention.cute.sm100.dense_host:Prefill",
-            on_sm100(cute_dense, sm100.default_config),
+            on("sm100", cute_dense, sm100.default_config),
         ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
@@ -194,13 +183,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "cute",
             "dense-decode sm90",
             "dsl_backend.attention.cute.sm90.dense_host:SplitKV",
-            on_sm90(cute_dense, sm90.default_split_config),
+            on("sm90", cute_dense, sm90.default_split_config),
         ),
         Entry(
             "cute",
             "dense-decode sm100",
             "dsl_backend.attention.cute.sm100.dense_host:SplitKV",
-            on_sm100(cute_dense, sm100.default_split_config),
+            on("sm100", cute_dense, sm100.default_split_config),
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),
@@ -210,13 +199,13 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "cute",
             "mla-decode sm90",
             "dsl_backend.attention.cute.sm90.mla_host:MlaSplitKV",
-            on_sm90(cute_mla, latent_sm90.default_mla_config),
+            on("sm90", cute_mla, latent_sm90.default_mla_config),
         ),
         Entry(
             "cute",
             "mla-decode sm100",
             "dsl_backend.attention.cute.sm100.mla_host:MlaSplitKV",
-            on_sm100(cute_mla, latent_sm100.default_mla_config),
+            on("sm100", cute_mla, latent_sm100.default_mla_config),
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),

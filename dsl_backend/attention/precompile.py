@@ -15,7 +15,7 @@ from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec, register_family
-from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.target import OTHER_GPUS, Target
 from dsl_backend.runtime.workspace import Workspace
 
 PAGE_SIZE = 16
@@ -129,7 +129,7 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     for spec in layer_specs(model):
         reasons = dispatch.reasons_against(spec, target, lambda operation: "cute")
         # What kernels for other GPUs say is of interest where no other reason is left.
-        own = [reason for reason in reasons if "serves GPUs with" not in reason]
+        own = [reason for reason in reasons if OTHER_GPUS not in reason]
         found[str(spec)] = own or reasons
     return found
 

@@ -219,7 +219,11 @@ PROBED_ROWS = (*range(1, 65, 7), *range(64, 1025, 32), *range(1536, 8193, 512))
 
 def tiles_of(target: Target) -> tuple[tuple[Streams, ...], tuple[Gemms, ...]]:
     """The tiles of a target's kernels for few rows, and of those for many."""
-    return (sm100.STREAMS, sm100.GEMMS) if target.tcgen05 else (STREAMS, GEMMS)
+    tiles: dict[str, tuple[tuple[Streams, ...], tuple[Gemms, ...]]] = {
+        "sm90": (STREAMS, GEMMS),
+        "sm100": (sm100.STREAMS, sm100.GEMMS),
+    }
+    return target.by_kernel_arch(tiles)
 
 
 def deepest(tiles: Config, spec: LinearSpec, smem_bytes: int) -> Config | None:
@@ -257,7 +261,7 @@ def blocks_of(config: Config, rows: int, target: Target) -> int:
 
 def estimate_us(config: Config, spec: LinearSpec, rows: int, target: Target) -> float:
     """Time by arithmetic: the longest share of work at a GPU's rates, and what does not overlap with it."""
-    rates = SM100_RATES if target.tcgen05 else SM90_RATES
+    rates = target.by_kernel_arch({"sm90": SM90_RATES, "sm100": SM100_RATES})
     if isinstance(config, Streams):
         return stream_ns(config, spec, rows, rates, blocks_of(config, rows, target)) / 1000
     return gemm_ns(config, spec, rows, rates, target.sm_count, blocks_of(config, rows, target)) / 1000
@@ -341,7 +345,7 @@ def variants(spec: LinearSpec, rows: int, target: Target) -> Iterator[Config]:
     streams, gemms = tiles_of(target)
     fewest = min(tile.tile_tokens for tile in streams)
     seen = set()
-    for tile in (*streams, *gemms, *(tried_sm100() if target.tcgen05 else tried_sm90())):
+    for tile in (*streams, *gemms, *target.by_kernel_arch({"sm90": tried_sm90, "sm100": tried_sm100})()):
         # Rows of other sizes have no use for it.
         if isinstance(tile, Streams):
             if rows > MOST_ABOVE * tile.tile_tokens or tile.tile_tokens > max(fewest, 4 * rows - 1):

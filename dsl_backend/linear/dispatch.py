@@ -15,9 +15,9 @@ TMA_VECTOR = 8
 
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
-    """There are kernels for wgmma, and for tcgen05."""
-    if not (target.wgmma or target.sm100_kernels):
-        return [f"serves GPUs with wgmma (sm_90a) or tcgen05 (sm_100a, sm_103a), this is {target.described}"]
+    """What the CuTe DSL kernels need, on any SM that has some."""
+    if reasons := target.arch_objections("sm90", "sm100"):
+        return reasons
     reasons = [*toolkit.missing()]
     if spec.vector < TMA_VECTOR:
         reasons.append(

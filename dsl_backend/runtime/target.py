@@ -1,48 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device has, as facts that dispatch asks for by capability and never by product name."""
+"""A device that kernels are chosen and compiled for: its features, by the registry, and its size."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 
 from dsl_backend import checks, envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import registry
+from dsl_backend.runtime.registry import Arch, Feature
 
-
-@dataclass(frozen=True)
-class ChipFacts:
-    """The figures of one compute capability that the kernels' configurations depend on.
-
-    Attributes:
-        smem_bytes: dynamic shared memory that one block may ask for.
-        sm_count: SMs of the usual part, for planning without a device at hand.
-    """
-
-    smem_bytes: int
-    sm_count: int
-
-
-# CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability" (shared memory per block);
-# SM counts from the vendor's architecture whitepapers.
-CHIPS: dict[tuple[int, int], ChipFacts] = {
-    (7, 0): ChipFacts(96 * 1024, 80),
-    (7, 2): ChipFacts(96 * 1024, 8),
-    (7, 5): ChipFacts(64 * 1024, 72),
-    (8, 0): ChipFacts(163 * 1024, 108),
-    (8, 6): ChipFacts(99 * 1024, 84),
-    (8, 7): ChipFacts(163 * 1024, 16),
-    (8, 9): ChipFacts(99 * 1024, 128),
-    (9, 0): ChipFacts(227 * 1024, 132),
-    (10, 0): ChipFacts(227 * 1024, 148),
-    (10, 3): ChipFacts(227 * 1024, 148),
-    (11, 0): ChipFacts(227 * 1024, 20),
-    (12, 0): ChipFacts(99 * 1024, 170),
-    (12, 1): ChipFacts(99 * 1024, 48),
-}
-# A GPU at hand that the table does not know gets what every chip since SM86 has at least.
-UNKNOWN_CHIP = ChipFacts(99 * 1024, 64)
+Chosen = TypeVar("Chosen")
+# How an objection begins that names the GPUs which a kernel serves.
+OTHER_GPUS = "serves GPUs of "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,58 +61,64 @@ class Target:
         return self.capability is None
 
     @property
+    def known(self) -> Arch | None:
+        """The registry's entry; None for a CPU."""
+        return None if self.capability is None else registry.of_capability(self.capability)
+
+    @property
     def arch(self) -> str:
         """The name that compilers use, such as `sm_90a`; `cpu` for a CPU."""
-        if self.capability is None:
-            return "cpu"
-        major, minor = self.capability
-        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+        return "cpu" if self.known is None else self.known.name
+
+    @property
+    def kernel_arch(self) -> str | None:
+        """The CuTe DSL kernels that serve it, such as `sm90`; None where there are none."""
+        return None if self.known is None else self.known.kernel_arch
+
+    def has(self, feature: Feature) -> bool:
+        return self.known is not None and feature in self.known.features
+
+    def arch_objections(self, *kernel_archs: str) -> list[str]:
+        """Why kernels for these architectures do not serve the target; empty where they do."""
+        if self.kernel_arch in kernel_archs:
+            return []
+        served = [arch.name for arch in registry.with_kernels(*kernel_archs)]
+        note = "" if self.known is None else self.known.note
+        return [f"{OTHER_GPUS}{', '.join(served)}, this is {self.arch}{note}"]
+
+    def by_kernel_arch(self, choices: Mapping[str, Chosen]) -> Chosen:
+        """The choice for the CuTe DSL kernels that serve the target.
+
+        Raises:
+            InvalidInput: none of the choices is for them.
+        """
+        if self.kernel_arch is None or self.kernel_arch not in choices:
+            raise InvalidInput("; ".join(self.arch_objections(*choices)))
+        return choices[self.kernel_arch]
 
     @property
     def wgmma(self) -> bool:
-        """Warp-group matrix instructions of Hopper."""
-        return self.capability is not None and self.capability[0] == 9
+        return self.has(Feature.WGMMA)
 
     @property
     def tcgen05(self) -> bool:
-        """Fifth-generation tensor cores with tensor memory (SM100, SM103, SM110; not SM120)."""
-        return self.capability is not None and self.capability[0] in (10, 11)
-
-    @property
-    def sm100_kernels(self) -> bool:
-        """Whether the CuTe DSL kernels for SM100 serve: on what they were compiled for, and ran on the emulator.
-
-        Not on SM110. It has tcgen05, but CuTe DSL 4.6.0 with CUDA 12's compiler makes no code for sm_110a, and the
-        emulator has no such device.
-        """
-        return self.tcgen05 and self.capability is not None and self.capability[0] == 10
-
-    @property
-    def described(self) -> str:
-        """The architecture, in an objection; where it has tcgen05 and is not served, why."""
-        if self.tcgen05 and not self.sm100_kernels:
-            return f"{self.arch}, whose tcgen05 these kernels were never compiled for or run on"
-        return self.arch
+        return self.has(Feature.TCGEN05)
 
     @property
     def fast_exponentials(self) -> bool:
-        """Special units with twice the rate of exponentials (SM103: NVIDIA Blackwell Ultra architecture)."""
-        return self.capability == (10, 3)
+        return self.has(Feature.FAST_EXPONENTIALS)
 
     @property
     def tma(self) -> bool:
-        """Bulk tensor copies."""
-        return self.capability is not None and self.capability[0] >= 9
+        return self.has(Feature.TMA)
 
     @property
     def native_fp8(self) -> bool:
-        """Conversion instructions for e4m3."""
-        return self.capability is not None and self.capability >= (8, 9)
+        return self.has(Feature.NATIVE_FP8)
 
     @property
     def native_bf16(self) -> bool:
-        """bf16 matrix instructions."""
-        return self.capability is not None and self.capability >= (8, 0)
+        return self.has(Feature.NATIVE_BF16)
 
 
 def triton_interpreted() -> bool:
@@ -165,15 +145,15 @@ def from_arch(arch: str) -> Target:
     if match is None:
         raise InvalidInput(f"arch {arch!r} is not a CUDA architecture: use a name such as sm_80, sm_90a, or cpu")
     capability = (int(match[1]), int(match[2]))
-    if capability not in CHIPS:
-        known = ", ".join(of_capability(one).arch for one in CHIPS)
+    if capability not in registry.BY_CAPABILITY:
+        known = ", ".join(one.name for one in registry.ARCHS)
         raise InvalidInput(f"arch {arch!r} is not known: use cpu or one of {known}")
     return of_capability(capability)
 
 
 def of_capability(capability: tuple[int, int]) -> Target:
     """The usual chip of a compute capability, also of one that is not known."""
-    facts = CHIPS.get(capability, UNKNOWN_CHIP)
+    facts = registry.of_capability(capability)
     return Target(capability=capability, sm_count=facts.sm_count, smem_bytes=facts.smem_bytes)
 
 
@@ -207,7 +187,7 @@ def _of_cuda_device(index: int) -> Target:
     return Target(
         capability=capability,
         sm_count=properties.multi_processor_count,
-        smem_bytes=getattr(properties, "shared_memory_per_block_optin", CHIPS.get(capability, UNKNOWN_CHIP).smem_bytes),
+        smem_bytes=getattr(properties, "shared_memory_per_block_optin", registry.of_capability(capability).smem_bytes),
         gpu=properties.name,
     )
 

@@ -18,8 +18,8 @@ Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
 
 def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
     """The kernel needs clusters and st.async; it is compiled for and proven on SM90 and SM100."""
-    if not (target.wgmma or target.sm100_kernels):
-        return [f"serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is {target.described}"]
+    if reasons := target.arch_objections("sm90", "sm100"):
+        return reasons
     reasons = [*toolkit.missing()]
     return reasons + default_config(spec).objections(spec, target.smem_bytes)
 

@@ -20,13 +20,14 @@ import torch
 
 from dsl_backend.attention.plan import Planner, Share
 from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.runtime import registry
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
 
-ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHS = tuple(arch.name for arch in registry.ARCHS if arch.triton_tested)
 # Launches both kernels of a plan: the second request is short enough for the decode kernel, whose tile is then as large
 # as it gets. Decode steps get the smallest tile.
 MIXED: dict[str, Any] = {"q_lens": (64, 1), "kv_lens": (64, 70), "heads": (8, 2)}

@@ -27,6 +27,7 @@ import torch
 
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.runtime import registry
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
 
 # NVIDIA's cuda-binary format: .nv.info has attributes (format, kind, size or value), some of them of a kernel's symbol.
@@ -127,7 +128,7 @@ LINEAR_LAYERS: dict[str, dict[str, Any]] = {
     "geglu-all": ALL | {"activation": Geglu()},
     "geglu-tanh-all": ALL | {"activation": Geglu(tanh=True)},
 }
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = tuple(arch.name for arch in registry.with_kernels())
 LIMIT_S = 300
 
 
@@ -139,15 +140,16 @@ def attention_subjects() -> Iterator[Subject]:
     from dsl_backend.runtime.target import from_arch
 
     for arch in ARCHS:
+        kernel_arch = from_arch(arch).kernel_arch
         for case, name in LAYERS:
             for operation in dispatch.attention_of(case.spec):
                 judged = dispatch.judge(operation, case.spec, from_arch(arch))
                 if any(entry.name == "cute" and not why for entry, why in judged):
                     short = operation is not dispatch.Operation.PREFILL
                     kinds = ["decode" if short else "prefill"]
-                    if arch == "sm_90a" and not short and long_query_config(case.spec):
+                    if kernel_arch == "sm90" and not short and long_query_config(case.spec):
                         kinds.append("longest")
-                    if arch != "sm_90a" and short and not case.spec.latent:
+                    if kernel_arch == "sm100" and short and not case.spec.latent:
                         smem_bytes = from_arch(arch).smem_bytes
                         kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
                     if arch == "sm_100a" and not short and not sm100.default_config(case.spec).two_cta:
@@ -171,7 +173,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)
     sinks = torch.float32 if case.sinks else None
     config = kernel.config
-    columns = None if arch == "sm_90a" else config.columns(spec)
+    columns = config.columns(spec) if kernel.target.tcgen05 else None
     yield Made(config, lambda: kernel.function(spec.latent, sinks), config.smem_bytes(spec), columns)
 
 

@@ -608,8 +608,8 @@ def test_cute_is_for_its_own_chips() -> None:
     with pytest.raises(Unsupported) as raised:
         dispatch.choose(Operation.PREFILL, spec(), from_arch("sm_120a"), "cute")
     assert raised.value.objections == {
-        "dense-prefill sm90": ("serves GPUs with wgmma (sm_90a), this is sm_120a",),
-        "dense-prefill sm100": ("serves GPUs with tcgen05 (sm_100a, sm_103a), this is sm_120a",),
+        "dense-prefill sm90": ("serves GPUs of sm_90a, this is sm_120a",),
+        "dense-prefill sm100": ("serves GPUs of sm_100a, sm_103a, this is sm_120a",),
     }
 
 
@@ -619,7 +619,7 @@ def test_sm110_gets_no_kernels_of_sm100(operation: Operation) -> None:
     layer = spec(latent=True, heads_kv=1, head_dim=576, head_dim_v=512) if operation is Operation.MLA_DECODE else spec()
     target = from_arch("sm_110a")
     assert dispatch.choose(operation, layer, target).name == "triton"
-    with pytest.raises(Unsupported, match="this is sm_110a, whose tcgen05 these kernels were never compiled for"):
+    with pytest.raises(Unsupported, match="this is sm_110a, for which CuTe DSL 4.6.0"):
         dispatch.choose(operation, layer, target, "cute")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import emulator
 from dsl_backend.attention import dispatch
+from dsl_backend.runtime import registry
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check, fuzz
 from dsl_backend.testing.cases import Case
@@ -15,7 +16,7 @@ from tests.attention.emulated import SCHEDULES, SMS
 
 pytest.importorskip("cutlass")
 
-ARCHS, FAMILIES = ("sm_100a", "sm_90a"), ("decode", "prefill", "mla")
+ARCHS, FAMILIES = registry.EMULATED, ("decode", "prefill", "mla")
 # A layer is compiled for some ten seconds: each has several problems.
 LAYERS, PROBLEMS, SEED = 36, 5, 20261122
 QUICK = 2  # layers of a family that every change is checked with, on SM100

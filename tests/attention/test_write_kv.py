@@ -14,6 +14,7 @@ from dsl_backend.attention.cute import write_kv
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.quant.format import KVFormat
+from dsl_backend.runtime import registry
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.target import from_arch
@@ -21,7 +22,7 @@ from dsl_backend.testing import fuzz
 from dsl_backend.testing.kv_writes import WRITES, WriteCase, build, check_write
 from tests.attention.emulated import SCHEDULES, SMS
 
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = registry.EMULATED
 SMALL = [case for case in WRITES if case.tier == "smoke"]
 FUZZED, FUZZED_IN_FULL = 16, 200
 SEED = 20261122
@@ -183,8 +184,8 @@ def spec(**facts: object) -> AttentionSpec:
 @pytest.mark.parametrize(
     ("facts", "arch", "message"),
     [
-        ({}, "sm_80", "serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is sm_80"),
-        ({}, "sm_120a", "serves GPUs with wgmma or tcgen05 (sm_90a, sm_100a), this is sm_120a"),
+        ({}, "sm_80", "serves GPUs of sm_90a, sm_100a, sm_103a, this is sm_80"),
+        ({}, "sm_120a", "serves GPUs of sm_90a, sm_100a, sm_103a, this is sm_120a"),
         ({"head_dim": 68}, "sm_90a", "keys of 68 elements are not a multiple of 8"),
         ({"head_dim_v": 20}, "sm_90a", "values of 20 elements are not a multiple of 8"),
         ({"dtype": F32, "kv_dtype": F32}, "sm_90a", "dtype float32 is not one of float16, bfloat16"),

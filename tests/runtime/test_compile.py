@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import cache, key, toolkit
+from dsl_backend.runtime import cache, key, registry, toolkit
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime.compile import compile_kernel
 from dsl_backend.runtime.compiles import Phase, Source, compiles
@@ -36,7 +36,7 @@ from emulator.host.dsl import MODULE
 from emulator.host.runtime import runtime
 from emulator.host.tensors import DeviceView
 
-ARCHES = ["sm_90a", "sm_100a"]
+ARCHES = registry.EMULATED
 DTYPES = ["float32", "float16", "bfloat16"]
 SM90 = from_arch("sm_90a")
 KEY = ScaleKey()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime import target
-from dsl_backend.runtime.target import CHIPS, UNKNOWN_CHIP, Target, cpu_target, detect, from_arch, of_capability
+from dsl_backend.runtime import registry, target
+from dsl_backend.runtime.target import Target, cpu_target, detect, from_arch, of_capability
 
 CAPABILITIES = ("wgmma", "tcgen05", "tma", "native_fp8", "native_bf16")
 
@@ -64,9 +64,12 @@ def test_facts_of_chips() -> None:
 def test_unknown_chips_get_the_least() -> None:
     chip = of_capability((13, 0))
     assert chip.capability == (13, 0)
-    assert (chip.smem_bytes, chip.sm_count) == (UNKNOWN_CHIP.smem_bytes, UNKNOWN_CHIP.sm_count)
-    newer = [facts.smem_bytes for capability, facts in CHIPS.items() if capability >= (8, 0)]
-    assert min(newer) >= UNKNOWN_CHIP.smem_bytes
+    assert (chip.smem_bytes, chip.sm_count) == (registry.UNKNOWN_SMEM_BYTES, registry.UNKNOWN_SM_COUNT)
+    newer = [arch.smem_bytes for arch in registry.ARCHS if arch.capability >= (8, 0)]
+    assert min(newer) >= registry.UNKNOWN_SMEM_BYTES
+    assert {name for name in CAPABILITIES if getattr(chip, name)} == {"native_bf16", "native_fp8", "tma"}
+    assert chip.arch == "sm_130a"
+    assert chip.kernel_arch is None, "kernels of another SM do not serve it"
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,10 @@ def test_detect_cuda() -> None:
     assert chip.capability == torch.cuda.get_device_capability()
     assert chip.sm_count == properties.multi_processor_count
     assert chip == detect(torch.device("cuda", torch.cuda.current_device()))
-    if chip.capability in CHIPS:
-        assert chip.smem_bytes == CHIPS[chip.capability].smem_bytes, "the table says what the device says"
+    if chip.capability in registry.BY_CAPABILITY:
+        assert chip.smem_bytes == registry.BY_CAPABILITY[chip.capability].smem_bytes, (
+            "the table says what the device says"
+        )
 
 
 def test_targets_are_values() -> None:

@@ -21,9 +21,9 @@ CI = {
     "sm_75": ("all",),
     "sm_80": ("temperature",),
     "sm_89": ("small",),
-    "sm_90": ("all",),
-    "sm_100": ("top-p",),
-    "sm_120": ("all",),
+    "sm_90a": ("all",),
+    "sm_100a": ("top-p",),
+    "sm_120a": ("all",),
 }
 LIMIT_S = 900
 

@@ -82,5 +82,5 @@ def test_what_serves() -> None:
 def test_objections_say_what_would_work() -> None:
     with pytest.raises(Unsupported, match="gives tokens alone: logprobs=False is needed"):
         dispatch.choose(dispatch.Operation.SAMPLE, replace(QWEN, logprobs=True), H200, "cute")
-    with pytest.raises(Unsupported, match=r"serves GPUs with wgmma or tcgen05 \(sm_90a, sm_100a\), this is sm_120a"):
+    with pytest.raises(Unsupported, match=r"serves GPUs of sm_90a, sm_100a, sm_103a, this is sm_120a"):
         dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch("sm_120"), "cute")

@@ -126,7 +126,7 @@ def test_what_is_refused(x: torch.Tensor, options: dict, message: str) -> None:
 def test_a_kernel_by_name_does_not_fall_back() -> None:
     if torch.cuda.is_available():
         pytest.skip("is about a CPU")
-    with pytest.raises(Unsupported, match="softmax sm90/sm100: serves GPUs with wgmma"):
+    with pytest.raises(Unsupported, match="softmax sm90/sm100: serves GPUs of sm_90a"):
         api.softmax(torch.zeros(2, 3), kernel="cute")
 
 

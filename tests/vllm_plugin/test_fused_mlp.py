@@ -407,7 +407,7 @@ def test_every_pair_of_a_model(fused: Any) -> None:
     assert len(lines) == 2
     what = f"dsl serves 2 gated linear layers, {Swiglu()} of {K} to {N} bfloat16, on cpu: by linear reference (not by "
     assert lines[0].startswith(what)
-    assert "not by linear sm90/sm100: serves GPUs with wgmma (sm_90a) or tcgen05" in lines[0]
+    assert "not by linear sm90/sm100: serves GPUs of sm_90a, sm_100a, sm_103a" in lines[0]
     assert lines[1].startswith("dsl serves 1 gated linear layers, Geglu(tanh=False)")
 
 
