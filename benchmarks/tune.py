@@ -7,6 +7,7 @@ geometric mean over them beats the heuristic's by more than the times scatter, a
 
 import dataclasses
 import datetime
+import importlib
 import math
 import pathlib
 import re
@@ -17,6 +18,7 @@ import dsl_backend
 import torch
 from dsl_backend.errors import InvalidInput
 from dsl_backend.linear.tuned import Unfused
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import ModelShape
@@ -27,8 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from . import facts, sweep, timing
-from .attention import tune as attention
-from .linear import tune as linear
 from .runner import DeviceLostError
 from .sweep import Class
 
@@ -57,10 +57,13 @@ class Verdict:
 
 Rows = Sequence[Mapping[Any, timing.Summary]]
 
-FAMILIES: Mapping[str, Callable[[Target, torch.device, ModelShape | None], Sequence[Class]]] = {
-    "attention": attention.classes,
-    "linear": linear.classes,
-}
+Classes = Callable[[Target, torch.device, ModelShape | None], Sequence[Class]]
+
+
+def tuners() -> dict[str, Classes]:
+    """Family -> its classes of problems, for the families that have tuned configurations."""
+    names = [family.name for family in families.load_all() if family.tuned_configs is not None]
+    return {name: importlib.import_module(f".{name}.tune", __package__).classes for name in names}
 
 
 def mean_us(rows: Rows, config: Any) -> float:
@@ -257,7 +260,7 @@ def main(
     """Tune this GPU.
 
     Args:
-        family: one of FAMILIES; by default all.
+        family: one that has tuned configurations; by default all of them.
         pattern: a regular expression that finds names of classes.
         path: the file to merge records into; None writes none.
         model: a config.json whose layers are tuned, instead of the benchmarks' rows.
@@ -267,8 +270,9 @@ def main(
     Raises:
         InvalidInput: an argument names nothing, there is no GPU, or none with CuTe DSL kernels.
     """
-    if family is not None and family not in FAMILIES:
-        raise InvalidInput(f"family {family!r} has nothing to tune: choose from {', '.join(FAMILIES)}")
+    known = tuners()
+    if family is not None and family not in known:
+        raise InvalidInput(f"family {family!r} has nothing to tune: choose from {', '.join(known)}")
     if not torch.cuda.is_available():
         raise InvalidInput("tune needs an NVIDIA GPU and finds none")
     if seconds <= 0:
@@ -277,8 +281,8 @@ def main(
     if target.gpu is None:
         raise InvalidInput("tune finds configurations for the GPU as it is: unset DSL_BACKEND_ARCH")
     shape = None if model is None else models.read(model, tensor_parallel=tensor_parallel)
-    names = [family] if family is not None else list(FAMILIES)
-    classes = [one for name in names for one in FAMILIES[name](target, device, shape)]
+    names = [family] if family is not None else list(known)
+    classes = [one for name in names for one in known[name](target, device, shape)]
     classes = chosen(classes, pattern)
     console = console or Console()
     if only_list:

@@ -159,7 +159,7 @@ def verify(
 
     options = verify.Options(
         device=device,
-        families=listed(families) or tuple(verify.FAMILIES),
+        families=listed(families) or tuple(verify.CHECKS),
         kernels=listed(kernels),
         only=only,
         quick=quick,

@@ -6,12 +6,10 @@
 
 import importlib
 import json
-import math
 import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,30 +18,21 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from dsl_backend import envs
-from dsl_backend.attention import dispatch
-from dsl_backend.attention.spec import AttentionSpec, Causality
-from dsl_backend.attention.tuned import TUNED_CONFIGS as ATTENTION
 from dsl_backend.errors import InvalidInput
-from dsl_backend.linear import dispatch as linear
-from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
-from dsl_backend.linear.tuned import TUNED_CONFIGS as LINEAR
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.dispatch import judge
+from dsl_backend.runtime.family import Family
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.tuned import TunedConfigs
-from dsl_backend.sampling import dispatch as sampling
-from dsl_backend.sampling.spec import SamplingSpec
-from dsl_backend.softmax import dispatch as softmax
-from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.startup import too_old
 
 SCHEMA_VERSION = 3
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
-VOCAB = 128256
 SERVE = "vllm serve MODEL --attention-backend dsl"
-TUNED_CONFIGS: tuple[TunedConfigs[Any], ...] = (ATTENTION, LINEAR)
 
 # What a line of the report is called -> the distributions that may provide it, in order.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -183,49 +172,6 @@ class Report(Record):
     layers: list[LayerReport]
 
 
-def usual_dtype(target: Target) -> torch.dtype:
-    """Bfloat16 where the target has it."""
-    return torch.bfloat16 if target.is_cpu or target.native_bf16 else torch.float16
-
-
-def typical_layers(target: Target) -> dict[str, AttentionSpec]:
-    """Name -> a layer as it is met in published models, in bf16 where the target has it."""
-    dtype = usual_dtype(target)
-
-    def dense(head_dim: int) -> AttentionSpec:
-        return AttentionSpec(
-            heads_q=32,
-            heads_kv=8,
-            head_dim=head_dim,
-            head_dim_v=head_dim,
-            dtype=dtype,
-            kv_dtype=dtype,
-            page_size=16,
-            scale=1 / math.sqrt(head_dim),
-        )
-
-    usual = dense(128)
-    latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, latent=True, page_size=64)
-    return {
-        "head size 64": dense(64),
-        "head size 128": usual,
-        "head size 256": dense(256),
-        "head size 512": dense(512),
-        "fp8 cache": replace(usual, kv_dtype=torch.float8_e4m3fn),
-        "window": replace(usual, window_left=4095, window_right=0),
-        "sinks and window": replace(dense(64), heads_q=64, sinks=True, window_left=127, window_right=0),
-        "softcap": replace(dense(256), heads_q=16, softcap=50.0),
-        "ALiBi": replace(usual, heads_kv=32, alibi=True),
-        "encoder, packed": replace(dense(64), heads_kv=32, page_size=None, causality=Causality.FULL),
-        "MLA 576/512": latent,
-        "MLA 576/512, fp8 cache": replace(latent, kv_dtype=torch.float8_e4m3fn),
-        "MLA prefill 192/128": replace(
-            usual, heads_q=128, heads_kv=128, head_dim=192, page_size=None, scale=1 / math.sqrt(192)
-        ),
-        "float32": replace(usual, dtype=torch.float32, kv_dtype=torch.float32),
-    }
-
-
 def version(distributions: tuple[str, ...]) -> str | None:
     """The version of the first of them that is installed, after its name where that is not the first."""
     for name in distributions:
@@ -303,55 +249,19 @@ def operation_report(operation: str, judged: Iterable[tuple[Any, list[str]]]) ->
     return OperationReport(operation=operation, served_by=served_by, kernels=kernels)
 
 
-def layer_report(name: str, spec: AttentionSpec, target: Target) -> LayerReport:
-    operations = [
-        operation_report(operation.value, dispatch.judge(operation, spec, target))
-        for operation in dispatch.operations_of(spec)
-    ]
-    return LayerReport(name=name, spec=str(spec), operations=operations)
-
-
-def linear_reports(target: Target) -> list[LayerReport]:
-    """The first half of an MLP, as it is met in published models."""
-
-    def usual(activation: Activation | None, **facts: Any) -> LinearSpec:
-        return LinearSpec(n=14336, k=4096, dtype=usual_dtype(target), activation=activation, **facts)
-
-    layers = {
-        "product": usual(None),
-        "SwiGLU": usual(Swiglu()),
-        "GeGLU": usual(Geglu(tanh=True)),
-        "gpt-oss' SwiGLU": usual(SWIGLU_OAI, interleaved=True, bias=True),
-        "SwiGLU, batch invariant": usual(Swiglu(), batch_invariant=True),
-    }
+def layer_reports(family: Family, target: Target) -> list[LayerReport]:
+    """The typical layers of a family."""
     return [
         LayerReport(
             name=name,
             spec=str(spec),
-            operations=[operation_report(linear.OPERATION, linear.judge(spec, target))],
+            operations=[
+                operation_report(operation, judge(family.tables[operation], spec, target))
+                for operation in family.operations_of(spec)
+            ],
         )
-        for name, spec in layers.items()
+        for name, spec in family.typical_layers(target).items()
     ]
-
-
-def logits_reports(target: Target) -> list[LayerReport]:
-    """What is done with the logits of a usual vocabulary."""
-    sample = sampling.Operation.SAMPLE
-    draws = {
-        "sampling": SamplingSpec(vocab=VOCAB),
-        "sampling, log-probabilities": SamplingSpec(vocab=VOCAB, logprobs=True),
-    }
-    normal = SoftmaxSpec(width=VOCAB, dtype=torch.float32, out_dtype=torch.float32, vector=8)
-    reports = [
-        LayerReport(
-            name=name,
-            spec=str(spec),
-            operations=[operation_report(sample.value, sampling.judge(sample, spec, target))],
-        )
-        for name, spec in draws.items()
-    ]
-    operation = operation_report(softmax.OPERATION, softmax.judge(normal, target))
-    return [*reports, LayerReport(name="softmax", spec=str(normal), operations=[operation])]
 
 
 def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
@@ -448,9 +358,9 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
     """Args: problems: those of the variables."""
     target = target_of(arch, problems)
     plugin = plugin_report()
-    tuned_configs = [tuned_configs_report(one, target) for one in TUNED_CONFIGS]
-    layers = [layer_report(name, spec, target) for name, spec in typical_layers(target).items()]
-    layers += linear_reports(target) + logits_reports(target)
+    known = families.load_all()
+    tuned_configs = [tuned_configs_report(one.tuned_configs, target) for one in known if one.tuned_configs is not None]
+    layers = [report for one in known for report in layer_reports(one, target)]
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
     broken = dict.fromkeys(problem for one in tuned_configs for problem in one.problems)
     problems += [Problem(what=what, remedy=f"correct {what.partition(':')[0]}") for what in broken]

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from dsl_backend import families
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache, key, model, precompile, toolkit
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.cache import Entry
 from dsl_backend.runtime.precompile import Outcome, PrecompileSpec, Result
@@ -44,21 +44,20 @@ def compile_model(
     Raises:
         InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
     """
-    families.load_all()
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
     shape = replace(model.read(config, tensor_parallel=tensor_parallel, dtype=dtype), kv_cache_dtype=kv_cache_dtype)
     chips = [compilable(arch) for arch in arches]
-    todo = [spec for chip in chips for spec in precompile.precompile_specs(shape, chip, only)]
+    todo = [spec for chip in chips for spec in families.precompile_specs(shape, chip, only)]
     if toolkit.missing():
         typer.echo(f"dsl-backend: nothing is compiled: {'; '.join(toolkit.missing())}", err=True)
         return 1
     others = [
-        {"family": family, "arch": chip.arch, "why": why}
+        {"family": one.name, "arch": chip.arch, "why": why}
         for chip in chips
-        for family in only or precompile.families()
-        for why in families.served_by_others(family, shape, chip)
+        for one in families.chosen(only)
+        for why in families.served_by_others(one, shape, chip)
     ]
     if not as_json:
         for one in others:

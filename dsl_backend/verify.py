@@ -27,6 +27,8 @@ from rich.table import Table
 from dsl_backend import doctor, envs
 from dsl_backend.doctor import Report
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import family as families
+from dsl_backend.runtime.family import Benchmark, Check
 from dsl_backend.testing import tables, worker
 from dsl_backend.testing.worker import Outcome, Status
 
@@ -44,62 +46,9 @@ OWN_TRITON = "Triton"
 LOG_WIDTH = 130
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """An operator of `dsl-backend bench`, with regular expressions for the rows to time.
-
-    Attributes:
-        quick: for one or two of them.
-    """
-
-    op: str
-    rows: str
-    quick: str
-
-
-@dataclass(frozen=True)
-class Family:
-    """Kernels that are checked by the same problems.
-
-    Attributes:
-        operation: its name in the doctor's report.
-    """
-
-    operation: str
-    benchmarks: tuple[Benchmark, ...]
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "prefill": Family(
-            "attention.prefill",
-            (
-                Benchmark("prefill", r"^(fp8-)?hd128-h32x8-\d+x\d+k$|^hd(64|256)-.*-4x4k$", r"^hd128-h32x8-4x4k$"),
-                Benchmark("mla-prefill", r"^h16-\d+x\d+k$", r"^h16-4x4k$"),
-            ),
-        ),
-        "decode": Family(
-            "attention.decode",
-            (
-                Benchmark(
-                    "decode",
-                    r"^hd128-h32x8-(b1-k8k|b1-k128k|b8-k8k|b64-k8k|b256-k2k)$|^(fp8-hd128-h32x8|hd64-h64x8)-b64-k8k$",
-                    r"^hd128-h32x8-(b1|b64)-k8k$",
-                ),
-            ),
-        ),
-        "mla": Family(
-            "attention.mla_decode",
-            (Benchmark("mla-decode", r"^h(16|128)-b\d+-k\d+k-q1$|^h128-b64-k4k-q2$", r"^h128-b64-k4k-q1$"),),
-        ),
-        "write_kv": Family("attention.write_kv", (Benchmark("write-kv", r"-t(64|8k)$", r"^hd128-h8-t64$"),)),
-        "linear": Family("linear", (Benchmark("linear", r"^llama-8b-\d+$", r"^llama-8b-(16|1024)$"),)),
-        "softmax": Family("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),)),
-        "sampling": Family(
-            "sampling.sample",
-            (Benchmark("sampling", r"^(none|k|k\+p|min-p)-(1|64|256)x151936$", r"^k\+p-64x151936$"),),
-        ),
-    }
+# Name for --families -> what is checked and timed.
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {name: check for family in families.load_all() for name, check in family.checks.items()}
 )
 
 
@@ -109,7 +58,7 @@ class Options:
 
     Attributes:
         device: `cuda`; or `cpu`, which shows that this command works, and nothing else.
-        families: of FAMILIES.
+        families: of CHECKS.
         kernels: names from the dispatch tables; none for all that serve.
         only: the one problem to check, without timings.
         random: of random problems for each kernel and family.
@@ -118,7 +67,7 @@ class Options:
     """
 
     device: str = "cuda"
-    families: tuple[str, ...] = tuple(FAMILIES)
+    families: tuple[str, ...] = tuple(CHECKS)
     kernels: tuple[str, ...] = ()
     only: str | None = None
     quick: bool = False
@@ -234,9 +183,9 @@ def usable(options: Options) -> Report:
         envs.interpret_triton()
     elif not torch.cuda.is_available():
         raise InvalidInput("verify needs an NVIDIA GPU and finds none; --device cpu tries the command without one")
-    unknown = [name for name in options.families if name not in FAMILIES]
+    unknown = [name for name in options.families if name not in CHECKS]
     if unknown:
-        raise InvalidInput(f"no family {', '.join(map(repr, unknown))}: choose from {', '.join(FAMILIES)}")
+        raise InvalidInput(f"no family {', '.join(map(repr, unknown))}: choose from {', '.join(CHECKS)}")
     report = doctor.examine()
     known = {one.kernel for one in tallies(report, options.families, ())}
     strange = [name for name in options.kernels if name not in known]
@@ -257,7 +206,7 @@ def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> 
             operation
             for layer in report.layers
             for operation in layer.operations
-            if operation.operation == FAMILIES[name].operation
+            if operation.operation == CHECKS[name].operation
         ]
         judged = [one for operation in operations for one in operation.kernels]
         served_by = {operation.served_by for operation in operations}
@@ -446,7 +395,7 @@ def run(options: Options, json_path: pathlib.Path | None, benchmarks: Any, conso
     if options.times and options.only is None:
         for name in options.families:
             proven = [tally.kernel for tally in screen.tallies if tally.family == name and tally.proven]
-            for benchmark in FAMILIES[name].benchmarks if proven else ():
+            for benchmark in CHECKS[name].benchmarks if proven else ():
                 problems += measure(options, benchmark, proven, benchmarks, lines, screen)
     status = conclude(screen, problems, lines, time.monotonic() - began)
     if json_path is not None:

@@ -2,6 +2,7 @@
 """The command `dsl-backend`: what it prints, its exit codes, and the JSON that scripts read."""
 
 import copy
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -15,7 +16,9 @@ from typer.testing import CliRunner, Result
 
 from dsl_backend import __version__, cli, doctor
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.family import typical_layers
 from dsl_backend.linear import dispatch as linear
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.sampling import dispatch as sampling
@@ -126,7 +129,7 @@ def test_kernels_are_those_of_dispatch() -> None:
     target = targets.from_arch("sm_90a")
     layers = {layer["name"]: layer for layer in report("--arch", "sm_90a")["layers"]}
     seen = set()
-    for name, spec in doctor.typical_layers(target).items():
+    for name, spec in typical_layers(target).items():
         operations = {one["operation"]: one for one in layers[name]["operations"]}
         assert list(operations) == [operation.value for operation in dispatch.operations_of(spec)]
         for operation in dispatch.operations_of(spec):
@@ -377,9 +380,12 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
     path = tmp_path / "tuned.json"
     path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
     monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", str(path))
-    monkeypatch.setattr(doctor, "TUNED_CONFIGS", [copy.copy(one) for one in doctor.TUNED_CONFIGS])
-    for one in doctor.TUNED_CONFIGS:
-        one.forget()
+    tuned = [one for one in families.load_all() if one.tuned_configs is not None]
+    fresh = tuple(dataclasses.replace(one, tuned_configs=copy.copy(one.tuned_configs)) for one in tuned)
+    for one in fresh:
+        assert one.tuned_configs is not None
+        one.tuned_configs.forget()
+    monkeypatch.setattr(families, "load_all", lambda: fresh)
     message = f"{path}: record 0: family 'linaer' is not one of attention, linear, sampling, softmax"
     for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dsl_backend import cli, families
+from dsl_backend import cli
 from dsl_backend.runtime import cache, precompile, toolkit
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime.key import Identity
 from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
 
@@ -83,7 +84,7 @@ class TestWhatOthersServe:
         """Every family says so, and each reason once."""
         done = invoke("compile", "--model", config, "--arch", arch)
         lines = done.stdout.splitlines()
-        for family in families.FAMILIES:
+        for family in families.NAMES:
             assert [line for line in lines if line.startswith(f"no CuTe DSL kernel: {family} on {arch}: ")]
         assert lines[-1] == f"nothing to compile: no operator has a CuTe DSL kernel for this model on {arch}"
         reasons = [line.rpartition(": ")[2] for line in lines if " softmax on " in line]
@@ -93,10 +94,9 @@ class TestWhatOthersServe:
         from dsl_backend.runtime.model import shape_of
         from dsl_backend.runtime.target import from_arch
 
-        families.load_all()
-        for family in families.FAMILIES:
+        for family in families.load_all():
             for arch in ("sm_90a", "sm_100a"):
-                assert families.served_by_others(family, shape_of(MODEL), from_arch(arch)) == [], family
+                assert families.served_by_others(family, shape_of(MODEL), from_arch(arch)) == [], family.name
 
     @pytest.mark.parametrize(
         ("change", "why"),
@@ -124,7 +124,7 @@ class TestInterrupted:
 
         monkeypatch.setattr(toolkit, "missing", list)
         spec = PrecompileSpec("any", print, 1, None)  # type: ignore[arg-type]
-        monkeypatch.setattr(precompile, "precompile_specs", lambda model, target, only: [spec] * 3)
+        monkeypatch.setattr(families, "precompile_specs", lambda model, target, only: [spec] * 3)
         monkeypatch.setattr(precompile, "run", run)
         monkeypatch.setattr(families, "served_by_others", lambda family, model, target: [])
         monkeypatch.setattr(PrecompileSpec, "__str__", lambda self: "spec")

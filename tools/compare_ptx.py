@@ -149,7 +149,7 @@ class Package:
         """For short and for long queries, also with cluster launch control, and for writes."""
         import torch
 
-        from dsl_backend.attention.precompile import units_of
+        from dsl_backend.attention.precompile import precompile_specs_of
         from dsl_backend.attention.spec import AttentionSpec, Causality
 
         spec = AttentionSpec(
@@ -168,7 +168,7 @@ class Package:
             batch_invariant=invariant,
             **others,
         )
-        units = list(units_of(spec, self.target, lse=lse, sinks=getattr(torch, sinks) if sinks else None))
+        units = list(precompile_specs_of(spec, self.target, lse=lse, sinks=getattr(torch, sinks) if sinks else None))
         for unit in (*units, *self.launched(spec, units)):
             yield unit.compile
 

@@ -14,7 +14,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
-from dsl_backend.runtime.precompile import PrecompileSpec, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import OTHER_GPUS, Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -132,6 +132,3 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
         own = [reason for reason in reasons if OTHER_GPUS not in reason]
         found[str(spec)] = own or reasons
     return found
-
-
-register_family("attention", precompile_specs)

@@ -11,7 +11,7 @@ from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
 from dsl_backend.linear.tuned import configs_of
 from dsl_backend.runtime.model import ModelShape, text_of
-from dsl_backend.runtime.precompile import PrecompileSpec, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 
 # Of gates, in transformers' words. SiLU is what a model that says nothing has.
@@ -63,6 +63,3 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
         return {mlp: [f"the hidden size {model.hidden_size} is not a multiple of 8"]}
     odd = {f"{mlp} of {size}": ["not a multiple of 8"] for size in model.gated_sizes if size % 8}
     return {str(spec): dispatch.cute(spec, target) for spec in layer_specs(model)} | odd
-
-
-register_family("linear", precompile_specs)

@@ -24,7 +24,6 @@ from dsl_backend.runtime.cache import DiskCache
 from dsl_backend.runtime.compile_process import CompileProcess
 from dsl_backend.runtime.compiles import Source, compiles
 from dsl_backend.runtime.key import stable
-from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
 
 # Of a process that compiles: torch, CuTe DSL and a large kernel.
@@ -54,43 +53,6 @@ class PrecompileSpec:
     def compile(self) -> Any:
         """The function, from wherever it is had fastest."""
         return self.build(self.key, self.target)
-
-
-Enumerator = Callable[[ModelShape, Target], Iterable[PrecompileSpec]]
-
-_families: dict[str, Enumerator] = {}
-
-
-def register_family(name: str, enumerate_specs: Enumerator) -> None:
-    """Let a family say which kernels a model needs; a second registration of the same function is none.
-
-    Raises:
-        InvalidInput: another function has the name.
-    """
-    if _families.setdefault(name, enumerate_specs) is not enumerate_specs:
-        raise InvalidInput(f"family {name!r} is registered already")
-
-
-def families() -> tuple[str, ...]:
-    return tuple(_families)
-
-
-def precompile_specs(model: ModelShape, target: Target, only: Sequence[str] = ()) -> list[PrecompileSpec]:
-    """All kernels that a model needs on a target, each once.
-
-    Args:
-        only: of these families; by default of all.
-
-    Raises:
-        InvalidInput: there is no such family.
-    """
-    unknown = [name for name in only if name not in _families]
-    if unknown:
-        known = ", ".join(_families) or "none"
-        raise InvalidInput(f"family {unknown[0]!r} has no CuTe DSL kernels; families that have some: {known}")
-    chosen = [_families[name] for name in only] if only else list(_families.values())
-    found = (spec for enumerate_specs in chosen for spec in enumerate_specs(model, target))
-    return list({str(spec): spec for spec in found}.values())
 
 
 class Result(enum.Enum):

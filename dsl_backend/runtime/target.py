@@ -97,6 +97,11 @@ class Target:
         return choices[self.kernel_arch]
 
     @property
+    def usual_dtype(self) -> torch.dtype:
+        """The dtype that models are served in: bfloat16 where the target has it."""
+        return torch.bfloat16 if self.is_cpu or self.native_bf16 else torch.float16
+
+    @property
     def wgmma(self) -> bool:
         return self.has(Feature.WGMMA)
 

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter, V
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
-from dsl_backend.families import FAMILIES
 from dsl_backend.log import warning_once
+from dsl_backend.runtime.family import NAMES
 from dsl_backend.runtime.target import Target
 
 # Changes when records change their meaning.
@@ -123,7 +123,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
     """The tuned configurations of a family.
 
     Args:
-        family: its name in `families.FAMILIES`.
+        family: its name in `runtime.family.NAMES`.
         file: the package's own.
         problem: the type of its problem shapes.
         configs: name -> type of configuration, a frozen dataclass.
@@ -172,8 +172,8 @@ class TunedConfigs(Generic[ProblemShapeT]):
         for place, one in enumerate(raw):
             family = one.get("family") if isinstance(one, dict) else None
             try:
-                if family not in FAMILIES:
-                    raise InvalidInput(f"family {family!r} is not one of {', '.join(FAMILIES)}")
+                if family not in NAMES:
+                    raise InvalidInput(f"family {family!r} is not one of {', '.join(NAMES)}")
                 if family == self.family:
                     found.append(self.understood(one))
             except InvalidInput as error:

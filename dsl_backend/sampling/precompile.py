@@ -7,7 +7,7 @@ import torch
 
 from dsl_backend.checks import short
 from dsl_backend.runtime.model import ModelShape
-from dsl_backend.runtime.precompile import PrecompileSpec, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import dispatch
 from dsl_backend.sampling.configs import cluster_configs, widest_vector
@@ -38,6 +38,3 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """Logits -> why CuTe DSL's kernels do not sample from them."""
     return {f"{spec.vocab} logits, {short(spec.dtype)}": dispatch.cute(spec, target) for spec in layer_specs(model)}
-
-
-register_family("sampling", precompile_specs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from dsl_backend.runtime.model import ModelShape
-from dsl_backend.runtime.precompile import PrecompileSpec, register_family
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax import dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
@@ -34,6 +34,3 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """Softmax -> why CuTe DSL's kernels do not serve it."""
     return {str(spec): dispatch.cute(spec, target) for spec in layer_specs(model)}
-
-
-register_family("softmax", precompile_specs)

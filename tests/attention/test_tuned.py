@@ -15,10 +15,10 @@ from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig, default_c
 from dsl_backend.attention.cute.sm90.mla_configs import MlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig as Sm100Config
 from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.family import typical_layers
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.tuned import TUNABLE, TUNED_CONFIGS, ProblemShape, config_of, problem_of
-from dsl_backend.doctor import typical_layers
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace

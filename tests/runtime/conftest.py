@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dsl_backend import log
-from dsl_backend.runtime import cache, compile, key, precompile, toolkit
+from dsl_backend.runtime import cache, compile, key, toolkit
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime.compiles import compiles
 
 # Tests put others in its place.
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the cache will be."""
     monkeypatch.setenv("DSL_BACKEND_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("DSL_BACKEND_CACHE", raising=False)
-    monkeypatch.setattr(precompile, "_families", {})
+    monkeypatch.setattr(families, "load_all", lambda: ())
     # Files may be edited while tests run.
     monkeypatch.setattr(key, "LOADED", float("inf"))
     fresh()

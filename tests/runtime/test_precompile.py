@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dsl_backend import cli, families
+from dsl_backend import cli
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache, key, machine, precompile, toolkit
 from dsl_backend.runtime import compile as compilation
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime.compiles import Source, compiles
+from dsl_backend.runtime.family import Family, precompile_specs
 from dsl_backend.runtime.model import ModelShape, shape_of
-from dsl_backend.runtime.precompile import PrecompileSpec, precompile_specs, register_family, run
+from dsl_backend.runtime.precompile import PrecompileSpec, run
 from dsl_backend.runtime.precompile import Result as Became
 from dsl_backend.runtime.target import Target, from_arch
 
@@ -35,6 +37,19 @@ from self_test_kernels import ScaleKey, build
 
 CONFIG = {"num_attention_heads": 8, "hidden_size": 1024, "vocab_size": 1000, "torch_dtype": "bfloat16"}
 SM90, SM100 = from_arch("sm_90a"), from_arch("sm_100a")
+
+
+Serve = Callable[[Callable[[ModelShape, Target], Any]], None]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Makes a family with these precompile specs the only one."""
+
+    def only(specs: Callable[[ModelShape, Target], Any]) -> None:
+        monkeypatch.setattr(families, "load_all", lambda: (Family(name="self-test", precompile_specs=specs),))
+
+    return only
 
 
 def spec(target: Target = SM90, build: Any = build, **config: Any) -> PrecompileSpec:
@@ -75,45 +90,23 @@ def sees_gpus(key: Any, target: Target) -> None:
 
 
 class TestFamilies:
-    def test_units(self) -> None:
-        register_family("self-test", self_test_kernels.precompile_specs)
-        register_family("self-test", self_test_kernels.precompile_specs)
+    def test_precompile_specs(self, serve: Serve) -> None:
+        serve(self_test_kernels.precompile_specs)
         found = precompile_specs(shape_of(CONFIG), SM90)
         assert [one.key.dtype for one in found] == ["bfloat16", "float32"]
         assert str(found[0]) == ("self-test: ScaleKey(dtype='bfloat16', threads=128, broken=False) for sm_90a")
         assert precompile_specs(shape_of(CONFIG), SM90, ["self-test"]) == found
-        assert precompile.families() == ("self-test",)
 
-    def test_each_once(self) -> None:
-        register_family("one", lambda model, target: [spec(), spec(threads=64), spec()])
+    def test_each_once(self, serve: Serve) -> None:
+        serve(lambda model, target: [spec(), spec(threads=64), spec()])
         assert [one.key.threads for one in precompile_specs(shape_of(CONFIG), SM90)] == [128, 64]
 
-    def test_refusals(self) -> None:
-        with pytest.raises(InvalidInput, match="family 'x' has no CuTe DSL kernels; families that have some: none"):
+    def test_refusals(self, serve: Serve) -> None:
+        serve(self_test_kernels.precompile_specs)
+        with pytest.raises(InvalidInput, match="family 'x' is not one of self-test"):
             precompile_specs(shape_of(CONFIG), SM90, ["x"])
-        register_family("self-test", self_test_kernels.precompile_specs)
-        with pytest.raises(
-            InvalidInput, match="family 'x' has no CuTe DSL kernels; families that have some: self-test"
-        ):
-            precompile_specs(shape_of(CONFIG), SM90, ["x"])
-        with pytest.raises(InvalidInput, match="family 'self-test' is registered already"):
-            register_family("self-test", lambda model, target: [])
-
-    def test_rooms_register_themselves(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        room = tmp_path / "linear"
-        room.mkdir()
-        (room / "__init__.py").touch()
-        (room / "precompile.py").write_text(
-            "from dsl_backend.runtime.precompile import register_family\nregister_family('linear', lambda *_: [])\n"
-        )
-        monkeypatch.setattr("dsl_backend.__path__", [str(tmp_path)])
-        monkeypatch.setattr(families, "FAMILIES", ("linear", "not_there"))
-        for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
-            monkeypatch.delitem(precompile.toolkit.sys.modules, name, raising=False)
-        families.load_all()
-        assert "linear" in precompile.families()
-        for name in ("dsl_backend.linear", "dsl_backend.linear.precompile"):
-            monkeypatch.delitem(precompile.toolkit.sys.modules, name)
+        with pytest.raises(InvalidInput, match="family 'x' is not one of attention, linear, sampling, softmax"):
+            families.load("x")
 
 
 @pytest.mark.usefixtures("unedited")
@@ -425,8 +418,8 @@ def test_nowhere_to_keep_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
 
 class TestCommands:
     @pytest.fixture(autouse=True)
-    def family(self) -> None:
-        register_family("self-test", self_test_kernels.precompile_specs)
+    def family(self, serve: Serve) -> None:
+        serve(self_test_kernels.precompile_specs)
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Path:
@@ -458,14 +451,14 @@ class TestCommands:
         assert "4 kernels, " in shown
         assert self.invoke("cache", "verify").stdout.startswith("4 current, 0 stale, 0 broken in ")
 
-    def test_dtype_and_ranks_arrive(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_dtype_and_ranks_arrive(self, config: Path, serve: Serve) -> None:
         seen: list[ModelShape] = []
 
         def enumerate_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
             seen.append(model)
             yield from ()
 
-        monkeypatch.setattr(precompile, "_families", {"spy": enumerate_specs})
+        serve(enumerate_specs)
         done = self.invoke(
             "compile", "--model", config, "--arch", "sm_90a", "--tensor-parallel", 2, "--dtype", "float16"
         )
@@ -490,9 +483,9 @@ class TestCommands:
             ("not kept", "No space left on device (ENOSPC)")
         ] * 2
 
-    def test_what_is_not_kept(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_not_kept(self, config: Path, serve: Serve) -> None:
         """The same where nothing can be mounted."""
-        monkeypatch.setattr(precompile, "_families", {"full": lambda model, target: [spec(build=on_a_full_disk)]})
+        serve(lambda model, target: [spec(build=on_a_full_disk)])
         done = self.invoke("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
         assert done.exit_code == 1
         assert "1 kernels: 1 not kept; 0 KiB in" in done.stdout
@@ -530,8 +523,8 @@ class TestCommands:
         assert done.exit_code == 0
         assert "1 kernels, 0 KiB" in done.stdout
 
-    def test_a_kernel_that_fails(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(precompile, "_families", {"bad": lambda model, target: [spec(broken=True)]})
+    def test_a_kernel_that_fails(self, config: Path, serve: Serve) -> None:
+        serve(lambda model, target: [spec(broken=True)])
         done = self.invoke("compile", "--model", config, "--arch", "sm_90a", "--jobs", 1)
         assert done.exit_code == 1
         assert "failed: self-test: ScaleKey(dtype='float32', threads=128, broken=True) for sm_90a: " in done.stdout
@@ -542,7 +535,7 @@ class TestCommands:
         [
             (("--arch", "hopper"), "arch 'hopper' is not a CUDA architecture"),
             (("--arch", "cpu"), "arch 'cpu' has no compiled kernels: use a name such as sm_90a"),
-            (("--arch", "sm_90a", "--family", "x"), "family 'x' has no CuTe DSL kernels"),
+            (("--arch", "sm_90a", "--family", "x"), "family 'x' is not one of self-test"),
             (("--arch", "sm_90a", "--dtype", "int3"), "dtype 'int3' is not one of"),
             (("--arch", "sm_90a", "--tensor-parallel", "3"), "8 heads cannot be shared by 3 ranks"),
         ],

@@ -40,13 +40,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_families_are_those_of_the_fuzzer() -> None:
-    assert set(verify.FAMILIES) == set(fuzz.FAMILIES)
+    assert set(verify.CHECKS) == set(fuzz.FAMILIES)
 
 
 def test_every_benchmark_is_timed() -> None:
     """Each operator in one family, by patterns that find rows of it, quick ones among the others."""
     operators = BENCHMARKS.operators()
-    chosen = [benchmark for family in verify.FAMILIES.values() for benchmark in family.benchmarks]
+    chosen = [benchmark for family in verify.CHECKS.values() for benchmark in family.benchmarks]
     assert sorted(one.op for one in chosen) == sorted(operators)
     for benchmark in chosen:
         ids = [case.id for case in operators[benchmark.op].cases()]
@@ -62,8 +62,8 @@ def test_every_benchmark_is_timed() -> None:
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "sm_100a"])
 def test_kernels_are_those_of_the_doctor(arch: str) -> None:
-    found = {(one.family, one.kernel): one for one in verify.tallies(doctor.examine(arch), tuple(verify.FAMILIES), ())}
-    assert {family for family, _ in found} == set(verify.FAMILIES)
+    found = {(one.family, one.kernel): one for one in verify.tallies(doctor.examine(arch), tuple(verify.CHECKS), ())}
+    assert {family for family, _ in found} == set(verify.CHECKS)
     for (_, kernel), tally in found.items():
         assert kernel in ("cute", "triton", "reference")
         if kernel == "reference":
