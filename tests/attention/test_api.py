@@ -619,7 +619,7 @@ def test_sm110_gets_no_kernels_of_sm100(operation: Operation) -> None:
     layer = spec(latent=True, heads_kv=1, head_dim=576, head_dim_v=512) if operation is Operation.MLA_DECODE else spec()
     target = from_arch("sm_110a")
     assert dispatch.choose(operation, layer, target).name == "triton"
-    with pytest.raises(Unsupported, match="this is sm_110a, for which CuTe DSL 4.6.0"):
+    with pytest.raises(Unsupported, match="this is sm_110a, for which CuTe DSL"):
         dispatch.choose(operation, layer, target, "cute")
 
 
