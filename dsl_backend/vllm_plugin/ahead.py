@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from dsl_backend import envs, families
+from dsl_backend import envs
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.linear import precompile as linear_units
+from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
@@ -37,35 +38,35 @@ def compile_attention(
 
     Args:
         specs: of all batches that it will see.
-        lse, sinks: as `attention.precompile.units_of` has them.
+        lse, sinks: as `attention.precompile.precompile_specs_of` has them.
     """
     wanted = tuple(specs)
     if vllm_config is None or vllm_config.model_config is None or not first_time(vllm_config, wanted, lse, sinks):
         return
     others = first_time(vllm_config)
 
-    def units(target: Target) -> Iterator[Unit]:
+    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
         # Imports the planner.
-        from dsl_backend.attention.precompile import units_of
+        from dsl_backend.attention.precompile import precompile_specs_of
 
         kernel = options.of(vllm_config).attention_kernel
         for spec in wanted:
-            yield from units_of(spec, target, lse=lse, sinks=sinks, kernel=kernel)
+            yield from precompile_specs_of(spec, target, lse=lse, sinks=sinks, kernel=kernel)
         if others:
             yield from predicted(vllm_config, target)
 
-    begin(vllm_config, units, "while weights load")
+    begin(vllm_config, precompile_specs, "while weights load")
 
 
 def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
     """Begin with what fused layers need, as far as that was not predicted."""
     wanted = set(specs)
 
-    def units(target: Target) -> Iterator[Unit]:
+    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
         for spec in wanted:
-            yield from linear_units.units_of(spec, target)
+            yield from linear_precompile.precompile_specs_of(spec, target)
 
-    begin(vllm_config, units, "while the engine starts")
+    begin(vllm_config, precompile_specs, "while the engine starts")
 
 
 def first_time(vllm_config: Any, *facts: Any) -> bool:
@@ -76,21 +77,20 @@ def first_time(vllm_config: Any, *facts: Any) -> bool:
     return True
 
 
-def begin(vllm_config: Any, units: Callable[[Target], Iterable[Unit]], beside: str) -> None:
-    """Have the first worker of a node compile units for all of them; nothing that goes wrong here ends an engine."""
+def begin(vllm_config: Any, precompile_specs: Callable[[Target], Iterable[PrecompileSpec]], beside: str) -> None:
+    """Have the first worker of a node compile for all of them; an error here does not end an engine."""
     try:
         target = targets.detect()
         if target.is_cpu or compat.local_rank() != 0:
             return
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        precompile.ahead.add(units(target), spare=ranks, beside=beside)
+        precompile.ahead.add(precompile_specs(target), spare=ranks, beside=beside)
     except Exception as error:  # the worker compiles what it needs, and says what is wrong
         logger.warning("kernels are not compiled ahead of their use: %s", precompile.one_line(error))
 
 
-def predicted(vllm_config: Any, target: Target) -> Iterator[Unit]:
+def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     """What a model needs beside attention, by its configuration."""
-    families.load_units()
     settings = vllm_config.model_config
     shape = model.shape_of(
         settings.hf_text_config.to_dict(),
@@ -98,10 +98,10 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[Unit]:
         dtype=str(settings.dtype),
     )
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
-        for spec in linear_units.specs(shape, batch_invariant=compat.is_batch_invariant()):
-            yield from linear_units.units_of(spec, target)
-    wanted = [name for name in precompile.families() if name not in UNUSED]
-    if "sampling" in precompile.families() and envs.SAMPLER.read() and vllm_config.speculative_config is None:
+        for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
+            yield from linear_precompile.precompile_specs_of(spec, target)
+    wanted = [name for name in families.NAMES if name not in UNUSED]
+    if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")
     if wanted:
-        yield from precompile.units(shape, target, wanted)
+        yield from families.precompile_specs(shape, target, wanted)

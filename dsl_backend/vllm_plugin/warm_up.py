@@ -7,14 +7,14 @@ vLLM asks registered providers what to compile, before it captures graphs; its r
 from collections.abc import Iterator
 from typing import Any
 
-from dsl_backend import families
 from dsl_backend.errors import InvalidInput
-from dsl_backend.linear.precompile import units_of
+from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.log import logger
-from dsl_backend.runtime import model, precompile
+from dsl_backend.runtime import family as families
+from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 
@@ -35,7 +35,7 @@ class Provider:
         from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
 
         for config in self.configs:
-            for unit in units(config):
+            for unit in precompile_specs(config):
                 yield CuTeDSLCompileUnit(name=f"dsl.{unit.family}", key=str(unit), compile=unit.compile)
 
 
@@ -43,12 +43,11 @@ class Provider:
 _provider = Provider()
 
 
-def units(vllm_config: Any) -> list[Unit]:
+def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
     """The kernels that the model needs on the GPU at hand; none, and a line in the log, where its facts are not known.
 
     What is missed here is compiled by the first dummy run that needs it.
     """
-    families.load_units()
     settings = vllm_config.model_config
     if settings is None:
         return []
@@ -56,8 +55,8 @@ def units(vllm_config: Any) -> list[Unit]:
         target = targets.detect()
         if target.is_cpu:
             return []
-        fused = [unit for spec in fused_specs() for unit in units_of(spec, target)]
-        wanted = [name for name in precompile.families() if name not in ELSEWHERE]
+        fused = [unit for spec in fused_specs() for unit in precompile_specs_of(spec, target)]
+        wanted = [one.name for one in families.load_all() if one.name not in ELSEWHERE]
         if not wanted:
             return fused
         shape = model.shape_of(
@@ -65,7 +64,7 @@ def units(vllm_config: Any) -> list[Unit]:
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        return fused + precompile.units(shape, target, wanted)
+        return fused + families.precompile_specs(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []
@@ -81,5 +80,5 @@ def install(vllm_config: Any) -> None:
     if register is not None:
         register(_provider)
         return
-    for unit in units(vllm_config):
+    for unit in precompile_specs(vllm_config):
         unit.compile()

@@ -392,7 +392,7 @@ def test_beside_the_router(second: bool, fused: Any, monkeypatch: pytest.MonkeyP
 
 def test_the_log_says_for_which_rows(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(least_rows=65, most_rows=700)
-    monkeypatch.setattr(fuse.winners, "unfused", lambda n, k, dtype, target: [rows])
+    monkeypatch.setattr(fuse.tuned, "unfused", lambda n, k, dtype, target: [rows])
     lines = fused(model_of(Inner()))
     assert lines[1] == "vLLM serves these linear layers for 65 to 700 rows: it was measured to be faster"
 
@@ -623,7 +623,7 @@ def test_warm_up_compiles_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: text), dtype="torch.bfloat16"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    keys = [unit.key for unit in warm_up.units(config) if unit.family == "linear"]
+    keys = [one.key for one in warm_up.precompile_specs(config) if one.family == "linear"]
     assert keys
     assert all(key.bias for key in keys), "only what is fused"
     assert len(set(keys)) == len(keys)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsl_backend import families
+from dsl_backend.runtime import family as families
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import Phase, Source, compiles
-from dsl_backend.runtime.precompile import Unit
+from dsl_backend.runtime.family import Family
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.vllm_plugin import compat, warm_up
 
 pytest.importorskip("vllm")
@@ -35,8 +36,8 @@ class Key:
     dtype: str
 
 
-def units(model: Any, target: Any) -> list[Unit]:
-    return [Unit("of-a-test", build, Key(model.heads_q, model.hidden_size, model.dtype), target)]
+def precompile_specs(model: Any, target: Any) -> list[PrecompileSpec]:
+    return [PrecompileSpec("of-a-test", build, Key(model.heads_q, model.hidden_size, model.dtype), target)]
 
 
 def build(key: Any, target: Any) -> None:
@@ -54,10 +55,8 @@ def vllm_config(jit_warmup: bool | None = None, **model: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One family whose unit is its model's shape, a GPU, and a plugin that has taken part in nothing yet."""
-    # A family registers when its module is first imported; here, that would be in the test's own table.
-    families.load_units()
-    monkeypatch.setattr(precompile, "_families", {"of-a-test": units})
+    """One family whose spec is its model's shape, a GPU, and a plugin that has taken part in nothing yet."""
+    monkeypatch.setattr(families, "load_all", lambda: (Family(name="of-a-test", precompile_specs=precompile_specs),))
     monkeypatch.setattr(warm_up, "_provider", warm_up.Provider())
     # Other tests' providers are in it.
     monkeypatch.setattr(cutedsl_warmup, "_CUTEDSL_WARMUP_PROVIDERS", weakref.WeakSet())
@@ -71,21 +70,25 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 def ours() -> list[Any]:
     """What vLLM would compile, as it collects it."""
     found = cutedsl_warmup._collect_unique_compile_units(cutedsl_warmup._iter_cutedsl_warmup_compile_units())
-    return [unit for unit in found if unit.name == "dsl.of-a-test"]
+    return [one for one in found if one.name == "dsl.of-a-test"]
 
 
 def test_vllm_compiles_what_the_model_needs() -> None:
     warm_up.install(vllm_config())
-    (unit,) = ours()
+    (one,) = ours()
     gc.collect()
     assert len(ours()) == 1, "vLLM's reference to a provider is weak"
-    unit.compile()
+    one.compile()
     assert [(Key(heads=4, hidden_size=1024, dtype="float16"), "sm_90a")] == BUILT
 
 
 def test_what_vllm_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what is compiled at another place."""
-    monkeypatch.setattr(precompile, "_families", {"softmax": units, "sampling": units})
+    monkeypatch.setattr(
+        families,
+        "load_all",
+        lambda: tuple(Family(name=name, precompile_specs=precompile_specs) for name in ("softmax", "sampling")),
+    )
     warm_up.install(vllm_config())
     assert ours() == []
 
@@ -146,20 +149,20 @@ def test_what_was_compiled_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
         page_size=16,
         scale=1.0,
     )
-    unit = Unit("of-a-test", write_launch.build, write_launch.key_of(spec), targets.from_arch("sm_90a"))
-    # A family registers when its module is first imported; here, that would be in the test's own table.
-    families.load_units()
-    monkeypatch.setattr(precompile, "_families", {"of-a-test": lambda model, target: [unit]})
+    one = PrecompileSpec("of-a-test", write_launch.build, write_launch.key_of(spec), targets.from_arch("sm_90a"))
+    monkeypatch.setattr(
+        families, "load_all", lambda: (Family(name="of-a-test", precompile_specs=lambda model, target: [one]),)
+    )
     compilation.forget()
     ahead = precompile.Ahead()
-    assert ahead.add([unit]) == 1
+    assert ahead.add([one]) == 1
     ahead.wait()
     warm_up.install(vllm_config())
     (theirs,) = ours()
     theirs.compile()
     assert [event.source for event in compiles.events] == [Source.DISK]
     monkeypatch.setattr(jit_monitor, "_active", True)
-    unit.compile()
+    one.compile()
     assert compiles.phase is Phase.SERVING
     assert (compiles.after_warmup, compiles.loads_after_warmup) == (0, 0)
     compilation.forget()

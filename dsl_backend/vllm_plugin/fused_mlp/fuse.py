@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from dsl_backend import __version__, envs
-from dsl_backend.linear import dispatch
-from dsl_backend.linear import tuned as winners
+from dsl_backend.linear import dispatch, tuned
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets
@@ -102,7 +101,7 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
     for spec, count in served.items():
         by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
         logger.info("dsl serves %d gated linear layers, %s, on %s: by %s", count, spec, target.arch, by)
-        slower = [] if spec.batch_invariant else winners.unfused(spec.n, spec.k, spec.dtype, target)
+        slower = [] if spec.batch_invariant else tuned.unfused(spec.n, spec.k, spec.dtype, target)
         for rows in slower:
             limits = (rows.least_rows, rows.most_rows)
             logger.info("vLLM serves these linear layers for %d to %d rows: it was measured to be faster", *limits)
