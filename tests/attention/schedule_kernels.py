@@ -4,13 +4,11 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    BalancedSplitKVTileScheduler,
-    DynamicPersistentTileScheduler,
-    Requests,
-)
+from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
+from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
+from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS
-from dsl_backend.attention.cute.sm100.clc_scheduler import ClcResponse, ClcTileScheduler
 
 
 class Record:

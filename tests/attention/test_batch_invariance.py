@@ -45,7 +45,7 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     latent: Any = None
-    pair: bool = False
+    two_cta: bool = False
 
     def kernel(self, spec: Any) -> Kernel:
         target = replace(from_arch(self.arch), sm_count=SMS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.cute.combine import FEW, RESIDENT, WARP, WARPS
-from dsl_backend.attention.cute.scheduler.tile_scheduler import FEW_PARTS, SPARED
+from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES, MAX_SPLITS_BELOW_MIN
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.plan import Planner
@@ -81,8 +81,8 @@ def test_least_share() -> None:
     """Blocks have fewer tiles than it while parts are few, and no more than the tiles are."""
     case = Case(q_lens=(1,), kv_lens=(6 * TILE,), heads=(2, 1), dim=64)
     assert parts_of(case, 8, least=2) == [6] + [0] * 7
-    longer = replace(case, kv_lens=((FEW_PARTS + 2) * TILE,))
-    assert parts_of(longer, FEW_PARTS + 2, least=2)[0] == FEW_PARTS // 2 + 1
+    longer = replace(case, kv_lens=((MAX_SPLITS_BELOW_MIN + 2) * TILE,))
+    assert parts_of(longer, MAX_SPLITS_BELOW_MIN + 2, least=2)[0] == MAX_SPLITS_BELOW_MIN // 2 + 1
     # Two partial results of 64 rows are eight tiles of theirs.
     more_rows = replace(case, kv_lens=(24 * TILE,), heads=(64, 1), dim=16)
     assert parts_of(more_rows, 24, least=2)[0] == 12
@@ -109,17 +109,17 @@ def test_ranges_of_several_lengths_stay_whole(q_lens: tuple[int, ...]) -> None:
 def test_ranges_of_one_length_stay_whole() -> None:
     """Where blocks that idle cost less than a merge."""
     ranges, blocks = 15, 16
-    case = Case(q_lens=(1,) * ranges, kv_lens=(SPARED * blocks * TILE,) * ranges, heads=(1, 1), dim=16)
+    case = Case(q_lens=(1,) * ranges, kv_lens=(COMBINE_TILES * blocks * TILE,) * ranges, heads=(1, 1), dim=16)
     assert not any(parts_of(case, blocks))
     shorter = replace(case, kv_lens=(*case.kv_lens[2:], TILE, TILE))
     assert any(parts_of(shorter, blocks))
-    longer = replace(case, kv_lens=((SPARED + 1) * blocks * TILE,) * ranges)
+    longer = replace(case, kv_lens=((COMBINE_TILES + 1) * blocks * TILE,) * ranges)
     assert any(parts_of(longer, blocks))
 
 
 def test_ranges_of_many_rows_stay_whole_for_longer() -> None:
     """Two partial results of 64 rows of 16 columns are as many bytes as eight of these key tiles."""
-    ranges, blocks, spared = 3, 4, SPARED + 8
+    ranges, blocks, spared = 3, 4, COMBINE_TILES + 8
     case = Case(q_lens=(1,) * ranges, kv_lens=(spared * blocks * TILE,) * ranges, heads=(64, 1), dim=16)
     assert not any(parts_of(case, blocks))
     longer = replace(case, kv_lens=((spared + 1) * blocks * TILE,) * ranges)

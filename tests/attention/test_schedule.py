@@ -17,11 +17,10 @@ pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import from_dlpack
 
-from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
-from dsl_backend.attention.cute.scheduler.tile_scheduler import SplitRange
+from dsl_backend.attention.cute.scheduler import balanced, clc, persistent
+from dsl_backend.attention.cute.scheduler.balanced import SplitRange
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, NOT_SPLIT, WorkTile
 from dsl_backend.attention.cute.score_mod import ScoreModKey
-from dsl_backend.attention.cute.sm100 import clc_scheduler as clc_scheduler
 from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS
 from dsl_backend.quant.format import KVFormat
@@ -212,20 +211,20 @@ def test_launch_control_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch)
 MISTAKES = (
     Mistake(
         "read before it is there",
-        clc_scheduler,
+        clc,
         "        cute.arch.mbarrier_wait(full, phase_of(had - 1, 1))\n",
         "",
     ),
-    Mistake("the phase of another response", clc_scheduler, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
-    Mistake("other bytes expected", clc_scheduler, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
-    Mistake("a place of its own count", clc_scheduler, "return place if", "return cutlass.Int32(had) if"),
+    Mistake("the phase of another response", clc, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
+    Mistake("other bytes expected", clc, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
+    Mistake("a place of its own count", clc, "return place if", "return cutlass.Int32(had) if"),
     Mistake(
         "asks when there is none left",
-        clc_scheduler,
+        clc,
         "        self.work_pipeline.produce(",
         "        self.next_place(posted + passed + 1, None)\n        self.work_pipeline.produce(",
     ),
-    Mistake("uncounted behind the last item", clc_scheduler, "passed += 1", "passed += 0"),
+    Mistake("uncounted behind the last item", clc, "passed += 1", "passed += 0"),
 )
 
 
@@ -243,7 +242,7 @@ def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatc
 
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into a cache together is taken one after another."""
-    monkeypatch.setattr(schedule, "SECTION_BYTES", 400 * 2 * 2 * 64)
+    monkeypatch.setattr(persistent, "SECTION_BYTES", 400 * 2 * 2 * 64)
     (claimed,) = RAGGED.claimed(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
     sections = [(0, 1, 2), (3,), (5,)]
@@ -293,7 +292,7 @@ def shared(
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
     items = sum(-(-queries // tokens) for queries in asked) * HEADS + 1
-    split_ranges = torch.full((blocks, schedule.SPLIT_RANGE_FIELDS), -7, **int32)
+    split_ranges = torch.full((blocks, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
     posts = torch.full((blocks, items, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=blocks, strict=True):
         sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, folds=folds)
@@ -400,9 +399,9 @@ def test_shares_are_even(name: str) -> None:
     if len(set(tiles)) == 1:
         assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) <= tiles[0] * HEADS
         return
-    share = max(-(-HEADS * sum(tile + schedule.ITEM_TILES for tile in tiles) // blocks), LEAST)
+    share = max(-(-HEADS * sum(tile + balanced.ITEM_TILES for tile in tiles) // blocks), LEAST)
     begun = [
-        sum(work.n_block_max - work.n_block_min + schedule.ITEM_TILES * (work.n_block_min == 0) for work in items)
+        sum(work.n_block_max - work.n_block_min + balanced.ITEM_TILES * (work.n_block_min == 0) for work in items)
         for items in found
     ]
-    assert max(begun) <= share + schedule.ITEM_TILES
+    assert max(begun) <= share + balanced.ITEM_TILES

@@ -10,8 +10,9 @@ import cutlass
 import pytest
 
 from dsl_backend.attention.cute.host import function_of, nothing
-from dsl_backend.attention.cute.scheduler import tile_scheduler as schedule
-from dsl_backend.attention.cute.scheduler.tile_scheduler import work_tile_of
+from dsl_backend.attention.cute.mask import work_tile_of
+from dsl_backend.attention.cute.scheduler import persistent as schedule
+from dsl_backend.attention.cute.scheduler.two_cta import TwoCtaTileScheduler
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded
 from dsl_backend.attention.cute.sm100 import dense_correction as correct
 from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
@@ -29,7 +30,6 @@ from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of
 from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
-from dsl_backend.attention.cute.sm100.two_cta_scheduler import TwoCtaTileScheduler
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec, Batch
@@ -187,7 +187,7 @@ def test_launch_control_serves_whole_ranges_alone() -> None:
 
 def rounded_down(work: Any, thread: Any) -> Any:
     """Rests where a warp's rows are there in part."""
-    return arrivals_of(work._replace(rows=work.num_rows - rest.WARP + 1), thread)
+    return arrivals_of(work._replace(num_rows=work.num_rows - rest.WARP + 1), thread)
 
 
 def once(work: Any, thread: Any) -> Any:
@@ -441,7 +441,7 @@ def unwaited(*_: Any) -> None:
         (TwoCtaCorrectionWarps, "wait_summed", unwaited, 1),
         (TwoCtaCorrectionWarps, "clear_past", unwaited, 0),
         (TwoCtaMmaWarp, "wait_values", unwaited, 1),
-        (TwoCtaTileScheduler, "wait_heard", unwaited, 1),
+        (TwoCtaTileScheduler, "wait_read", unwaited, 1),
         (TwoCtaForward, "meet", unwaited, 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -4,16 +4,10 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    SPLIT_RANGE_FIELDS,
-    Requests,
-    SplitRange,
-    own_range,
-    row_tile_of,
-    seqlens_of,
-    splits_of,
-)
-from dsl_backend.attention.cute.scheduler.work_tile import head_of, v_split_of
+from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
+from dsl_backend.attention.cute.scheduler.requests import Requests, seqlens_of
+from dsl_backend.attention.cute.scheduler.split_kv import own_range, row_tile_of, splits_of
+from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.softmax import normalized
 from dsl_backend.primitives.copy import load_vector, store_vector
@@ -33,13 +27,13 @@ def partial_size(rows: int, columns: int) -> int:
     return rows * columns + (2 * rows + 3) // 4 * 4
 
 
-def folding_size(rows: int, columns: int) -> int:
+def fold_workspace_size(rows: int, columns: int) -> int:
     """float32s of what a block folds: a row tile's sums, and each of its threads' statistics of two rows."""
     return rows * (columns + 8)
 
 
 @cute.jit
-def folded(row_max, its_top):
+def combine_scales(row_max, its_top):
     """Two partial results as one: (its largest base-2 score, what the first one's and the second one's are times).
 
     The same operations wherever they are asked for, so that who folds does not matter.
@@ -196,7 +190,7 @@ class CombineThread:
                         load_vector(self.partials.iterator, source, values[None, i])
                 for i in cutlass.range_constexpr(FOLD_DEPTH):
                     its_top, its_total = cute.arch.shuffle_sync(here, at + i), cute.arch.shuffle_sync(mine, at + i)
-                    row_max, keeps, adds = folded(row_max, its_top)
+                    row_max, keeps, adds = combine_scales(row_max, its_top)
                     row_sum = fused(its_total, adds, row_sum * keeps)
                     for j in cutlass.range_constexpr(self.vector):
                         own[j] = fused(values[j, i], adds, own[j] * keeps)
@@ -361,7 +355,7 @@ class CombineThread:
     def write(self, own, row_max, row_sum, query, head_block, row, column):
         """Sums, divided, into the row's place, where the column is one of the unit's."""
         out, lse = self.out, self.lse
-        head = head_of(self.key, head_block, row)
+        head = q_head_of(self.key, head_block, row)
         token = query + row // self.key.pack_gqa
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):

@@ -10,10 +10,11 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.cute.combine import folding_size, partial_size
+from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
-from dsl_backend.attention.cute.scheduler.tile_scheduler import SPLIT_RANGE_FIELDS, row_tiles
+from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
+from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded, v_splits
 from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
@@ -298,13 +299,13 @@ class LayerKernel:
     @property
     def folding(self) -> int:
         """float32s of what all blocks fold; 0 where splits do not begin at fixed keys."""
-        return self.num_ctas * folding_size(self.tile_m, self.columns) if self.tiles_per_split else 0
+        return self.num_ctas * fold_workspace_size(self.tile_m, self.columns) if self.tiles_per_split else 0
 
     def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Results that blocks fold, then partial results of splits; and each request's first of these."""
         splits = -(-batch.max_seq_len // (self.tiles_per_split * self.config.tile_n)) + 1
-        row_tiles_ = row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack_gqa))
-        wanted = row_tiles_ * self.head_blocks * splits * partial_size(rows, self.columns)
+        row_tiles = max_row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack_gqa))
+        wanted = row_tiles * self.head_blocks * splits * partial_size(rows, self.columns)
         count = self.folding + min(wanted, MOST_PARTIALS_BYTES // 4)
         bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
         return self.workspace.partials(count)[:count], bases
@@ -319,7 +320,7 @@ class LayerKernel:
         columns = self.columns
         if self.max_splits:
             tokens = self.tile_m // self.pack_gqa if self.max_query_len_served() is None else None
-            slots = row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
+            slots = max_row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
             return self.workspace.partials(slots * partial_size(rows, columns)), None
         split_ranges = self.workspace.integers(self.num_ctas * SPLIT_RANGE_FIELDS)[: self.num_ctas * SPLIT_RANGE_FIELDS]
         # Of whole row tiles: the same for every batch.

@@ -13,13 +13,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsl_backend.attention.cute.dequant import DequantTiles, bytes_boxed, bytes_staged
 from dsl_backend.attention.cute.loader.dense import LoadWarp, box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig
-from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    SPARED_LATENT,
-    BalancedSplitKVTileScheduler,
-    Requests,
-    SplitKVTileScheduler,
-    StaticPersistentTileScheduler,
-)
+from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import SplitKVTileScheduler
 from dsl_backend.attention.cute.sizes import chunk
 from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -165,7 +162,7 @@ class TiledMla:
                 scheduler_workspace,
                 config.min_split_tiles,
                 config.cluster,
-                SPARED_LATENT,
+                COMBINE_TILES_MLA,
                 folds=True,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)

@@ -4,14 +4,14 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.work_tile import head_of
+from dsl_backend.attention.cute.scheduler.work_tile import q_head_of
 from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.primitives.accumulators import packed, words_of
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
 
 # A thread's rows of an accumulator, 8 apart.
-THREAD_ROWS = 2
+ROWS_PER_THREAD = 2
 QUAD = 4  # lanes that share a row of an accumulator
 
 
@@ -21,7 +21,7 @@ class AccumulatorRows:
     Neighbouring rows are the heads of a token that share a tile, then the next token's.
     """
 
-    count = THREAD_ROWS
+    count = ROWS_PER_THREAD
 
     def __init__(self, key, tile_n: int, requests, scoring, row, column):
         self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
@@ -48,7 +48,7 @@ class AccumulatorRows:
 
     @cute.jit
     def head(self, work, row: cutlass.Constexpr[int]):
-        return head_of(self.key, work.head_block, self.row + 8 * row)
+        return q_head_of(self.key, work.head_block, self.row + 8 * row)
 
     @cute.jit
     def sink(self, work, row: cutlass.Constexpr[int]):
@@ -100,14 +100,14 @@ class AccumulatorRow(AccumulatorRows):
         return j
 
 
-def by_row(accumulator: cute.Tensor) -> cute.Tensor:
+def reshape_acc_to_mn(accumulator: cute.Tensor) -> cute.Tensor:
     """A thread's accumulator as [row, column]: its registers are (2 columns, 2 rows, blocks of 8 columns)."""
     num_ctas = cute.size(accumulator) // 4
     return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, num_ctas)), stride=(2, (1, 4))))
 
 
 @cute.jit
-def store_row(sums, row: cutlass.Constexpr[int], out, offset, thread, there, columns: cutlass.Constexpr[int]):
+def store_acc_row(sums, row: cutlass.Constexpr[int], out, offset, thread, there, columns: cutlass.Constexpr[int]):
     """A row's sums [row, column] of an accumulator to the output, rounded, 8 bytes at a time; by all lanes of a warp.
 
     Straight from registers: the queries' place is free as soon as they are multiplied, and the next ones are on their

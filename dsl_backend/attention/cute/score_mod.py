@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.work_tile import key_head_of
+from dsl_backend.attention.cute.scheduler.work_tile import kv_head_of
 from dsl_backend.primitives.math import LOG2_E, exp2
 
 
@@ -47,7 +47,7 @@ def v_scale_of(key, scoring: ScoreModArgs, head_block):
     """What stored values of a unit's key head are multiplied by; None where they are real ones."""
     if scoring.v_scale is None:
         return None
-    return scoring.v_scale[key_head_of(key, head_block) if key.scaled_by_head else 0]
+    return scoring.v_scale[kv_head_of(key, head_block) if key.scaled_by_head else 0]
 
 
 class SoftmaxScale:
@@ -66,7 +66,7 @@ class SoftmaxScale:
     def start(self, head_block):
         """Before the scores of an item."""
         if cutlass.const_expr(self.key.scaled_by_head):
-            self.held[0] = self.times(key_head_of(self.key, head_block))
+            self.held[0] = self.times(kv_head_of(self.key, head_block))
 
     @property
     def value(self):

@@ -10,14 +10,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.cute.dequant import bytes_boxed, bytes_staged
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
-from dsl_backend.attention.cute.scheduler.tile_scheduler import (
-    BalancedSplitKVTileScheduler,
-    DynamicPersistentTileScheduler,
-    FixedSplitKVTileScheduler,
-    Requests,
-    SplitKVTileScheduler,
-)
-from dsl_backend.attention.cute.scheduler.work_tile import head_of, v_split_of
+from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler, SplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, v_splits
 from dsl_backend.primitives.copy import store_vector
@@ -280,7 +277,7 @@ def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexp
 def row_offset(out: cute.Tensor, work, key: cutlass.Constexpr, m):
     """Elements from the output's beginning to row m of a tile."""
     token = work.q_offset + m // key.pack_gqa
-    head = head_of(key, work.head_block, m)
+    head = q_head_of(key, work.head_block, m)
     offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
     if cutlass.const_expr(key.v_splits > 1):
         offset += v_split_of(key, work.head_block) * key.columns

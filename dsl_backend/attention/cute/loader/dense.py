@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.scheduler.work_tile import packed_of, v_split_of
+from dsl_backend.attention.cute.scheduler.work_tile import head_group_of, v_split_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
@@ -125,7 +125,7 @@ class LoadWarp:
         cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ self.q_phase)
         full = self.barriers.q_full + stage
         boxes = self.expect_queries(work, full)
-        packed = packed_of(self.key, work.head_block)
+        packed = head_group_of(self.key, work.head_block)
         if cutlass.const_expr(self.key.pack_gqa == 1):
             rows = cute.domain_offset((work.q_offset, 0), self.mQ[None, None, packed])
             gQ = cute.group_modes(cute.local_tile(rows, (self.box_tokens, self.chunk), (None, None)), 0, 2)
@@ -209,7 +209,7 @@ class LoadWarp:
     def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
         """Every box of a tile of keys or values, and of it the chunks (a range)."""
         one = cute.make_layout(1)
-        head = packed_of(self.key, work.head_block) // self.group
+        head = head_group_of(self.key, work.head_block) // self.group
         if self.page:
             # [box, place in a page, chunk, page]
             cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)

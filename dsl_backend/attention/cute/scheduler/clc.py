@@ -10,7 +10,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import FAR, DynamicPersistentTileScheduler
+from dsl_backend.attention.cute.mask import FAR
+from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import no_work_tile
 from dsl_backend.attention.cute.sm100.dense_configs import RESPONSE_BYTES
 from dsl_backend.primitives.ring import phase_of

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.tile_scheduler import DynamicPersistentTileScheduler, work_tile_of
+from dsl_backend.attention.cute.mask import work_tile_of
+from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, no_work_tile
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.primitives.copy import send_word
@@ -14,7 +15,7 @@ from dsl_backend.primitives.copy import send_word
 WORD_BYTES = 4
 
 
-class Claims(NamedTuple):
+class TileIdxMessage(NamedTuple):
     """How the second block is told of what the first one claims.
 
     Attributes:
@@ -28,15 +29,17 @@ class Claims(NamedTuple):
     heard: cute.Pointer
 
     @staticmethod
-    def allocate(allocator) -> "Claims":
+    def allocate(allocator) -> "TileIdxMessage":
         word = allocator.allocate_array(cutlass.Int32, 1)
-        return Claims(word, *(allocator.allocate_array(cutlass.Int64, 1) for _ in range(2)))
+        return TileIdxMessage(word, *(allocator.allocate_array(cutlass.Int64, 1) for _ in range(2)))
 
 
 class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
     """Those of ClaimedTiles, the same ones for both blocks: each has half of a tile's rows, which may be nobody's."""
 
-    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests, counters, claims: Claims, rank):
+    def __init__(
+        self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests, counters, claims: TileIdxMessage, rank
+    ):
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests, counters)
         self.told_of, self.rank = claims, rank
 
@@ -55,7 +58,7 @@ class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
         place, phase = cutlass.Int32(0), (had - 1) & 1
         if self.rank == 0:
             place = self.claim() + num_ctas
-            self.wait_heard(phase)
+            self.wait_read(phase)
             if cute.arch.lane_idx() == 0:
                 send_word(place, word, told, 1)
         else:
@@ -69,7 +72,7 @@ class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
         return place
 
     @cute.jit
-    def wait_heard(self, phase):
+    def wait_read(self, phase):
         """Until the word before was read."""
         cute.arch.mbarrier_wait(self.told_of.heard, phase ^ 1)
 

@@ -8,7 +8,7 @@ from cutlass import cute
 
 from dsl_backend.primitives.ring import phase_of, stage_of
 
-SLOTS = 2  # the next item is found while the last one is worked on
+WORK_TILE_STAGES = 2  # the next item is found while the last one is worked on
 NOT_SPLIT = -1
 
 
@@ -53,14 +53,14 @@ def no_work_tile() -> WorkTile:
     return WorkTile(*[nothing] * FIELDS)
 
 
-def packed_of(key, head_block):
+def head_group_of(key, head_block):
     """Which packed heads a unit has: head_q // pack."""
     return head_block if key.v_splits == 1 else head_block // key.v_splits
 
 
-def key_head_of(key, head_block):
+def kv_head_of(key, head_block):
     """The key head that a unit's queries share."""
-    return packed_of(key, head_block) // (key.heads_q // key.heads_kv // key.pack_gqa)
+    return head_group_of(key, head_block) // (key.heads_q // key.heads_kv // key.pack_gqa)
 
 
 def v_split_of(key, head_block):
@@ -68,9 +68,9 @@ def v_split_of(key, head_block):
     return 0 if key.v_splits == 1 else head_block % key.v_splits
 
 
-def head_of(key, head_block, m):
+def q_head_of(key, head_block, m):
     """The query head of a tile's row m."""
-    return packed_of(key, head_block) * key.pack_gqa + m % key.pack_gqa
+    return head_group_of(key, head_block) * key.pack_gqa + m % key.pack_gqa
 
 
 @cute.jit
@@ -90,13 +90,13 @@ class WorkTilePipeline:
 
     @staticmethod
     def layout() -> cute.Layout:
-        return cute.make_layout((FIELDS, SLOTS), stride=(1, 16))
+        return cute.make_layout((FIELDS, WORK_TILE_STAGES), stride=(1, 16))
 
     @cute.jit
     def produce(self, count: cutlass.Int32, work: WorkTile):
         """By all lanes of the writing warp; count: of the items before."""
-        slot = stage_of(count, SLOTS)
-        cute.arch.mbarrier_wait(self.empty + slot, phase_of(count, SLOTS) ^ 1)
+        slot = stage_of(count, WORK_TILE_STAGES)
+        cute.arch.mbarrier_wait(self.empty + slot, phase_of(count, WORK_TILE_STAGES) ^ 1)
         with cute.arch.elect_one():
             for field in cutlass.range_constexpr(FIELDS):
                 self.items[field, slot] = work[field]
@@ -105,33 +105,15 @@ class WorkTilePipeline:
     @cute.jit
     def wait_consumed(self, count: cutlass.Int32):
         """Until all readers have read an item; by the lanes that posted it."""
-        cute.arch.mbarrier_wait(self.empty + stage_of(count, SLOTS), phase_of(count, SLOTS))
+        cute.arch.mbarrier_wait(self.empty + stage_of(count, WORK_TILE_STAGES), phase_of(count, WORK_TILE_STAGES))
 
     @cute.jit
     def consume(self, count: cutlass.Int32):
         """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
-        slot = stage_of(count, SLOTS)
-        cute.arch.mbarrier_wait(self.full + slot, phase_of(count, SLOTS))
+        slot = stage_of(count, WORK_TILE_STAGES)
+        cute.arch.mbarrier_wait(self.full + slot, phase_of(count, WORK_TILE_STAGES))
         work = WorkTile(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + slot)
         return work
-
-
-@cute.jit
-def unseen_before(key: cutlass.Constexpr, work: WorkTile, requests, tile_n: cutlass.Constexpr[int], tile):
-    """Keys of a tile that lie below the windows of all of an item's rows; 0 or less where there are none.
-
-    Their page may be another request's by now: they are anything, and a weight of 0 does not take away a NaN.
-    """
-    below = cutlass.Int32(0)
-    if cutlass.const_expr(key.has_window_left):
-        below = cutlass.min(work.q_position - requests.window_size_left - tile * tile_n, tile_n)
-    return below
-
-
-@cute.jit
-def cuts_first_tile(work: WorkTile):
-    """Whether there may be such keys: some row does not see all of the item's first tile."""
-    return work.n_block_full_min > work.n_block_min or work.n_block_full_max <= work.n_block_min

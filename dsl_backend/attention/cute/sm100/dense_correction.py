@@ -5,7 +5,8 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, head_of, lse_rows, unseen_before
+from dsl_backend.attention.cute.mask import keys_before_window
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows, q_head_of
 from dsl_backend.attention.cute.score_mod import v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
@@ -229,7 +230,7 @@ class CorrectionWarps:
 
     @cute.jit
     def store_whole(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
-        head = head_of(self.key, work.head_block, m)
+        head = q_head_of(self.key, work.head_block, m)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
@@ -283,7 +284,7 @@ class CorrectionWarps:
     def clear_before(self, work, tiles, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
         if cutlass.const_expr(self.key.has_window_left):
-            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            below = keys_before_window(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
             if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = tiles + step
                 self.wait_values(count)

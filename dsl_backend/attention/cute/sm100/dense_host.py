@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
-from dsl_backend.attention.cute.scheduler.tile_scheduler import row_tiles
+from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
     DenseConfig,
@@ -44,7 +44,7 @@ class Prefill(DenseKernel):
             return self.num_ctas
         # A bound: the host knows no lengths.
         requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
-        return row_tiles(requests, batch.num_tokens, self.tile_m) * self.head_blocks
+        return max_row_tiles(requests, batch.num_tokens, self.tile_m) * self.head_blocks
 
 
 class SplitKV(Prefill):

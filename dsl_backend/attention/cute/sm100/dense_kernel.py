@@ -16,11 +16,11 @@ from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.clc_scheduler import ClcResponse, ClcTileScheduler
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CORRECT,
     LOAD,
@@ -239,7 +239,9 @@ class DenseForward(TiledKernel):
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, halves)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [halves] * 2 + [1] + [halves] * 2
+        sizes = (
+            [config.query_stages] * 2 + [config.stages] * 4 + [WORK_TILE_STAGES] * 2 + [halves] * 2 + [1] + [halves] * 2
+        )
         if cutlass.const_expr(self.key.kv.fp8):
             sizes += [config.dequant_stages] * 4
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))

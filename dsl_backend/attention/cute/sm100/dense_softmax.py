@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.work_tile import head_of
+from dsl_backend.attention.cute.scheduler.work_tile import q_head_of
 from dsl_backend.attention.cute.score_mod import score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
@@ -102,7 +102,7 @@ class SoftmaxWarps:
 
     @cute.jit
     def head(self, work):
-        return head_of(self.key, work.head_block, self.row)
+        return q_head_of(self.key, work.head_block, self.row)
 
     @cute.jit
     def online_softmax(self, work, tiles, count, masked: cutlass.Constexpr[bool]):

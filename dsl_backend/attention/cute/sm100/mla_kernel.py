@@ -18,8 +18,8 @@ from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
 from dsl_backend.attention.cute.mla import MlaDequantWarps, MlaLoadWarp, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
@@ -179,7 +179,7 @@ class MlaForward(TiledMla):
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, STATISTICS)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [1] * 2 + [PARTS * config.stages] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
+        sizes = [1] * 2 + [PARTS * config.stages] * 2 + [WORK_TILE_STAGES] * 2 + [SCORES, 1, 1]
         if cutlass.const_expr(self.key.kv.fp8):
             sizes += [PARTS * config.dequant_stages] * 2
         barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))

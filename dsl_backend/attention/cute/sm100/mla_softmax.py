@@ -10,9 +10,10 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row
+from dsl_backend.attention.cute.mask import keys_before_window
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, unseen_before
+from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
 from dsl_backend.attention.cute.sm100.mla_mma import sums_at
@@ -43,11 +44,11 @@ class MlaSoftmaxWarps:
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        self.softmax = OnlineSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
-        held = THREAD_ROWS * kernel.tile_n // QUAD
+        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK)
+        held = ROWS_PER_THREAD * kernel.tile_n // QUAD
         self.S = cute.make_rmem_tensor(held, cutlass.Float32)
         self.P = cute.make_rmem_tensor(held, kernel.dtype)
-        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
 
     @cute.jit
     def run(self):
@@ -77,7 +78,7 @@ class MlaSoftmaxWarps:
         tensor_memory.after_sync()
         tensor_memory.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
-        scores = by_row(self.S)
+        scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.mask(scores, work, tile)
@@ -118,7 +119,7 @@ class MlaSoftmaxWarps:
         They may be anything: a weight of 0 does not take away a NaN.
         """
         kept = work.seqlen_k - tile * self.kernel.tile_n
-        below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        below = keys_before_window(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
         if kept < self.kernel.tile_n or below > 0:
             stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
             # Not of what is only key: its room may be full of a later tile already.
@@ -159,7 +160,7 @@ class MlaSoftmaxWarps:
         """Values of this thread's rows to the warpgroup."""
         statistics = self.statistics
         if self.column == 0:
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 statistics[self.row + 8 * row, place] = values[row]
         cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
 
@@ -200,7 +201,7 @@ class MlaSoftmaxWarps:
                         place = partial + ((first + j) * columns + block * BLOCK + self.thread)
                         cute.make_tensor(place, cute.make_layout(1))[0] = held[j]
         if self.column == 0:
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 m = self.row + 8 * row
                 if m < work.num_rows:
                     place = partial + rows * columns + m
@@ -210,8 +211,8 @@ class MlaSoftmaxWarps:
     @cute.jit
     def store_whole(self, work):
         """Divide, and send the rows out: neighbouring threads have neighbouring columns."""
-        factors = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        factors = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
             factors[row], lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row

@@ -10,7 +10,8 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, head_of, unseen_before
+from dsl_backend.attention.cute.mask import keys_before_window
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, q_head_of
 from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
@@ -104,7 +105,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         self.row_sum.fill(0.0)
         if cutlass.const_expr(self.key.scores.alibi):
             for n in cutlass.range_constexpr(self.rows):
-                self.slope[n] = self.scoring.alibi_slopes[head_of(self.key, work.head_block, n)] * LOG2_E
+                self.slope[n] = self.scoring.alibi_slopes[q_head_of(self.key, work.head_block, n)] * LOG2_E
 
     def meet(self):
         """All threads of the half."""
@@ -252,7 +253,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
     def clear_before(self, work, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
         if cutlass.const_expr(self.key.has_window_left):
-            below = unseen_before(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            below = keys_before_window(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
             if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = self.before[0] + step
                 self.wait_values(count)
@@ -327,7 +328,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
     @cute.jit
     def whole(self, work, m, row_max, row_sum):
         """What an output is divided by; its LSE goes out."""
-        head = head_of(self.key, work.head_block, m)
+        head = q_head_of(self.key, work.head_block, m)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
@@ -352,7 +353,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
                 place = self.partial(work) + m * self.kernel.dims_v + column
                 cute.make_tensor(place, cute.make_layout(1))[0] = value
             elif column < self.key.head_dim_v:
-                head = head_of(self.key, work.head_block, m)
+                head = q_head_of(self.key, work.head_block, m)
                 out[work.q_offset + m // self.key.pack_gqa, head, column] = value.to(self.kernel.dtype)
 
 

@@ -14,8 +14,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from dsl_backend.attention.cute.loader.dense import box_rows
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.two_cta import TileIdxMessage, TwoCtaTileScheduler
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, chunk
 from dsl_backend.attention.cute.sm100.dense_configs import (
@@ -33,7 +34,6 @@ from dsl_backend.attention.cute.sm100.kv_stages import OwnRings
 from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
 from dsl_backend.attention.cute.sm100.two_cta_load import TwoCtaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
-from dsl_backend.attention.cute.sm100.two_cta_scheduler import Claims, TwoCtaTileScheduler
 from dsl_backend.attention.cute.sm100.two_cta_softmax import TwoCtaSoftmaxWarps
 
 
@@ -114,9 +114,9 @@ class TwoCtaForward(DenseForward):
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2, PAIR)), byte_alignment=16)
         place = allocator.allocate_array(cutlass.Int32, 1)
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2 + [PAIR] * 2 + [PAIR + 1, 1]
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [WORK_TILE_STAGES] * 2 + [PAIR] * 2 + [PAIR + 1, 1]
         barriers = TwoCtaBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
-        claims = Claims.allocate(allocator)
+        claims = TileIdxMessage.allocate(allocator)
 
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

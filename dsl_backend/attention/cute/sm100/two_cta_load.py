@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.scheduler.work_tile import packed_of
+from dsl_backend.attention.cute.scheduler.work_tile import head_group_of
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.attention.cute.sm100.kv_stages import OwnRingsLoadWarp
 
@@ -76,7 +76,7 @@ class TwoCtaLoadWarp(OwnRingsLoadWarp):
     @cute.jit
     def load_part(self, part: cutlass.Constexpr, source, work, tile, pages, stage, full):
         atom, target, box, row, rows, chunk, chunks = part
-        one, head = cute.make_layout(1), packed_of(self.key, work.head_block) // self.group
+        one, head = cute.make_layout(1), head_group_of(self.key, work.head_block) // self.group
         first = tile * self.tile_n + row
         if cutlass.const_expr(self.page > 0):
             # [box, place in a page, chunk, page]

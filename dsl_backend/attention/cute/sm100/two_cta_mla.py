@@ -14,17 +14,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.loader.dense import PerTileLoads
-from dsl_backend.attention.cute.mask import AccumulatorRow
+from dsl_backend.attention.cute.mask import first_tile_is_masked, keys_before_window
 from dsl_backend.attention.cute.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import (
-    NOT_SPLIT,
-    SLOTS,
-    WorkTilePipeline,
-    cuts_first_tile,
-    unseen_before,
-)
+from dsl_backend.attention.cute.rows import AccumulatorRow
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
@@ -208,11 +203,11 @@ class TwoCtaMmaWarp(MlaMmaWarp):
                 # Who is told of these scores clears values behind the last key.
                 self.wait_all_values(stage, round_)
             if cutlass.const_expr(windowed):
-                if last and cuts_first_tile(work):
+                if last and first_tile_is_masked(work):
                     self.wait_all_values(stage, round_)
             self.commit(told)
         elif cutlass.const_expr(windowed):
-            if last and cuts_first_tile(work):
+            if last and first_tile_is_masked(work):
                 # Who is told of these clears values below the window. With one stage they come behind the next sums.
                 pass
             else:
@@ -237,7 +232,7 @@ class TwoCtaMmaWarp(MlaMmaWarp):
     @cute.jit
     def tell_late(self, work, tile):
         if cutlass.const_expr(self.kernel.key.has_window_left):
-            if cuts_first_tile(work):
+            if first_tile_is_masked(work):
                 self.wait_all_values(stage_of(tile, self.config.stages), phase_of(tile, self.config.stages))
                 self.commit(self.barriers.s_full + stage_of(tile, SCORES))
 
@@ -366,7 +361,7 @@ class TwoCtaMlaSoftmaxWarps:
         away a NaN. Scores are told of when they are there.
         """
         kept = work.seqlen_k - tile * self.kernel.tile_n
-        below = unseen_before(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        below = keys_before_window(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
         if kept < self.kernel.tile_n or below > 0:
             values = self.sV[None, None, stage_of(count, self.config.stages)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
@@ -503,7 +498,7 @@ class TwoCtaMlaForward(MlaForward):
         )
         place = allocator.allocate_array(cutlass.Int32, 1)
         keys, values = PARTS * config.stages, self.num_ctas * config.stages
-        sizes = [1] * 2 + [keys] * 2 + [values] * 2 + [SLOTS] * 2 + [SCORES, 1, 1]
+        sizes = [1] * 2 + [keys] * 2 + [values] * 2 + [WORK_TILE_STAGES] * 2 + [SCORES, 1, 1]
         barriers = TwoCtaBarriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
 
         rank = cute.arch.block_idx_in_cluster()

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-from dsl_backend.attention.cute.scheduler.work_tile import cuts_first_tile
+from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR, ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp, sums_at
 from dsl_backend.primitives import tensor_memory
@@ -52,7 +52,7 @@ class TwoCtaMmaWarp(MmaWarp):
                 # Who is told of these scores clears values behind the last key.
                 self.wait_values(tiles)
             if cutlass.const_expr(self.kernel.key.has_window_left):
-                if count == 1 and cuts_first_tile(work):
+                if count == 1 and first_tile_is_masked(work):
                     self.wait_values(tiles)
             self.commit(self.barriers.s_full + stage_of(tiles, PAIR))
             if count > 1:
@@ -71,7 +71,7 @@ class TwoCtaMmaWarp(MmaWarp):
     def go_on(self, work, stage, tile, last):
         self.wait_keys(tile)
         if cutlass.const_expr(self.kernel.key.has_window_left):
-            if last and cuts_first_tile(work):
+            if last and first_tile_is_masked(work):
                 # Who is told of these scores clears values below the window.
                 self.wait_values(tile)
         self.issue_scores(stage, tile, [self.barriers.s_full + stage_of(tile, PAIR)])

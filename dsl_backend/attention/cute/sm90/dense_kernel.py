@@ -14,11 +14,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.combine import SplitKVCombine, folding_size, partial_size
+from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
-from dsl_backend.attention.cute.scheduler.tile_scheduler import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import SLOTS, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
@@ -168,7 +168,7 @@ class DenseForward(TiledKernel):
     @cute.jit
     def slots(self, partials: cute.Tensor, num_ctas, rows):
         """Partial results of splits, which lie behind what blocks fold, and how many there is room for."""
-        folding = num_ctas * folding_size(self.tile_m, self.dims_v)
+        folding = num_ctas * fold_workspace_size(self.tile_m, self.dims_v)
         room = cute.size(partials) - folding
         behind = cute.make_tensor(partials.iterator + folding, cute.make_layout(room))
         return behind, room // partial_size(rows, self.dims_v)
@@ -204,7 +204,7 @@ class DenseForward(TiledKernel):
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
         warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.kv.fp8 else 0
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [SLOTS] * 2
+        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [WORK_TILE_STAGES] * 2
         counts = [1, warps, *[widening or 1, warps] * 2, 1, warps + widening + 1]
         if cutlass.const_expr(self.key.kv.fp8):
             sizes, counts = sizes + [config.dequant_stages] * 4, counts + [1, widening] * 2

@@ -9,8 +9,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.cute.combine import folded, folding_size, partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row, store_row
+from dsl_backend.attention.cute.combine import combine_scales, fold_workspace_size, partial_size
+from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import ROWS
@@ -71,13 +71,13 @@ class MmaConsumer:
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((kernel.tile_m, kernel.dims_v)), cutlass.Float32)
         # Weights on their way to P, while products read it.
         self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.speculative_max else None
-        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         self.softmax = SpeculativeSoftmax(
-            THREAD_ROWS, QUAD, self.rows.scores, SLACK, in_order=kernel.key.tiles_per_split > 0
+            ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK, in_order=kernel.key.tiles_per_split > 0
         )
         # Of a split that is complete, or of all that were folded: each row's largest base-2 score, and its total.
-        self.ended_top = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.ended_total = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        self.ended_top = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        self.ended_total = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
 
     @cute.jit
     def run(self):
@@ -240,7 +240,7 @@ class MmaConsumer:
     def end_split(self):
         """The last tile of a split was weighed: its tops and totals are set aside, and the next split's begin."""
         self.softmax.merge_lanes()
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             # Settled: a product that is subtracted from would be rounded with the difference, once, and not here.
             self.ended_top[row] = settled(self.softmax.row_max[row] * self.softmax.factor)
             self.ended_total[row] = self.softmax.row_sum[row]
@@ -259,29 +259,29 @@ class MmaConsumer:
 
     @cute.jit
     def join_folded(self):
-        sums, held = by_row(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
-        keeps = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        adds = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
+        sums, held = reshape_acc_to_mn(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
+        keeps = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        adds = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         load_vector(self.partials.iterator, self.folding(cute.size(sums, mode=[1])), held)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
-            row_max, keeps[row], adds[row] = folded(held[row], self.ended_top[row])
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row_max, keeps[row], adds[row] = combine_scales(held[row], self.ended_top[row])
             row_sum = fused(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
             self.ended_top[row], self.ended_total[row] = row_max, row_sum
         for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
             load_vector(self.partials.iterator, self.folding(j), held)
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for i in cutlass.range_constexpr(2):
                     sums[row, j + i] = fused(sums[row, j + i], adds[row], held[2 * row + i] * keeps[row])
 
     @cute.jit
     def keep_folded(self):
         """What was folded waits in memory for the next split."""
-        sums, held = by_row(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        sums, held = reshape_acc_to_mn(self.O), cute.make_rmem_tensor(4, cutlass.Float32)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             held[row], held[2 + row] = self.ended_top[row], self.ended_total[row]
         store_vector(held, self.partials.iterator, self.folding(cute.size(sums, mode=[1])))
         for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 held[2 * row], held[2 * row + 1] = sums[row, j], sums[row, j + 1]
             store_vector(held, self.partials.iterator, self.folding(j))
 
@@ -289,7 +289,7 @@ class MmaConsumer:
     def folding(self, j: cutlass.Constexpr[int]):
         """Where the thread's columns j and j + 1 of both rows wait, and its rows' statistics behind the last ones."""
         threads = cutlass.const_expr(self.config.groups * WARPGROUP)
-        block = cutlass.Int64(cute.arch.block_idx()[0]) * folding_size(self.kernel.tile_m, self.kernel.dims_v)
+        block = cutlass.Int64(cute.arch.block_idx()[0]) * fold_workspace_size(self.kernel.tile_m, self.kernel.dims_v)
         return block + (j // 2 * threads + self.thread) * 4
 
     @cute.jit
@@ -314,7 +314,7 @@ class MmaConsumer:
     @cute.jit
     def scores(self, work, tile, masked: cutlass.Constexpr[bool]):
         """The products [row, column] as scores."""
-        scores = by_row(self.S)
+        scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if cutlass.const_expr(masked):
             self.rows.mask(scores, work, tile)
@@ -387,12 +387,12 @@ class MmaConsumer:
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
-        sums = by_row(self.O)
+        sums = reshape_acc_to_mn(self.O)
         partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
         if cutlass.const_expr(self.key.tiles_per_split):
-            partial += cute.arch.grid_dim()[0] * folding_size(self.kernel.tile_m, self.kernel.dims_v)
+            partial += cute.arch.grid_dim()[0] * fold_workspace_size(self.kernel.tile_m, self.kernel.dims_v)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             m = self.row + 8 * row
             if m < work.num_rows:
                 for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
@@ -407,8 +407,8 @@ class MmaConsumer:
     @cute.jit
     def store_whole(self, work):
         """Divide, and send the rows out."""
-        sums = by_row(self.O)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        sums = reshape_acc_to_mn(self.O)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.statistics(row)
             factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
@@ -419,7 +419,9 @@ class MmaConsumer:
                     to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
             m = self.row + 8 * row
             columns, thread = cutlass.const_expr(self.key.columns), self.thread
-            store_row(sums, row, self.out, row_offset(self.out, work, self.key, m), thread, m < work.num_rows, columns)
+            store_acc_row(
+                sums, row, self.out, row_offset(self.out, work, self.key, m), thread, m < work.num_rows, columns
+            )
 
 
 def accumulating(tiled_mma_qk: cute.TiledMma, adds: bool) -> cute.TiledMma:
@@ -447,8 +449,8 @@ def take_words(source: cute.Tensor, to: cute.Tensor, zero: cutlass.Int32):
 @cute.jit
 def shrink_rows(accumulator: cute.Tensor, acc_scale: cute.Tensor):
     """A thread's sums times its rows' factors, unless they are 1 throughout the warp."""
-    sums = by_row(accumulator)
+    sums = reshape_acc_to_mn(accumulator)
     if cute.arch.vote_any_sync(acc_scale[0] != 1.0 or acc_scale[1] != 1.0):
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             for j in cutlass.range(cute.size(sums, mode=[1]), unroll_full=True):
                 sums[row, j] *= acc_scale[row]

@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import QUAD, THREAD_ROWS, AccumulatorRows, by_row, store_row
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_mma import SLACK, accumulating, shrink_rows
@@ -77,8 +77,8 @@ class MlaMmaConsumer:
         self.S = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
-        self.acc_scale = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32)
-        self.softmax = SpeculativeSoftmax(THREAD_ROWS, QUAD, self.rows.scores, SLACK)
+        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK)
 
     @cute.jit
     def run(self):
@@ -219,7 +219,7 @@ class MlaMmaConsumer:
     def online_softmax(self, work, step):
         settle(self.S)
         tile = work.n_block_max - 1 - step
-        scores = by_row(self.S)
+        scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.mask(scores, work, tile)
@@ -244,7 +244,7 @@ class MlaMmaConsumer:
         cute.copy(to_shared, to_shared.retile(rounded), mine.partition_D(self.sP))
         state = self.state
         if self.column == 0:
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 state[self.row + 8 * row, 0] = self.softmax.row_max[row]
                 state[self.row + 8 * row, 1] = self.acc_scale[row]
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -263,7 +263,7 @@ class MlaMmaConsumer:
         """The sums of the other group's tile, in flight."""
         cute.arch.barrier(barrier_id=READY + 1 - self.group, number_of_threads=MATH_THREADS)
         self.clear_past(work, step, count)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.row_max[row] = self.state[self.row + 8 * row, 0]
             self.acc_scale[row] = self.state[self.row + 8 * row, 1]
             self.softmax.row_sum[row] *= self.acc_scale[row]
@@ -308,10 +308,10 @@ class MlaMmaConsumer:
         self.softmax.merge_lanes()
         place, row_sums = items & 1, self.row_sums
         if self.column == 0:
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 row_sums[self.row + 8 * row, self.group, place] = self.softmax.row_sum[row]
         cute.arch.barrier(barrier_id=ALL_MATH, number_of_threads=MATH_THREADS)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.row_sum[row] += row_sums[self.row + 8 * row, 1 - self.group, place]
 
     @cute.jit
@@ -328,10 +328,10 @@ class MlaMmaConsumer:
     def store_partial(self, work):
         """Sums as they are, in float32; the merge kernel does the rest."""
         held, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
-        sums = by_row(self.O)
+        sums = reshape_acc_to_mn(self.O)
         partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             m = self.row + 8 * row
             if m < work.num_rows:
                 first = m * columns + self.group * (columns // GROUPS) + self.column
@@ -347,15 +347,15 @@ class MlaMmaConsumer:
     def store_whole(self, work):
         """Divide, and send the rows out from registers: the queries' place is the next item's by now."""
         columns = cutlass.const_expr(self.kernel.dims_v)
-        sums = by_row(self.O)
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        sums = reshape_acc_to_mn(self.O)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
             factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             m, to = self.row + 8 * row, self.lse
             offset = row_offset(self.out, work, self.key, m) + self.group * (columns // GROUPS)
-            store_row(sums, row, self.out, offset, self.thread, m < work.num_rows, columns)
+            store_acc_row(sums, row, self.out, offset, self.thread, m < work.num_rows, columns)
             if cutlass.const_expr(self.key.lse):
                 if m < work.num_rows and self.column == 0 and self.group == 0:
                     to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse

@@ -9,7 +9,7 @@ whether that was close: where it is no more than 2^slack, no weight is. Else the
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import THREAD_ROWS
+from dsl_backend.attention.cute.rows import ROWS_PER_THREAD
 from dsl_backend.attention.cute.softmax import OnlineSoftmax
 from dsl_backend.primitives.accumulators import narrow, packed, words_of
 from dsl_backend.primitives.math import exp2
@@ -49,7 +49,7 @@ class SpeculativeSoftmax(OnlineSoftmax):
             shrink: [row], as `weigh` has it.
             known: whether there are tops, where that is not known already. A row without one costs its warp time alone.
         """
-        added, row_sum = cute.make_rmem_tensor(THREAD_ROWS, cutlass.Float32), self.row_sum
+        added, row_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32), self.row_sum
         added.fill(cutlass.Float32.inf)
         if cutlass.const_expr(known is not None):
             if known:
@@ -61,7 +61,7 @@ class SpeculativeSoftmax(OnlineSoftmax):
         most = cutlass.const_expr(2.0**self.rescale_threshold)
         fits = added[0] <= most and added[1] <= most
         if cute.arch.vote_all_sync(fits):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 row_sum[row] += added[row]
         else:
             self.online_softmax(scores, acc_scale)
@@ -72,15 +72,15 @@ class SpeculativeSoftmax(OnlineSoftmax):
         """Scores as narrow weights by the tops so far; added: their sums, [row]."""
         words = words_of(probs)
         # Two chains a row: the exponentials are slower than they.
-        sums = cute.make_rmem_tensor((THREAD_ROWS, 2), cutlass.Float32)
+        sums = cute.make_rmem_tensor((ROWS_PER_THREAD, 2), cutlass.Float32)
         sums.fill(0.0)
         for j in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-            for row in cutlass.range_constexpr(THREAD_ROWS):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 reference = self.row_max[row] * self.factor
                 low = exp2(scores[row, j] * self.factor - reference)
                 high = exp2(scores[row, j + 1] * self.factor - reference)
                 words[j + row] = packed(low, high, probs.element_type)
                 sums[row, 0] += low
                 sums[row, 1] += high
-        for row in cutlass.range_constexpr(THREAD_ROWS):
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             added[row] = sums[row, 0] + sums[row, 1]
