@@ -37,7 +37,7 @@ class Rates:
 
 # Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
 # a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
-# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/measurements.md).
+# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/performance.md).
 SM90_RATES = Rates(memory=35.16, l2=104.4, flops=5770.0)
 # By public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
@@ -198,7 +198,7 @@ Config = Gemms | Streams
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
 # Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The best of all that were timed
-# on an H200 is 1 % faster on average than the best of these (docs/measurements.md).
+# on an H200 is 1 % faster on average than the best of these (docs/performance.md).
 STREAMS = (
     *(StreamConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
     *(StreamConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in range(32, 113, 8)),
