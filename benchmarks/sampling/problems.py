@@ -102,7 +102,7 @@ def verdict(inputs: Inputs, index: int, tokens: torch.Tensor, *, exact: bool) ->
         wide = some_of(layer, chosen)
         if wide.top_p is not None:
             wide = some_of(layer, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
-        kept = definition.kept(definition.scaled(logits, wide.temperature)[0], wide)
+        kept = definition.filter_mask(definition.scaled_logits(logits, wide.temperature)[0], wide)
         inside = (found >= 0) & (found < logits.shape[1])
         right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     judged = torch.ones(len(layer.logits), 1, dtype=torch.float64, device=logits.device)

@@ -55,7 +55,7 @@ class Ours(Column):
     def objections(self, problem: Problem) -> list[str]:
         spec = SamplingSpec(vocab=problem.vocab)
         try:
-            dispatch.choose(dispatch.Operation.SAMPLE, spec, targets.detect(), self.kernel)
+            dispatch.choose(spec, targets.detect(), self.kernel)
         except (InvalidInput, Unsupported) as error:
             return [" ".join(str(error).split())]
         return []

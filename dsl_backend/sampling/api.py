@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling as plain functions on tensors: `plan` once, `run` at every step.
+"""Sampling as functions on tensors: `plan` once, `run` at every step.
 
     sampler = plan(SamplingSpec(vocab=128256), max_rows=256, device=torch.device("cuda"))
     tokens = run(sampler, logits, Parameters(seeds=seeds, positions=positions, top_k=top_k, top_p=top_p)).tokens
 
-`reference.py` has the definition. Masks and tokens are equal, bit for bit, on every path and in every batch: they come
-from integers. Log-probabilities are float32, and equal to rounding.
+`reference.py` has the definition. Every kernel gives the same masks and tokens in every batch, bit for bit, because
+they are computed with integers. Log-probabilities are float32 and agree up to rounding.
 """
 
 import torch
@@ -21,16 +21,16 @@ __all__ = ["Parameters", "Sampled", "SamplingPlan", "SamplingSpec", "plan", "run
 
 
 def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: str | None = None) -> SamplingPlan:
-    """A sampler for steps of up to max_rows rows: all that it will ever allocate.
+    """Plan steps of up to max_rows rows. All memory of the sampler is allocated here.
 
     Args:
         device: of the logits, or its name.
-        kernel: `cute`, `triton` or `reference`; that one or none. By default the best that serves the spec on the
-            device.
+        kernel: `cute`, `triton` or `reference`; no other kernel is used. By default the best that serves the spec on
+            the device.
 
     Raises:
-        InvalidInput: max_rows is below 1, or the device or kernel is unknown or not there.
-        Unsupported: no kernel, or not the one that was asked for, serves the spec; with every objection.
+        InvalidInput: max_rows is below 1, or there is no such device or kernel.
+        Unsupported: no kernel serves the spec, or not the requested one. The message has every objection.
     """
     checks.instance("spec", spec, SamplingSpec)
     checks.kernel(kernel)
@@ -41,23 +41,22 @@ def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: 
     return SamplingPlan(spec, target, max_rows, device, kernel)
 
 
-def run(plan: SamplingPlan, logits: torch.Tensor, rows: Parameters) -> Sampled:
-    """Sample one token of each row. Reads no value on the host, allocates nothing and leaves the logits as they are.
+def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters) -> Sampled:
+    """Sample one token for each row. It does not synchronize with the GPU, allocate memory or write to the logits.
 
     Args:
-        logits: [rows, vocab] of the spec's dtype; a row's elements are adjacent, rows may have any stride. No row is
-            fine.
+        logits: [rows, vocab] of the spec's dtype, with contiguous columns and any row stride; rows may be 0.
 
     Returns:
-        Views of the plan's buffers: its next step overwrites them.
+        Views of the plan's buffers, which its next step overwrites.
 
     Raises:
-        InvalidInput: a shape, dtype, stride or device does not fit, or a tensor requires a gradient while gradients are
-            on.
+        InvalidInput: a shape, dtype, stride or device does not match, or a tensor requires a gradient while gradients
+            are enabled.
     """
     checks.instance("plan", plan, SamplingPlan)
     checks.tensor("logits", logits)
-    checks.instance("rows", rows, Parameters)
+    checks.instance("parameters", parameters, Parameters)
     spec = plan.spec
     if logits.dim() != 2 or logits.shape[1] != spec.vocab or logits.dtype != spec.dtype:
         raise InvalidInput(
@@ -66,11 +65,11 @@ def run(plan: SamplingPlan, logits: torch.Tensor, rows: Parameters) -> Sampled:
         )
     checks.no_gradient("logits", logits)
     count = logits.shape[0]
-    require(count <= plan.max_rows, f"{count} rows are not accepted: the plan has room for {plan.max_rows}")
+    require(count <= plan.max_rows, f"{count} rows exceed the plan's max_rows, {plan.max_rows}")
     require(spec.vocab == 1 or logits.stride(1) == 1, f"logits have strides {logits.stride()}: the last must be 1")
     require(logits.device == plan.device, f"logits are on {logits.device}: {plan.device} is needed")
-    rows.check(count, plan.device)
+    parameters.check(count, plan.device)
     out = plan.results.rows(count)
     if count:
-        plan.kernel.launch(logits, rows, out)
+        plan.kernel.launch(logits, parameters, out)
     return out

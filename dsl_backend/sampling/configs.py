@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a row is spread over threads and blocks: frozen configurations, each with a pure default."""
+"""Configurations of the kernels, and their defaults."""
 
 import math
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from dsl_backend.sampling.spec import SamplingSpec
 
 WARP = 32
 ACCESS_BYTES = 16
-PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
+MAX_PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
 THREADS = 512
-# Of the 256 KB that SM90 and SM100 have for cache and shared memory together, what is left for each of two blocks.
+# L1 cache for each of two CTAs: SM90 and SM100 have 256 KB for the cache and shared memory together.
 L1_BYTES = 96 * 1024
 REGISTERS_PER_SM = 64 * 1024
 REGISTERS = 64
-# Shared memory that an SM of SM90 or SM100 has, and what every block takes of it for itself.
+# Shared memory of an SM of SM90 or SM100, and the part of it that the system reserves for each CTA.
 SM_BYTES = 228 * 1024
 RESERVED_BYTES = 1024
-MOST_GROUPS = 256
-BINS = 1024
+MAX_GROUPS = 256
+HISTOGRAM_BINS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowConfig:
-    """Of the Triton kernel: one program for a row.
+class TritonConfig:
+    """Configuration of the Triton kernel, which has one program for each row.
 
     Attributes:
-        block: logits that a program looks at in one go; at least 256, as many as it has histogram bins.
+        block: logits that a program loads at a time; at least 256, the number of histogram bins.
         num_warps: warps of a program.
     """
 
@@ -35,49 +35,51 @@ class RowConfig:
     num_warps: int
 
     @classmethod
-    def default(cls, spec: SamplingSpec, target: Target) -> "RowConfig":
-        wide = min(4096, max(256, 1 << (spec.vocab - 1).bit_length()))
-        return cls(block=wide, num_warps=4 if wide < 2048 else 16)
+    def default(cls, spec: SamplingSpec, target: Target) -> "TritonConfig":
+        block = min(4096, max(256, 1 << (spec.vocab - 1).bit_length()))
+        return cls(block=block, num_warps=4 if block < 2048 else 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Of the CuTe DSL kernel: a cluster for a row. Every warp has a run of neighbouring logits of its own.
+    """Configuration of the CuTe DSL kernel, which has one cluster for each row. A warp reads a segment of the row.
 
     Attributes:
-        cluster: blocks that share a row; above 8 a launch is non-portable, and SM90 and SM100 have it.
-        threads: of a block.
-        vector: neighbouring logits of one access.
-        loads: accesses that a thread has in flight.
-        room: candidates that are sampled from without looking at the row again.
+        cluster: CTAs that share a row. Clusters above 8 are non-portable; SM90 and SM100 have 16.
+        threads: of a CTA.
+        vector: adjacent logits of one load.
+        loads_in_flight: of a thread.
+        max_candidates: that fit in shared memory. A row with more is read again as a whole.
     """
 
     cluster: int
     threads: int
     vector: int
-    loads: int = 8
-    room: int = 512
+    loads_in_flight: int = 8
+    max_candidates: int = 512
 
     @classmethod
     def default(
         cls, spec: SamplingSpec, target: Target, rows: int, vector: int, bounded: bool = True
     ) -> "ClusterConfig":
-        """As many blocks a row as the batch leaves SMs for, and as the row has logits for.
+        """As many CTAs for each row as there are SMs for the batch, and logits for the CTAs.
 
-        The limits are arithmetic on caches and SMs, and not yet measured.
+        The limits follow from the sizes of caches and the number of SMs. They are not measured.
 
         Args:
-            vector: neighbours that may be accessed at once in every row.
-            bounded: rows have top-k or min-p. Others are read several times: their blocks' parts fit the L1 cache.
+            vector: adjacent logits that one load may take in every row.
+            bounded: rows have top-k or min-p. Other rows are read several times, so the part of a CTA has to fit the
+                L1 cache.
         """
-        fits = 1 if bounded else min(PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES))
+        cached = 1 if bounded else min(MAX_PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES))
         cluster = 1
         while (
-            2 * cluster <= MOST_CLUSTER
+            2 * cluster <= MAX_CLUSTER
             and cluster * THREADS * vector < spec.vocab
             and (
-                cluster < fits
-                or 2 * cluster * rows <= (target.sm_count if 2 * cluster > PORTABLE_CLUSTER else 2 * target.sm_count)
+                cluster < cached
+                or 2 * cluster * rows
+                <= (target.sm_count if 2 * cluster > MAX_PORTABLE_CLUSTER else 2 * target.sm_count)
             )
         ):
             cluster *= 2
@@ -85,13 +87,13 @@ class ClusterConfig:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a CTA."""
         return self.threads // WARP
 
     @property
     def groups(self) -> int:
-        """Parts of a row, each with a largest logit: the k-th largest of these bounds the row's from below."""
-        return min(MOST_GROUPS, self.cluster * self.threads)
+        """Parts of a row. The k-th largest of their maxima bounds the row's k-th largest logit from below."""
+        return min(MAX_GROUPS, self.cluster * self.threads)
 
     @property
     def lanes_per_group(self) -> int:
@@ -99,48 +101,48 @@ class ClusterConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a block: groups, histograms, candidates (28 bytes each), sums of warps, and scalars."""
-        return 4 * MOST_GROUPS + 8 * BINS + 28 * self.room + 12 * self.warps + 4 * 8 * WARP + 256
+        """Shared memory of a CTA: group maxima, histogram, candidates (28 bytes each), sums of warps, and scalars."""
+        return 4 * MAX_GROUPS + 8 * HISTOGRAM_BINS + 28 * self.max_candidates + 12 * self.warps + 4 * 8 * WARP + 256
 
     @property
-    def blocks_per_sm(self) -> int:
-        """Blocks that registers are shared by: 64 a thread are enough, and two blocks hide each other's barriers."""
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers are reserved for: 64 for a thread are enough, and two CTAs hide each other's barriers."""
         return max(1, min(2, REGISTERS_PER_SM // (REGISTERS * self.threads)))
 
     @property
     def smem_percent(self) -> int:
-        """Of an SM's memory, what its blocks share; the rest is the L1 cache, which a row's later passes read from."""
-        return -(-100 * self.blocks_per_sm * (self.smem_bytes + RESERVED_BYTES) // SM_BYTES)
+        """The shared memory carveout. The rest is L1 cache, from which later passes over a row are read."""
+        return -(-100 * self.ctas_per_sm * (self.smem_bytes + RESERVED_BYTES) // SM_BYTES)
 
     def objections(self, spec: SamplingSpec, target: Target) -> list[str]:
-        """Why a problem cannot be run so; empty where it can."""
+        """Why this configuration does not serve a problem; empty if it does."""
         reasons = []
         widest = ACCESS_BYTES // spec.dtype.itemsize
         if self.vector > widest or spec.vocab % self.vector:
             reasons.append(f"vectors of {self.vector} logits: a divisor of {spec.vocab} up to {widest} is needed")
-        counts = {name: getattr(self, name) for name in ("cluster", "threads", "vector", "loads")}
+        counts = {name: getattr(self, name) for name in ("cluster", "threads", "vector", "loads_in_flight")}
         reasons += [f"{name} {n} is not a power of two" for name, n in counts.items() if n < 1 or n & (n - 1)]
         if not WARP <= self.threads <= 1024:
-            reasons.append(f"{self.threads} threads a block are not from {WARP} to 1024")
-        if self.cluster > MOST_CLUSTER:
-            reasons.append(f"clusters of {self.cluster} blocks: {MOST_CLUSTER} are the most")
+            reasons.append(f"{self.threads} threads for each CTA are not from {WARP} to 1024")
+        if self.cluster > MAX_CLUSTER:
+            reasons.append(f"clusters of {self.cluster} CTAs: {MAX_CLUSTER} are the most")
         if self.lanes_per_group > WARP:
-            reasons.append(f"{self.cluster * self.threads} threads a row: {WARP * MOST_GROUPS} are the most")
+            reasons.append(f"{self.cluster * self.threads} threads for each row: {WARP * MAX_GROUPS} are the most")
         if self.smem_bytes > target.smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {target.smem_bytes} are the most")
         return reasons
 
 
 def widest_vector(spec: SamplingSpec) -> int:
-    """Logits of an access where rows are packed and aligned."""
+    """Logits of one load where rows are contiguous and aligned."""
     return math.gcd(ACCESS_BYTES // spec.dtype.itemsize, spec.vocab)
 
 
 def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
-    """All that batches of up to so many rows get."""
-    found = (
+    """The configurations of batches of up to max_rows rows."""
+    configs = (
         ClusterConfig.default(spec, target, rows, vector, bounded)
         for bounded in (True, False)
         for rows in range(1, max_rows + 1)
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(configs))

@@ -21,14 +21,14 @@ def typical_layers(target: Target) -> Mapping[str, SamplingSpec]:
 
 FAMILY = Family(
     name="sampling",
-    tables={operation.value: table for operation, table in dispatch.TABLE.items()},
+    tables={dispatch.OPERATION: dispatch.TABLE},
     typical_layers=typical_layers,
-    operations_of=lambda spec: (dispatch.Operation.SAMPLE.value,),
+    operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
     served_by_others=precompile.served_by_others,
     checks={
         "sampling": Check(
-            "sampling.sample",
+            dispatch.OPERATION,
             (Benchmark("sampling", r"^(none|k|k\+p|min-p)-(1|64|256)x151936$", r"^k\+p-64x151936$"),),
         ),
     },

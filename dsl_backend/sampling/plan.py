@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided once for a sampler and kept from step to step: the kernel, its scratch, and room for the results."""
+"""A plan holds what steps share: the kernel, its workspace, and the buffers of the results."""
 
 from typing import Protocol
 
@@ -11,29 +11,29 @@ from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec, buffers
 
 
 class Kernel(Protocol):
-    """A sampler for up to max_rows rows; owns the scratch that it needs for them."""
+    """A sampler of up to max_rows rows. It owns its workspace."""
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None: ...
 
-    def launch(self, logits: torch.Tensor, rows: Parameters, out: Sampled) -> None:
-        """Sample at least one row; logits [rows, vocab] with rows of any stride."""
+    def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
+        """Sample at least one row. logits: [rows, vocab] at any row stride."""
         ...
 
 
 class SamplingPlan:
-    """A sampler bound to a device. Steps that share it must be ordered on one stream.
+    """A sampler on a device. Steps that use the same plan must be ordered on one stream.
 
     Args:
-        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec.
+        kernel: a name from the dispatch table; no other kernel is used. By default the best that serves the spec.
 
     Raises:
-        InvalidInput, Unsupported: as dispatch.choose.
+        InvalidInput, Unsupported: as `dispatch.choose`.
     """
 
     def __init__(
         self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device, kernel: str | None = None
     ) -> None:
-        entry = dispatch.choose(dispatch.Operation.SAMPLE, spec, target, kernel)
+        entry = dispatch.choose(spec, target, kernel)
         self.spec, self.max_rows, self.device = spec, max_rows, device
         self.kernel_title = entry.title
         self.kernel: Kernel = entry.load()(spec, target, max_rows, device)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the Triton sampler without its GPU: `python -m dsl_backend.testing.compile_sampling sm_90 [ID ...]`.
+"""Compile the Triton sampler for a GPU that is not present.
 
-As compile_only.py, in a process of its own; one line of JSON for each compiled kernel, or for a case that does not
-compile.
+    python -m dsl_backend.testing.compile_sampling sm_90 [ID ...]
+
+Prints one line of JSON for each compiled kernel, and for each case that does not compile. It runs in its own process,
+as compile_only.py does.
 """
 
 import json
@@ -19,7 +21,7 @@ from dsl_backend.sampling.spec import Parameters, SamplingSpec
 from dsl_backend.testing.compile_only import Compiled, compiling_for
 
 ROWS = 2
-# Which parameters are given, and what is asked of the sampler.
+# Case -> (parameters that are given, fields of the spec).
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "none": ((), {"dtype": torch.float32}),
     "temperature": (("temperature",), {"dtype": torch.bfloat16}),
@@ -28,14 +30,14 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "min-p": (("temperature", "min_p"), {"dtype": torch.float32}),
     "all": (
         ("temperature", "top_k", "top_p", "min_p"),
-        {"dtype": torch.float32, "token_dtype": torch.int32, "logprobs": True, "top": 5},
+        {"dtype": torch.float32, "token_dtype": torch.int32, "logprobs": True, "num_logprobs": 5},
     ),
     "small": (("temperature", "top_k", "top_p"), {"dtype": torch.float32, "vocab": 300}),
 }
 
 
 def case(name: str, target: Target) -> Iterator[Compiled]:
-    """Compile all that a case launches."""
+    """Compile every kernel that a case launches."""
     given, facts = CASES[name]
     spec = SamplingSpec(**{"vocab": 128256, **facts})
     plan = SamplingPlan(spec, target, ROWS, torch.device("cpu"), "triton")
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> None:
         try:
             for compiled in case(name, from_arch(arch)):
                 say(compiled)
-        except Exception as error:  # noqa: PERF203 - a compiler's errors are of many kinds, and the other cases go on
+        except Exception as error:  # noqa: PERF203 - compilers raise many types of errors, and the other cases still have to run
             say(Compiled(case=name, error=f"{type(error).__name__}: {error}"))
 
 

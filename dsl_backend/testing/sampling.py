@@ -19,10 +19,10 @@ UNWRITTEN = -7
 FEW = 20
 # What each stands for: one block; two, single logits; four; sixteen, of which most have nothing. Little room for
 # candidates, so that small vocabularies exceed it.
-ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, loads=2, room=64))
-TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, loads=4, room=64))
-FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, loads=1, room=64))
-SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, loads=1, room=64))
+ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, loads_in_flight=2, max_candidates=64))
+TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, loads_in_flight=4, max_candidates=64))
+FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, loads_in_flight=1, max_candidates=64))
+SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, loads_in_flight=1, max_candidates=64))
 KINDS = (ONE, TWO, FOUR, SIXTEEN)
 
 
@@ -110,15 +110,15 @@ def tensors(case: SamplingCase, device: torch.device | str = "cpu") -> tuple[tor
 
 def check_sampling(case: SamplingCase, kernel: str | None, device: torch.device | str) -> None:
     """Raises AssertionError where a token is not the definition's: as it is called, or with the case's own config."""
-    x, rows = tensors(case, device)
+    x, parameters = tensors(case, device)
     if kernel == "triton" and targets.detect(x.device).interpreted and has_subnormal(x):
         raise Unsupported(case.id, {"triton": ["its interpreter misreads subnormal numbers of bfloat16"]})
     before = x.clone()
-    expected = reference.sample(x, rows)[0].tolist()
-    found = api.run(api.plan(case.spec, len(x), x.device, kernel), x, rows).tokens
+    expected = reference.sample(x, parameters)[0].tolist()
+    found = api.run(api.plan(case.spec, len(x), x.device, kernel), x, parameters).tokens
     assert found.tolist() == expected, f"{found.tolist()} where {expected} is right"
     if kernel == "cute":
-        found = launch_as_configured(case, x, rows)
+        found = launch_as_configured(case, x, parameters)
         assert found.tolist() == expected, f"with the case's config {found.tolist()} where {expected} is right"
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
 
@@ -128,14 +128,15 @@ def has_subnormal(x: torch.Tensor) -> bool:
     return x.dtype is BF16 and bool(((x != 0) & (x.abs() < torch.finfo(BF16).tiny)).any())
 
 
-def launch_as_configured(case: SamplingCase, x: torch.Tensor, rows: Parameters) -> torch.Tensor:
+def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """Tokens of the CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
-    from dsl_backend.sampling.cute import host as launch
+    from dsl_backend.sampling.cute import host
+    from dsl_backend.sampling.cute.args import SampleArgs
 
     tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype, device=x.device)
-    function = launch.build(launch.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    function(launch.strided(x), *vars(rows).values(), tokens)
+    function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
+    function(*SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), tokens=tokens))
     return tokens
 
 

@@ -36,9 +36,9 @@ def sampler() -> SamplingPlan:
         ({"dtype": torch.float64}, "dtype is float64: one of float32, bfloat16, float16 is needed"),
         ({"token_dtype": torch.int16}, "token_dtype is int16: one of int64, int32 is needed"),
         ({"logprobs": 1}, "logprobs is 1: True or False is needed"),
-        ({"top": 65, "logprobs": True}, "top is 65: an integer from 0 to 64 is needed"),
-        ({"top": None}, "top is None: an integer from 0"),
-        ({"top": 3}, "top is 3: logprobs=True is needed with it"),
+        ({"num_logprobs": 65, "logprobs": True}, "num_logprobs is 65: an integer from 0 to 64 is needed"),
+        ({"num_logprobs": None}, "num_logprobs is None: an integer from 0"),
+        ({"num_logprobs": 3}, "num_logprobs is 3: logprobs=True is needed with it"),
     ],
 )
 def test_spec_refuses(facts: dict[str, Any], message: str) -> None:
@@ -78,7 +78,7 @@ def test_a_gpu_that_is_not_there(device: torch.device | str) -> None:
     [
         (LOGITS.tolist(), PARAMETERS, "logits is a list: a tensor is needed"),
         (None, PARAMETERS, "logits is None: a tensor is needed"),
-        (LOGITS, None, "rows is None: a Parameters is needed"),
+        (LOGITS, None, "parameters is None: a Parameters is needed"),
         (LOGITS.clone().requires_grad_(), PARAMETERS, "logits requires a gradient, and there is no backward"),
         (LOGITS.half(), PARAMETERS, "logits are float16 (4, 64): float32 [rows, 64] is needed"),
         (LOGITS, replace(PARAMETERS, seeds=None), "seeds is None: a tensor is needed"),

@@ -52,10 +52,10 @@ def test_widest_vector(dtype: torch.dtype, vocab: int, vector: int) -> None:
     [
         ({"vector": 8}, "vectors of 8 logits: a divisor of 151936 up to 4 is needed"),
         ({"threads": 48}, "threads 48 is not a power of two"),
-        ({"threads": 2048}, "2048 threads a block are not from 32 to 1024"),
-        ({"cluster": 32}, "clusters of 32 blocks: 16 are the most"),
-        ({"cluster": 16, "threads": 1024}, "16384 threads a row: 8192 are the most"),
-        ({"room": 8192}, "bytes of shared memory: 232448 are the most"),
+        ({"threads": 2048}, "2048 threads for each CTA are not from 32 to 1024"),
+        ({"cluster": 32}, "clusters of 32 CTAs: 16 are the most"),
+        ({"cluster": 16, "threads": 1024}, "16384 threads for each row: 8192 are the most"),
+        ({"max_candidates": 8192}, "bytes of shared memory: 232448 are the most"),
     ],
 )
 def test_what_is_refused(change: dict[str, int], message: str) -> None:
@@ -71,16 +71,13 @@ def test_groups_share_the_threads_of_a_row() -> None:
 
 
 def test_what_serves() -> None:
-    names = {
-        arch: dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch(arch)).name
-        for arch in ("sm_80", "sm_90", "sm_100", "sm_120")
-    }
+    names = {arch: dispatch.choose(QWEN, from_arch(arch)).name for arch in ("sm_80", "sm_90", "sm_100", "sm_120")}
     cute = "triton" if toolkit.missing() else "cute"
     assert names == {"sm_80": "triton", "sm_90": cute, "sm_100": cute, "sm_120": "triton"}
 
 
 def test_objections_say_what_would_work() -> None:
-    with pytest.raises(Unsupported, match="gives tokens alone: logprobs=False is needed"):
-        dispatch.choose(dispatch.Operation.SAMPLE, replace(QWEN, logprobs=True), H200, "cute")
+    with pytest.raises(Unsupported, match="returns no log-probabilities: logprobs=False is needed"):
+        dispatch.choose(replace(QWEN, logprobs=True), H200, "cute")
     with pytest.raises(Unsupported, match=r"serves GPUs of sm_90a, sm_100a, sm_103a, this is sm_120a"):
-        dispatch.choose(dispatch.Operation.SAMPLE, QWEN, from_arch("sm_120"), "cute")
+        dispatch.choose(QWEN, from_arch("sm_120"), "cute")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tensors to the CuTe DSL kernel: strides, vectors, what is compiled when, parameters that are off."""
+"""The host side of the CuTe DSL sampler: strides, vectors, which kernels a plan compiles, parameters that are off."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ import torch
 pytest.importorskip("cutlass")
 
 import emulator
-from dsl_backend.runtime.precompile import precompile_specs
+from dsl_backend.runtime.family import precompile_specs
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import precompile as sampling_precompile
 from dsl_backend.sampling import reference
-from dsl_backend.sampling.cute import host as launch
+from dsl_backend.sampling.cute import host
 from dsl_backend.sampling.plan import SamplingPlan
 from dsl_backend.sampling.spec import Parameters, SamplingSpec
 
@@ -32,13 +32,13 @@ H200 = from_arch("sm_90a")
     ],
 )
 def test_vectors(logits: torch.Tensor, vector: int) -> None:
-    assert launch.common_vector(launch.strided(logits)) == vector
+    assert host.common_vector(host.with_expected_strides(logits)) == vector
 
 
 def test_single_logits_may_have_any_stride() -> None:
     column = torch.zeros(3, 8)[:, 2:3]
-    assert launch.strided(column).stride() == (8, 1)
-    assert launch.strided(torch.zeros(28).as_strided((4, 1), (2, 7))).stride() == (2, 1)
+    assert host.with_expected_strides(column).stride() == (8, 1)
+    assert host.with_expected_strides(torch.zeros(28).as_strided((4, 1), (2, 7))).stride() == (2, 1)
 
 
 def test_a_plan_compiles_what_it_launches() -> None:
@@ -50,7 +50,7 @@ def test_a_plan_compiles_what_it_launches() -> None:
     with emulator.device(arch="sm_90a", sms=4, strict=True) as emulated:
         plan = SamplingPlan(spec, H200, 2, device, "cute")
         kernel = plan.kernel
-        assert isinstance(kernel, launch.CuteSampler)
+        assert isinstance(kernel, host.CuteSampler)
         compiled = dict(kernel.functions)
         kernel.launch(x, rows, plan.results)
         top_k = Parameters(**{**vars(rows), "top_k": torch.tensor([7, 0], dtype=torch.int32)})
@@ -63,7 +63,7 @@ def test_a_plan_compiles_what_it_launches() -> None:
     assert second.tokens.tolist() == reference.sample(x, top_k)[0].tolist()[:1]
 
 
-def test_units_of_a_model() -> None:
+def test_precompile_specs_of_a_model() -> None:
     from dsl_backend.runtime.model import ModelShape
 
     shape = ModelShape(dtype="bfloat16", hidden_size=64, heads_q=1, heads_kv=1, head_dim=64, vocab_size=151936)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from dsl_backend.sampling import fixed, reference
+from dsl_backend.sampling import fixed_point, reference
 from dsl_backend.sampling.spec import Parameters
 from tests.sampling.distribution import ALONG, SETTINGS, assert_fair, logits, setting
 
@@ -28,10 +28,10 @@ def random_logits(kind: str, rows: int, vocab: int, generator: torch.Generator) 
 # Philox 4x32-10 of Random123's known answers: counter and key all zeros give 6627e8d5 e169c58d; the counter here has a
 # stream in its third word, so that the first is checked with the stream taken out.
 def test_philox_known_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed, "STREAM", 0)
+    monkeypatch.setattr(fixed_point, "PHILOX_STREAM", 0)
     zero = torch.zeros(1, dtype=torch.int64)
     assert reference.philox(zero, zero).item() == (0x6627E8D5 >> 1 << 31) | (0xE169C58D >> 1)
-    monkeypatch.setattr(fixed, "STREAM", 0x13198A2E)
+    monkeypatch.setattr(fixed_point, "PHILOX_STREAM", 0x13198A2E)
     # Counter 243f6a88 85a308d3 13198a2e 03707344 differs in its last word, which is always 0 here; both halves of seed
     # and position must matter.
     ones = torch.full((1,), -1)
@@ -51,19 +51,19 @@ def test_multiply_high_is_exact() -> None:
 
 def test_weights_are_exponentials() -> None:
     generator = torch.Generator().manual_seed(0)
-    v = torch.randint(0, int(fixed.FARTHEST * 2**fixed.DISTANCE_BITS), (100_000,), generator=generator)
-    v[:2] = torch.tensor([0, int(fixed.FARTHEST * 2**fixed.DISTANCE_BITS)])
-    exact = (-v.double() / 2**fixed.DISTANCE_BITS).exp() * 2**fixed.WEIGHT_BITS
-    w = reference.weights(v)
-    assert w[0] == 1 << fixed.WEIGHT_BITS
-    assert w[1] == 0
-    assert ((w - exact).abs() <= 1 + 1e-7 * exact).all()
+    v = torch.randint(0, int(fixed_point.MAX_DISTANCE * 2**fixed_point.DISTANCE_BITS), (100_000,), generator=generator)
+    v[:2] = torch.tensor([0, int(fixed_point.MAX_DISTANCE * 2**fixed_point.DISTANCE_BITS)])
+    exact = (-v.double() / 2**fixed_point.DISTANCE_BITS).exp() * 2**fixed_point.PROB_BITS
+    prob = reference.fixed_point_probs(v)
+    assert prob[0] == 1 << fixed_point.PROB_BITS
+    assert prob[1] == 0
+    assert ((prob - exact).abs() <= 1 + 1e-7 * exact).all()
 
 
 def test_weights_never_grow_with_the_distance() -> None:
     """Over the two octaves that have every fraction, and the seam between them."""
-    v = torch.arange(int(1.5 * 2**fixed.DISTANCE_BITS))
-    assert (reference.weights(v).diff() <= 0).all()
+    v = torch.arange(int(1.5 * 2**fixed_point.DISTANCE_BITS))
+    assert (reference.fixed_point_probs(v).diff() <= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["spread", "ties", "bf16", "infinite"])
@@ -93,14 +93,14 @@ def test_masks_are_those_of_vllm(kind: str, vocab: int, use: str, monkeypatch: p
         stable.setattr(torch.Tensor, "sort", lambda tensor, **options: sort(tensor, stable=True, **options))
         expected = ops.apply_top_k_top_p_pytorch(exact, use_k, use_p).isfinite()
     rows_of = parameters(rows, top_k=use_k, top_p=use_p, min_p=min_p if "m" in use else None)
-    found = reference.kept(x, rows_of) & x.isfinite()
+    found = reference.filter_mask(x, rows_of) & x.isfinite()
     assert torch.equal(found, expected)
 
 
 def test_min_p_is_that_of_vllm_at_round_values() -> None:
     """One half of the largest is kept, the next lower is not."""
     x = torch.tensor([[0.0, -0.6931471, -0.6931475, -5.0]])
-    keep = reference.kept(x, parameters(1, min_p=torch.tensor([0.5])))
+    keep = reference.filter_mask(x, parameters(1, min_p=torch.tensor([0.5])))
     assert keep.tolist() == [[True, True, False, False]]
 
 
@@ -113,10 +113,10 @@ DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", mark
 def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) -> None:
     """Of one row, by as many seeds or as many positions of one seed."""
     one = setting(name, 1, along, 0, torch.device("cpu"))
-    z, _, _ = reference.scaled(logits(), one.temperature)
-    w = reference.weights(reference.distances(z)) * reference.kept(z, one)
+    z, _, _ = reference.scaled_logits(logits(), one.temperature)
+    prob = reference.fixed_point_probs(reference.distances(z)) * reference.filter_mask(z, one)
     # Weights do not depend on the seed: they are found once.
-    assert_fair(name, along, draws, w.device, lambda rows, drawn: reference.draw(w.expand(len(rows), -1), drawn))
+    assert_fair(name, along, draws, prob.device, lambda rows, drawn: reference.draw(prob.expand(len(rows), -1), drawn))
 
 
 def test_probabilities_are_float64() -> None:

@@ -52,7 +52,7 @@ def test_draws_have_the_exact_distribution(along: str, name: str, kernel: str, d
 @pytest.mark.parametrize("vocab", [1, 2, 300, 777])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, top=min(3, vocab))
+    spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, num_logprobs=min(3, vocab))
     x, rows = problem(vocab, dtype, device)
     tokens, logprobs = reference.sample(x, rows)
     found = run(plan(spec, ROWS, device, "triton"), x, rows)
@@ -61,7 +61,7 @@ def test_logprobs(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(found.tokens, tokens)
     assert torch.equal(found.logprobs.isfinite(), logprobs.isfinite())
     torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.top_logprobs, logprobs.sort(descending=True).values[:, : spec.top])
+    torch.testing.assert_close(found.top_logprobs, logprobs.sort(descending=True).values[:, : spec.num_logprobs])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -79,7 +79,7 @@ def test_a_token_depends_on_its_row_alone(kernel: str, device: torch.device) -> 
 
 def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
     x, rows = problem(300, torch.float32, device)
-    with pytest.raises(InvalidInput, match="9 rows are not accepted: the plan has room for 8"):
+    with pytest.raises(InvalidInput, match="9 rows exceed the plan's max_rows, 8"):
         run(plan(SamplingSpec(vocab=300), 8, device, "triton"), x, rows)
     sampler = plan(SamplingSpec(vocab=300), ROWS, device, "triton")
     with pytest.raises(InvalidInput, match=r"logits are float16 \(9, 300\): float32 \[rows, 300\] is needed"):

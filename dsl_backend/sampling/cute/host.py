@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From torch tensors to the CuTe DSL kernel: its key, its function, its launch."""
+"""Keys, compiled functions and launches of the CuTe DSL sampler."""
 
 import math
 from typing import Any
@@ -8,20 +8,17 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from dsl_backend.checks import short
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, cluster_configs, widest_vector
+from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
 
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
 def key_of(spec: SamplingSpec, config: ClusterConfig, k_dtype: torch.dtype = torch.int32) -> SampleKey:
-    """The kernel for a problem; all vocabularies share one."""
+    """The kernel of a problem. It serves every vocabulary that its vectors divide."""
     return SampleKey(
         dtype=short(spec.dtype), token_dtype=short(spec.token_dtype), k_dtype=short(k_dtype), config=config
     )
@@ -37,20 +34,32 @@ def fake_args(key: SampleKey) -> tuple[Any, ...]:
         assumed_align=vector * dtype.width // 8,
     )
 
-    def one_each(name: str) -> Any:
+    def per_row(name: str) -> Any:
         return make_fake_tensor(NUMERIC[name], (rows,), (1,), assumed_align=NUMERIC[name].width // 8)
 
-    names = ("int64", "int64", "float32", key.k_dtype, "float32", "float32", key.token_dtype)
-    return logits, *map(one_each, names), make_fake_stream(use_tvm_ffi_env_stream=True)
+    args = SampleArgs(
+        logits=logits,
+        seeds=per_row("int64"),
+        positions=per_row("int64"),
+        temperature=per_row("float32"),
+        top_k=per_row(key.k_dtype),
+        top_p=per_row("float32"),
+        min_p=per_row("float32"),
+        tokens=per_row(key.token_dtype),
+    )
+    return make_fake_stream(use_tvm_ffi_env_stream=True), *args
 
 
 def build(key: SampleKey, target: Target) -> Function:
-    """The compiled function: (logits, seeds, positions, temperature, top_k, top_p, min_p, tokens)."""
+    """The compiled function of SampleArgs, one by one."""
     return compile_kernel(Sample(key), fake_args(key), key=key, target=target)
 
 
-def strided(logits: torch.Tensor) -> torch.Tensor:
-    """The same rows with the strides that the kernel expects: of one row, or of rows of one logit, any is allowed."""
+def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
+    """A view of the same rows with the strides that the kernel expects.
+
+    torch allows any row stride of a single row, and any column stride of rows of a single logit.
+    """
     rows, vocab = logits.shape
     if (vocab > 1 or logits.stride(1) == 1) and rows > 1:
         return logits
@@ -58,43 +67,47 @@ def strided(logits: torch.Tensor) -> torch.Tensor:
 
 
 def common_vector(logits: torch.Tensor) -> int:
-    """Neighbours that may be accessed at once in every row."""
+    """Adjacent logits that one access may load in every row."""
     size = logits.element_size()
     return math.gcd(ACCESS_BYTES // size, logits.shape[1], logits.stride(0), logits.data_ptr() // size)
 
 
 class CuteSampler:
-    """The sampler on a CUDA device of SM90 or SM100. What packed, aligned logits need is compiled here."""
+    """The sampler on a CUDA device of SM90 or SM100.
+
+    The kernels of contiguous, aligned logits are compiled here; those of other strides at their first launch.
+    """
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec, self.target = spec, target
         self.functions: dict[SampleKey, Function] = {}
         for config in cluster_configs(spec, target, max_rows, widest_vector(spec)):
             self.function(key_of(spec, config))
-        # What stands for a parameter that is off for all rows.
+        # Operands for parameters that are off for all rows.
         self.ones = torch.ones(max_rows, device=device)
         self.zeros = torch.zeros(max_rows, device=device)
-        self.no_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.no_top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def function(self, key: SampleKey) -> Function:
-        found = self.functions.get(key)
-        if found is None:
-            found = self.functions[key] = build(key, self.target)
-        return found
+        function = self.functions.get(key)
+        if function is None:
+            function = self.functions[key] = build(key, self.target)
+        return function
 
-    def launch(self, logits: torch.Tensor, rows: Parameters, out: Sampled) -> None:
+    def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
         count = len(logits)
-        logits = strided(logits)
-        bounded = rows.top_k is not None or rows.min_p is not None
+        logits = with_expected_strides(logits)
+        bounded = parameters.top_k is not None or parameters.min_p is not None
         config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), bounded)
-        top_k = self.no_k[:count] if rows.top_k is None else rows.top_k
-        self.function(key_of(self.spec, config, top_k.dtype))(
-            logits,
-            rows.seeds,
-            rows.positions,
-            self.ones[:count] if rows.temperature is None else rows.temperature,
-            top_k,
-            self.ones[:count] if rows.top_p is None else rows.top_p,
-            self.zeros[:count] if rows.min_p is None else rows.min_p,
-            out.tokens,
+        top_k = self.no_top_k[:count] if parameters.top_k is None else parameters.top_k
+        args = SampleArgs(
+            logits=logits,
+            seeds=parameters.seeds,
+            positions=parameters.positions,
+            temperature=self.ones[:count] if parameters.temperature is None else parameters.temperature,
+            top_k=top_k,
+            top_p=self.ones[:count] if parameters.top_p is None else parameters.top_p,
+            min_p=self.zeros[:count] if parameters.min_p is None else parameters.min_p,
+            tokens=out.tokens,
         )
+        self.function(key_of(self.spec, config, top_k.dtype))(*args)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler in Triton, for every GPU that has no kernel of its own."""
+"""The Triton sampler for SM75 and later."""

@@ -100,7 +100,7 @@ def reasons_against(runner: Any) -> list[str]:
         reasons.append("each rank samples a part of the batch (enable_batch_sharded_sampling)")
     try:
         spec = SamplingSpec(vocab=model.get_vocab_size())
-        dispatch.choose(dispatch.Operation.SAMPLE, spec, targets.detect(runner.device))
+        dispatch.choose(spec, targets.detect(runner.device))
     except (InvalidInput, Unsupported) as error:
         reasons.append(str(error))
     return reasons

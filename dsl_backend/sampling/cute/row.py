@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of a cluster's threads over a row of logits. Each warp reads a segment of adjacent logits."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.primitives.copy import load_vector
+from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.cute import fixed_point
+from dsl_backend.sampling.cute.scan import WARP
+
+# Loads that a lane has in flight when a warp reads one thread's logits again.
+REVISIT_LOADS = 4
+
+
+class Segment(NamedTuple):
+    """The adjacent logits of a row that a warp reads.
+
+    Attributes:
+        base, offset: pointer to the logits tensor, and the row's first element in it (64 bits).
+        begin, end: the segment's first logit in the row, and one past its last.
+        steps: loads of a lane along the segment.
+    """
+
+    base: Any
+    offset: Any
+    begin: Any
+    end: Any
+    steps: Any
+
+
+class Row(NamedTuple):
+    """A row and how to sample from it.
+
+    Attributes:
+        segment: of this thread's warp.
+        vocab: logits of the row.
+        temperature, row_max: float32; row_max is the maximum z.
+        top_k: int32; vocab where top-k is off.
+        min_prob: uint64, the least probability that min-p keeps; 0 where min-p is off.
+        top_p: float32; 1 where top-p is off.
+        random_bits: uint64, 62 random bits.
+    """
+
+    segment: Segment
+    vocab: Any
+    temperature: Any
+    row_max: Any
+    top_k: Any
+    min_prob: Any
+    top_p: Any
+    random_bits: Any
+
+
+class RowReader:
+    """How a warp reads its segment of a row."""
+
+    def __init__(self, config: ClusterConfig, dtype: type[cutlass.Numeric]):
+        self.vector, self.loads_in_flight = config.vector, config.loads_in_flight
+        self.dtype = dtype
+
+    @cute.jit
+    def thread_max(self, segment: Segment):
+        """The maximum of this thread's logits; NaN is ignored. -inf where the thread has none."""
+        thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
+        maximum = -cutlass.Float32.inf
+        for first in cutlass.range(0, segment.steps, self.loads_in_flight, unroll=1):
+            rLogits = cute.make_rmem_tensor((self.vector, self.loads_in_flight), self.dtype)
+            for i in cutlass.range_constexpr(self.loads_in_flight):
+                # Columns past the segment's end load the row's start, so that no load waits for a branch.
+                column = thread_begin + (first + i) * (WARP * self.vector)
+                load_vector(segment.base, segment.offset + (column if column < segment.end else 0), rLogits[None, i])
+            for i in cutlass.range_constexpr(self.loads_in_flight):
+                vector_max = cutlass.Float32(rLogits[0, i])
+                for e in cutlass.range_constexpr(1, self.vector):
+                    vector_max = cute.arch.fmax(vector_max, cutlass.Float32(rLogits[e, i]))
+                inside = thread_begin + (first + i) * (WARP * self.vector) < segment.end
+                maximum = cute.arch.fmax(maximum, vector_max) if inside else maximum
+        return maximum
+
+    @cute.jit
+    def for_each_logit(self, row: Row, visit: cutlass.Constexpr):
+        """Call visit(z) for each of this thread's logits; z may be NaN or negative zero.
+
+        One load at a time: a visit takes longer than a read from the cache.
+        """
+        segment = row.segment
+        divisor = fixed_point.make_divisor(row.temperature)
+        thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
+        for column in cutlass.range(thread_begin, segment.end, WARP * self.vector, unroll=1):
+            rLogits = cute.make_rmem_tensor(self.vector, self.dtype)
+            load_vector(segment.base, segment.offset + column, rLogits)
+            rZ = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+            for e in cutlass.range_constexpr(self.vector):
+                rZ[e] = cutlass.Float32(rLogits[e])
+            fixed_point.divide_all(rZ, divisor)
+            for e in cutlass.range_constexpr(self.vector):
+                visit(rZ[e])
+
+    @cute.jit
+    def for_each_logit_of(self, row: Row, selected, visit: cutlass.Constexpr):
+        """Call visit(z, token_id) for each logit of the threads that are selected.
+
+        The lanes of a warp share the logits of one thread. The warp stops once visit has returned true in a lane.
+        """
+        segment = row.segment
+        lane = cute.arch.lane_idx()
+        remaining = cutlass.Uint32(cute.arch.vote_ballot_sync(selected))
+        while remaining != 0:
+            source_lane = cutlass.Int32(cute.arch.popc((remaining & (~remaining + 1)) - 1))
+            remaining = remaining & (remaining - 1)
+            stop = cutlass.Boolean(False)
+            for first in cutlass.range(0, segment.steps, WARP * REVISIT_LOADS, unroll=1):
+                rLogits = cute.make_rmem_tensor((self.vector, REVISIT_LOADS), self.dtype)
+                for i in cutlass.range_constexpr(REVISIT_LOADS):
+                    column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
+                    safe_column = column if column < segment.end else 0
+                    load_vector(segment.base, segment.offset + safe_column, rLogits[None, i])
+                # Not unrolled: the visit's code would be repeated for every load.
+                for i in cutlass.range(REVISIT_LOADS, unroll=1):
+                    column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
+                    if column < segment.end:
+                        for e in cutlass.range_constexpr(self.vector):
+                            x = rLogits[e, 0]
+                            for other in cutlass.range_constexpr(1, REVISIT_LOADS):
+                                x = rLogits[e, other] if i == other else x
+                            z = fixed_point.scaled_logit(cutlass.Float32(x), row.temperature)
+                            full = visit(z, column + e)
+                            stop = stop or full
+            if cute.arch.vote_any_sync(stop):
+                remaining = cutlass.Uint32(0)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and inclusive prefix sums over the threads of a warp and of a CTA."""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.sampling.cute.cluster import cta_barrier
+
+WARP = 32
+
+
+def add(a, b):
+    return a + b
+
+
+def load_smem_vector(sTensor: cute.Tensor, start, count: int) -> cute.Tensor:
+    """Copy `count` adjacent elements of shared memory to registers, by accesses of up to 16 bytes.
+
+    Args:
+        start: a multiple of count.
+    """
+    element_bytes = sTensor.element_type.width // 8
+    address = sTensor.iterator.toint() + start * element_bytes
+    align = min(16, count * element_bytes)
+    pointer = cute.make_ptr(sTensor.element_type, address, cute.AddressSpace.smem, assumed_align=align)
+    rVector = cute.make_rmem_tensor(count, sTensor.element_type)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), rVector)
+    return rVector
+
+
+@cute.jit
+def warp_inclusive_sum(value):
+    """The sum of the values of lane 0 to this lane."""
+    lane = cute.arch.lane_idx()
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
+        value = value + below if lane >= (1 << step) else value
+    return value
+
+
+@cute.jit
+def cta_inclusive_sum(value, sScratch: cute.Tensor, warps: cutlass.Constexpr[int]):
+    """(sum of the values of thread 0 to this thread, sum of all) over a CTA. All threads take part.
+
+    Args:
+        sScratch: [warps] of the value's type. Its last readers have passed two barriers since.
+    """
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    in_warp = warp_inclusive_sum(value)
+    if lane == WARP - 1:
+        sScratch[warp] = in_warp
+    cta_barrier()
+    zero = value.dtype(0)
+    warp_sum = sScratch[lane] if lane < warps else zero
+    before = warp_sum if lane < warp else zero
+    return in_warp + cute.arch.warp_reduction(before, add), cute.arch.warp_reduction(warp_sum, add)
+
+
+@cute.jit
+def cta_sum(value, sScratch: cute.Tensor, warps: cutlass.Constexpr[int]):
+    """The sum of the values of all threads of a CTA. All threads take part; sScratch as in `cta_inclusive_sum`."""
+    in_warp = cute.arch.warp_reduction(value, add)
+    if cute.arch.lane_idx() == 0:
+        sScratch[cute.arch.warp_idx()] = in_warp
+    cta_barrier()
+    lane = cute.arch.lane_idx()
+    warp_sum = sScratch[lane] if lane < warps else value.dtype(0)
+    return cute.arch.warp_reduction(warp_sum, add)
