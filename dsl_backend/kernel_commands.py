@@ -157,8 +157,7 @@ def judged(entry: Entry | str) -> tuple[str, str]:
     if parts.get("toolkit") != now:
         then = [version for version in parts.get("toolkit", []) if version not in now]
         return STALE, f"made with {', '.join(then) or 'fewer wheels'}"
-    ours = key.sources_of(key.PACKAGE).fingerprint
-    if parts.get("sources", {}).get(key.PACKAGE) != ours:
+    if not key.is_current(parts.get("sources", {})):
         return STALE, "made from other sources"
     return CURRENT, ""
 

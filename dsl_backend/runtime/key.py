@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled kernel is known by, in memory and on disk: one text that names all it depends on, and its digest."""
+"""The identity of a compiled kernel, in memory and on disk: a text that names all it depends on, and its digest."""
 
+import ast
 import dataclasses
 import enum
 import hashlib
@@ -23,17 +24,10 @@ from dsl_backend.runtime.target import Target
 # Changes when what is stored, or how it is called, changes its meaning.
 FORMAT = 1
 PACKAGE = "dsl_backend"
-# Of the package, what no kernel is made from.
-NO_KERNELS = (
-    "vllm_plugin",
-    "testing",
-    "_benchmarks",
-    "cli.py",
-    "doctor.py",
-    "environment.py",
-    "families.py",
-    "kernel_commands.py",
-)
+FOLDER = Path(__file__).resolve().parents[1]
+# Calls CuTe DSL's compiler, for every kernel. What it imports generates no code.
+COMPILER = "dsl_backend.runtime.toolkit"
+# Triton's kernels have a cache of their own.
 TRITON = "triton"
 ACCEPTED = (
     "None, bool, int, float, str, bytes, an enum's member, a dtype, a type; tuples, frozensets, dataclasses of these"
@@ -43,7 +37,7 @@ LOADED = time.time()
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """The Python files that a package's kernels are made from.
+    """The Python files that a kernel is made from.
 
     Attributes:
         fingerprint: of their names and contents.
@@ -105,7 +99,8 @@ def identify(kernel: Any, arguments: Sequence[Any], *, key: Any, target: Target,
         raise InvalidInput(f"a kernel's key is {key!r}: an instance of a dataclass is needed")
     owner = kernel if hasattr(kernel, "__qualname__") else type(kernel)
     name = f"{owner.__module__}.{owner.__qualname__}"
-    sources = {root: sources_of(root) for root in sorted({PACKAGE, root_of(owner.__module__)})}
+    modules = {owner.__module__, COMPILER, *modules_of(key), *parts_of(kernel)}
+    sources = {module: sources_of(module) for module in sorted(modules)}
     text = stable(key)
     parts = {
         "format": FORMAT,
@@ -114,7 +109,7 @@ def identify(kernel: Any, arguments: Sequence[Any], *, key: Any, target: Target,
         "arguments": toolkit.described(arguments),
         "arch": target.arch,
         "options": options,
-        "sources": {root: found.fingerprint for root, found in sources.items()},
+        "sources": {module: found.fingerprint for module, found in sources.items()},
         "toolkit": toolkit.versions(),
         "settings": toolkit.settings(),
     }
@@ -153,19 +148,74 @@ def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(value)
 
 
+def modules_of(value: Any) -> set[str]:
+    """The modules that define the dataclasses and enums of a key."""
+    if isinstance(value, (tuple, frozenset)):
+        return {module for part in value for module in modules_of(part)}
+    found = {type(value).__module__} if isinstance(value, enum.Enum) else set()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {type(value).__module__}.union(*(modules_of(getattr(value, one.name)) for one in _fields(value)))
+    return found
+
+
+def parts_of(kernel: Any) -> set[str]:
+    """The modules of the objects of this package that a kernel object was given, such as a mask."""
+    values = () if hasattr(kernel, "__qualname__") else vars(kernel).values()
+    return {module for value in values if is_ours(module := type(value).__module__)}
+
+
 def root_of(module: str) -> str:
-    """The package, or the module of its own, whose sources a kernel of this module is made from."""
+    """The package, or the module of its own, whose sources a kernel of another package's module is made from."""
     package = module.partition(".")[0]
     # A package without an __init__.py is any number of folders.
     return package if getattr(sys.modules.get(package), "__file__", None) else module
 
 
 @cache
-def sources_of(root: str) -> Sources:
-    """The sources of an imported package or module, read once in a process.
+def sources_of(module: str) -> Sources:
+    """The sources of a kernel's module: the module, and the modules of this package that it imports, directly or not.
+
+    Imports inside functions count, those for type checkers alone do not. Of a module of another package, all of that
+    package counts too.
 
     Raises:
-        InvalidInput: it has no files, such as what was typed into an interpreter.
+        InvalidInput: it has no file, such as what was typed into an interpreter.
+    """
+    if module == COMPILER:
+        return fingerprinted({module: existing(module)})
+    if is_ours(module):
+        return fingerprinted(followed({module: existing(module)}))
+    return fingerprinted(followed(files_of_root(root_of(module))))
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] == PACKAGE
+
+
+def existing(module: str) -> Path:
+    """The file of a module of this package.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    file = file_of(module)
+    if file is None:
+        raise InvalidInput(f"kernels of {module} cannot be compiled: it has no source file")
+    return file
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of this package; None where it has none. Nothing is imported."""
+    path = FOLDER.joinpath(*module.split(".")[1:])
+    candidates = (path / "__init__.py", path.parent / f"{path.name}.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def files_of_root(root: str) -> dict[str, Path]:
+    """Name -> file, for all of another package, or for a module of its own.
+
+    Raises:
+        InvalidInput: it has no file.
     """
     module = sys.modules.get(root) or importlib.import_module(root)
     file = getattr(module, "__file__", None)
@@ -173,12 +223,69 @@ def sources_of(root: str) -> Sources:
         raise InvalidInput(f"kernels of {root} cannot be compiled: it has no source file")
     top = Path(file)
     files = sorted(top.parent.rglob("*.py")) if top.name == "__init__.py" else [top]
+    return {path.relative_to(top.parent).as_posix(): path for path in files}
+
+
+def followed(files: Mapping[str, Path]) -> dict[str, Path]:
+    """These files, by name, and those of this package's modules that they import, directly or not."""
+    found, waiting = dict(files), list(files.items())
+    while waiting:
+        name, path = waiting.pop()
+        for module in imports_of(path, name if is_ours(name) else ""):
+            file = None if TRITON in module.split(".") else file_of(module)
+            if file is not None and module not in found:
+                found[module] = file
+                waiting.append((module, file))
+    return found
+
+
+@cache
+def imports_of(path: Path, module: str) -> frozenset[str]:
+    """The modules of this package that a file may import, with the packages that they are in.
+
+    Args:
+        module: the file's own name, for relative imports; empty where it is of another package.
+    """
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_bytes())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            # A name may be a module; one that is none has no file.
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        else:
+            todo += ast.iter_child_nodes(node)
+    ours = [name.split(".") for name in found if is_ours(name)]
+    return frozenset(".".join(parts[:count]) for parts in ours for count in range(1, len(parts) + 1))
+
+
+def fingerprinted(files: Mapping[str, Path]) -> Sources:
     digest, newest = hashlib.sha256(), 0.0
-    for path in files:
-        name = path.relative_to(top.parent)
-        if root == PACKAGE and (name.parts[0] in NO_KERNELS or TRITON in name.parts):
-            continue
+    for name, path in sorted(files.items()):
         text = path.read_bytes()
-        digest.update(f"{name.as_posix()} {len(text)} ".encode() + text)
+        digest.update(f"{name} {len(text)} ".encode() + text)
         newest = max(newest, path.stat().st_mtime)
     return Sources(digest.hexdigest()[:32], newest)
+
+
+def forget() -> None:
+    """Read the sources again at the next call."""
+    sources_of.cache_clear()
+    imports_of.cache_clear()
+
+
+def is_current(sources: Mapping[str, str]) -> bool:
+    """Whether fingerprints that an entry was stored with are still those of this package's modules."""
+    try:
+        return bool(sources) and all(
+            sources_of(module).fingerprint == fingerprint for module, fingerprint in sources.items() if is_ours(module)
+        )
+    except InvalidInput:  # a module that is no longer there
+        return False

@@ -24,6 +24,7 @@ def fresh() -> None:
     cache.stats = cache.Stats()
     log.warning_once.cache_clear()
     SOURCES_OF.cache_clear()
+    key.imports_of.cache_clear()
     toolkit.missing.cache_clear()
 
 
@@ -66,8 +67,9 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 @pytest.fixture
 def unedited() -> Iterator[None]:
     """For tests whose processes each read the sources: says so where somebody edits them meanwhile."""
-    before = SOURCES_OF(key.PACKAGE)
+    modules = ("self_test_kernels", key.COMPILER)
+    before = [SOURCES_OF(module) for module in modules]
     yield
     SOURCES_OF.cache_clear()
-    if SOURCES_OF(key.PACKAGE) != before:
+    if [SOURCES_OF(module) for module in modules] != before:
         pytest.fail("sources of the package were edited while this test ran: run it again", pytrace=False)

@@ -3,16 +3,18 @@
 
 import dataclasses
 import enum
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dsl_backend import cli, vllm_plugin
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import key, toolkit
 from dsl_backend.runtime.key import Identity, identify, stable
@@ -147,7 +149,7 @@ def test_equal_in_every_process() -> None:
         assert done.stdout.split()[-1] == identity().digest
 
 
-def test_sources_are_those_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "kernels_of_a_test"
     (package / "sm90").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -158,22 +160,134 @@ def test_sources_are_those_of_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
         lambda: None,
         lambda: (package / "sm90" / "decode.py").write_text("A = 2\n"),
         (package / "b.py").touch,
+        lambda: (package / "b.py").write_text("from dsl_backend.primitives import copy\n"),
     ):
         change()
-        key.sources_of.cache_clear()
-        fingerprints.append(key.sources_of("kernels_of_a_test").fingerprint)
-    assert len(set(fingerprints)) == 3, "contents and names both count"
+        key.forget()
+        fingerprints.append(key.sources_of("kernels_of_a_test.sm90.decode").fingerprint)
+    assert len(set(fingerprints)) == 4, "contents and names both count"
+    found = key.followed(key.files_of_root("kernels_of_a_test"))
+    assert "dsl_backend.primitives.copy" in found, "what it imports of this package counts too"
 
 
-def test_the_command_line_is_no_kernel() -> None:
-    """Were they part of it, an edit of the plugin would compile all kernels anew."""
-    names = {
-        Path(file or "").relative_to(Path(key.__file__).parents[1]).parts[0]
-        for file in (cli.__file__, vllm_plugin.__file__)
-    }
-    assert names <= set(key.NO_KERNELS)
-    root = Path(key.__file__).parents[1]
-    assert all((root / name).exists() for name in key.NO_KERNELS if name != "_benchmarks")
+DENSE = "dsl_backend.attention.cute.sm90.dense_kernel"
+GEMM = "dsl_backend.gemm.sm90.gemm"
+Edit = Callable[..., set[str]]
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
+    """Edits files of a copy of the package; returns the kernels' modules whose fingerprints change."""
+    copied = tmp_path / "dsl_backend"
+    shutil.copytree(key.FOLDER, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(key, "FOLDER", copied)
+
+    def fingerprints() -> dict[str, str]:
+        key.forget()
+        return {module: key.sources_of(module).fingerprint for module in (DENSE, GEMM, key.COMPILER)}
+
+    before = fingerprints()
+
+    def edit(*names: str) -> set[str]:
+        for name in names:
+            (copied / name).write_text(f"{(copied / name).read_text()}\n# edited\n")
+        return {module for module, found in fingerprints().items() if found != before[module]}
+
+    return edit
+
+
+ELSEWHERE = (
+    "cli.py",
+    "doctor.py",
+    "kernel_commands.py",
+    "verify.py",
+    "runtime/cache.py",
+    "runtime/family.py",
+    "attention/dispatch.py",
+    "attention/cute/host.py",
+    "attention/triton/prefill.py",
+    "vllm_plugin/registration.py",
+    "testing/cases.py",
+    "sampling/cute/host.py",
+)
+
+
+def test_edits_elsewhere_recompile_nothing(edited: Edit) -> None:
+    assert edited(*ELSEWHERE) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("attention/cute/sm90/dense_kernel.py", {DENSE}),
+        ("attention/cute/sm90/dense_configs.py", {DENSE}),
+        ("attention/spec.py", {DENSE}),  # indirectly
+        ("gemm/sm90/gemm.py", {GEMM}),
+        ("gemm/__init__.py", {GEMM}),  # runs where a module of the package is imported
+        ("primitives/copy.py", {DENSE, GEMM}),
+        ("runtime/toolkit.py", {key.COMPILER}),  # a part of every kernel's identity
+    ],
+)
+def test_an_edit_of_what_a_kernel_imports_recompiles_it(edited: Edit, name: str, changed: set[str]) -> None:
+    assert edited(name) == changed
+
+
+def test_a_module_that_is_gone_is_not_current(edited: Edit) -> None:
+    kept = {module: key.sources_of(module).fingerprint for module in (DENSE, GEMM, key.COMPILER)}
+    assert key.is_current(kept)
+    assert not key.is_current({}), "an entry of an older format says nothing of its sources"
+    assert edited("attention/spec.py") == {DENSE}
+    assert not key.is_current(kept)
+    kept.pop(DENSE)
+    assert key.is_current(kept)
+    (key.FOLDER / "gemm" / "sm90" / "gemm.py").unlink()
+    key.forget()
+    assert not key.is_current(kept)
+
+
+IMPORTS = """
+from typing import TYPE_CHECKING
+import dsl_backend.checks
+from dsl_backend.runtime import cache
+from . import tiles
+from ..key import Key
+if TYPE_CHECKING:
+    from dsl_backend import cli
+else:
+    from dsl_backend import envs
+def late():
+    from dsl_backend.log import logger
+"""
+
+
+def test_imports(tmp_path: Path) -> None:
+    """Inside functions and relative ones as well; not those that only a type checker runs."""
+    file = tmp_path / "gemm.py"
+    file.write_text(IMPORTS)
+    found = key.imports_of(file, "dsl_backend.gemm.sm90.gemm")
+    expected = {"checks", "runtime.cache", "gemm.sm90.tiles", "gemm.key", "envs", "log"}
+    assert {f"dsl_backend.{name}" for name in expected} <= found
+    assert "dsl_backend.cli" not in found
+    assert {"dsl_backend", "dsl_backend.gemm", "dsl_backend.gemm.sm90"} <= found, "packages run too"
+
+
+def test_a_kernel_brings_the_modules_of_its_parts() -> None:
+    from dsl_backend.linear.spec import Swiglu
+
+    kernel = Scale(ScaleKey())
+    assert key.parts_of(kernel) == set()
+    kernel.activation = Swiglu()
+    assert key.parts_of(kernel) == {"dsl_backend.linear.spec"}
+
+
+def test_a_key_brings_the_modules_of_its_types() -> None:
+    from dsl_backend.linear.spec import Swiglu
+
+    assert key.modules_of(Config(tile=(Order.ROWS, Swiglu()))) == {__name__, "dsl_backend.linear.spec"}
+    assert (
+        "dsl_backend.linear.spec"
+        in json.loads(identify(Scale(ScaleKey()), (), key=Config(Swiglu()), target=from_arch("sm_90a")).text)["sources"]
+    )
 
 
 def test_code_that_is_older_than_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
