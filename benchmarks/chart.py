@@ -73,7 +73,7 @@ def rows_of(records: Iterable[Record], pattern: str) -> list[Row]:
         times = [(cell["provider"], float(cell["median_us"])) for cell in record["cells"] if "median_us" in cell]
         times.sort(key=lambda pair: not is_ours(pair[0]))
         if len(times) > 1 and is_ours(times[0][0]):
-            found.append(Row(record["operator"], record.get("label", record["id"]), tuple(times)))
+            found.append(Row(record["operator"], str(record.get("label") or record["id"]), tuple(times)))
     if not found:
         raise ValueError(f"no row whose id matches {pattern!r} has a time of ours and of a peer")
     return found
