@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
-from dsl_backend.softmax import api
+from dsl_backend.softmax import launch
 from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, power_of_2, widest_vector
-from dsl_backend.softmax.cute import host as launch
+from dsl_backend.softmax.cute import host
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 from .. import sweep, timing
@@ -34,27 +34,27 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
     """Configurations worth a try that fit, the default first: as many blocks on an SM as registers are there for."""
     default = default_config(spec)
     yield default
-    yield dataclasses.replace(default, overlap=not default.overlap)
+    yield dataclasses.replace(default, use_pdl=not default.use_pdl)
     vector = widest_vector(spec)
     count = spec.width // vector
     fewest = FEWEST if spec.width > NARROW else vector
     clusters = [cluster for cluster in (1, 2, 4, 8, 16) if cluster == 1 or power_of_2(spec.width) >= PART * cluster]
     for threads, cluster in itertools.product((32, 64, 128, 256, 512, 1024), clusters):
-        vectors = ceil_div(count, threads * cluster)
-        if not fewest <= vector * vectors <= MOST or threads > count or (threads < 128 and cluster > 1):
+        vectors_per_thread = ceil_div(count, threads * cluster)
+        if not fewest <= vector * vectors_per_thread <= MOST or threads > count or (threads < 128 and cluster > 1):
             continue
         held = RowConfig(
             vector=vector,
-            vectors=vectors,
+            vectors_per_thread=vectors_per_thread,
             threads_per_row=threads,
-            rows_per_block=max(1, 128 // threads),
+            rows_per_cta=max(1, 128 // threads),
             cluster=cluster,
         )
         again = dataclasses.replace(held, recompute=True)
         kept, most = (blocks(one, spec) for one in (held, again))
-        found = [dataclasses.replace(held, resident=kept, overlap=overlap) for overlap in (True, False)]
+        found = [dataclasses.replace(held, ctas_per_sm=kept, use_pdl=use_pdl) for use_pdl in (True, False)]
         # Exponentials are computed twice only for more blocks.
-        found += [dataclasses.replace(again, resident=most, overlap=True)] if most > kept else []
+        found += [dataclasses.replace(again, ctas_per_sm=most, use_pdl=True)] if most > kept else []
         yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
 
 
@@ -73,7 +73,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
         outputs = [layer.out for layer in inputs.layers]
 
         def runner(config: RowConfig) -> Callable[[int], torch.Tensor]:
-            function = launch.build(launch.key_of(spec, config), target)
+            function = host.build(host.key_of(spec, config), target)
 
             def run(index: int) -> torch.Tensor:
                 function(inputs.layers[index].x, outputs[index])
@@ -88,7 +88,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
         parameters=case.parameters,
         configs=configs,
         chosen=configs[0],
-        precompile_spec=lambda config: PrecompileSpec("softmax", launch.build, launch.key_of(spec, config), target),
+        precompile_spec=lambda config: PrecompileSpec("softmax", host.build, host.key_of(spec, config), target),
         prepare=prepare,
         note=lambda config, time_us: f"{case.traffic_bytes / time_us / 1e6:7.3f}",
     )
@@ -97,7 +97,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
 def spec_of(problem: Problem) -> SoftmaxSpec:
     x = torch.empty(1, problem.width, dtype=problem.dtype)
     out = torch.empty(1, problem.width, dtype=problem.out_dtype)
-    vector = api.common_vector(x, out)
+    vector = launch.common_vector(x, out)
     return SoftmaxSpec(
         width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log, vector=vector
     )

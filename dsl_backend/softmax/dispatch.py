@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves a softmax on a target: a table of reasons, best kernel first."""
+"""The kernels of softmax, best first, and what each one does not serve."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,8 +16,22 @@ OPERATION = "softmax"
 Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
 
 
+def cute_one_pass(spec: SoftmaxSpec, target: Target) -> list[str]:
+    """It reads a row once, so the row has to fit the registers of a cluster."""
+    if (reasons := cute(spec, target)) or not default_config(spec).two_pass:
+        return reasons
+    return [f"rows of {spec.width} elements do not fit the registers of a cluster"]
+
+
+def cute_two_pass(spec: SoftmaxSpec, target: Target) -> list[str]:
+    """It reads a row twice."""
+    if (reasons := cute(spec, target)) or default_config(spec).two_pass:
+        return reasons
+    return [f"rows of {spec.width} elements fit the registers of a cluster: one pass serves them"]
+
+
 def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
-    """The kernel needs clusters and st.async; it is compiled for and proven on SM90 and SM100."""
+    """Both need clusters and st.async, and are compiled and tested for SM90 and SM100 only."""
     if reasons := target.arch_objections("sm90", "sm100"):
         return reasons
     reasons = [*toolkit.missing()]
@@ -39,9 +53,10 @@ def cpu_only(spec: SoftmaxSpec, target: Target) -> list[str]:
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
-# sm90's kernel uses nothing that SM100 lacks or does better: one class serves both.
+# One class serves SM90 and SM100: SM100 has no instruction that would make it faster.
 TABLE = (
-    Entry("cute", "softmax sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute),
+    Entry("cute", "softmax one-pass sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute_one_pass),
+    Entry("cute", "softmax two-pass sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute_two_pass),
     Entry("triton", "softmax triton", "dsl_backend.softmax.triton.rows:softmax", triton),
     Entry("reference", "softmax reference", "dsl_backend.softmax.reference:softmax", cpu_only),
 )
@@ -53,12 +68,12 @@ def judge(spec: SoftmaxSpec, target: Target) -> Judged[SoftmaxSpec]:
 
 
 def choose(spec: SoftmaxSpec, target: Target, kernel: str | None = None) -> Entry[SoftmaxSpec]:
-    """The first entry that does not object; arguments and errors as in `runtime.dispatch`."""
+    """The first entry without objections; arguments and errors as in `runtime.dispatch`."""
     return dispatch.choose(OPERATION, TABLE, spec, target, kernel)
 
 
 @cache
 def chosen(spec: SoftmaxSpec, target: Target, kernel: str | None) -> Run:
-    """The function that serves; chosen once for each problem, since every call asks."""
+    """The function that serves. Cached, because every call needs it."""
     run: Run = choose(spec, target, kernel).load()
     return run

@@ -4,11 +4,11 @@
 import torch
 
 from dsl_backend.runtime.op import register_op
-from dsl_backend.softmax import api
+from dsl_backend.softmax import launch
 
 
 def softmax(x: torch.Tensor, log: bool, out_dtype: torch.dtype | None, kernel: str | None) -> torch.Tensor:
-    return api.softmax(x, log=log, out_dtype=out_dtype, kernel=kernel)
+    return launch.run(x, None, log, out_dtype, kernel)
 
 
 def softmax_fake(x: torch.Tensor, log: bool, out_dtype: torch.dtype | None, kernel: str | None) -> torch.Tensor:
@@ -18,13 +18,13 @@ def softmax_fake(x: torch.Tensor, log: bool, out_dtype: torch.dtype | None, kern
 def softmax_out(
     x: torch.Tensor, out: torch.Tensor, log: bool, out_dtype: torch.dtype | None, kernel: str | None
 ) -> None:
-    api.softmax(x, out, log=log, out_dtype=out_dtype, kernel=kernel)
+    launch.run(x, out, log, out_dtype, kernel)
 
 
 def softmax_out_fake(
     x: torch.Tensor, out: torch.Tensor, log: bool, out_dtype: torch.dtype | None, kernel: str | None
 ) -> None:
-    api.check_out(x, out, out_dtype)
+    launch.check_out(x, out, out_dtype)
 
 
 SOFTMAX = register_op("softmax", softmax, fake=softmax_fake)

@@ -10,8 +10,8 @@ from dsl_backend.checks import require, short
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Kernels count columns and rows in 32 bits, and go past the end by less than a tile.
-MOST_WIDTH = 2**31 - 2**20
-MOST_ROWS = 2**31 - 2**10
+MAX_WIDTH = 2**31 - 2**20
+MAX_ROWS = 2**31 - 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class SoftmaxSpec:
         checks.dtype("dtype", self.dtype, DTYPES)
         checks.dtype("out_dtype", self.out_dtype, DTYPES)
         checks.flag("log", self.log)
-        require(1 <= self.width <= MOST_WIDTH, f"width {self.width} is not from 1 to {MOST_WIDTH}")
+        require(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not from 1 to {MAX_WIDTH}")
         require(self.vector in (1, 2, 4, 8), f"vector {self.vector} is not 1, 2, 4 or 8")
         require(self.width % self.vector == 0, f"width {self.width} is not a multiple of the vector {self.vector}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import api, configs, reference
+from dsl_backend.softmax import api, configs, launch, reference
 from dsl_backend.softmax.configs import RowConfig
 from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.testing.numerics import assert_within_budget
@@ -50,8 +50,14 @@ class SoftmaxCase:
 
 def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: object) -> RowConfig:
     """A row of this width over so many blocks and threads, two elements an access."""
-    vectors = configs.ceil_div(width, 2 * threads * cluster)
-    fields = {"vector": 2, "vectors": vectors, "threads_per_row": threads, "rows_per_block": rows, "cluster": cluster}
+    vectors_per_thread = configs.ceil_div(width, 2 * threads * cluster)
+    fields = {
+        "vector": 2,
+        "vectors_per_thread": vectors_per_thread,
+        "threads_per_row": threads,
+        "rows_per_cta": rows,
+        "cluster": cluster,
+    }
     return RowConfig(**{**fields, **more})  # type: ignore[arg-type]
 
 
@@ -125,14 +131,14 @@ def judge_on_host(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> None
 def launch_as_configured(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> None:
     """The CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
-    from dsl_backend.softmax.cute import host as launch
+    from dsl_backend.softmax.cute import host
 
-    function = launch.build(launch.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
-    function(api.side_by_side(x), api.side_by_side(out))
+    function = host.build(host.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
+    function(launch.with_expected_strides(x), launch.with_expected_strides(out))
 
 
 def spec_of(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> SoftmaxSpec:
-    vector = api.common_vector(x, out)
+    vector = launch.common_vector(x, out)
     return SoftmaxSpec(width=case.width, dtype=case.dtype, out_dtype=case.to, log=case.log, vector=vector)
 
 
@@ -160,7 +166,7 @@ CASES = [
         id="cluster-overlap",
         rows=3,
         width=768,
-        config=spread(768, 2, 64, ctas_per_sm=3, overlap=True),
+        config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True),
         why="16-bit maxima two at a time, no column outside; launches overlap",
     ),
     SoftmaxCase(
@@ -168,7 +174,7 @@ CASES = [
         rows=9,
         width=300,
         dtype=F16,
-        config=spread(300, 1, 64, overlap=True),
+        config=spread(300, 1, 64, use_pdl=True),
         special=True,
         why="float16 maxima two at a time beside NaN and infinities",
     ),
@@ -206,7 +212,7 @@ CASES = [
         id="stream",
         rows=5,
         width=500,
-        config=spread(500, 1, 16, 2, vectors=2, streamed=True),
+        config=spread(500, 1, 16, 2, vectors_per_thread=2, two_pass=True),
         why="the loop: eight tiles, the last one ragged; several rows a block, one missing",
     ),
     SoftmaxCase(
@@ -214,7 +220,7 @@ CASES = [
         rows=2,
         width=512,
         dtype=F32,
-        config=spread(512, 1, 64, vectors=1, streamed=True),
+        config=spread(512, 1, 64, vectors_per_thread=1, two_pass=True),
         why="the loop over whole tiles",
     ),
     SoftmaxCase(
@@ -222,7 +228,7 @@ CASES = [
         rows=2,
         width=998,
         log=True,
-        config=spread(998, 4, vectors=1, streamed=True),
+        config=spread(998, 4, vectors_per_thread=1, two_pass=True),
         why="loop and cluster",
     ),
     # --- types ---
@@ -247,7 +253,7 @@ CASES = [
         rows=9,
         width=300,
         log=True,
-        config=spread(300, 1, 32, vectors=1, streamed=True),
+        config=spread(300, 1, 32, vectors_per_thread=1, two_pass=True),
         special=True,
         why="across tiles",
     ),
@@ -274,12 +280,19 @@ def random_case(seed: int, widest: int = 700) -> SoftmaxCase:
     if draw.random() < 0.6 and width % 2 == 0:
         cluster = draw.choice((1, 1, 2, 4))
         threads = draw.choice((32, 64, 128)) if cluster > 1 else draw.choice((2, 8, 16, 32, 64))
-        streamed = draw.random() < 0.3
+        two_pass = draw.random() < 0.3
         beside = 1 if cluster > 1 else max(1, 32 // threads) * draw.choice((1, 2))
-        config = spread(width, cluster, threads, beside, streamed=streamed)
-        if streamed:
-            config = spread(width, cluster, threads, beside, streamed=True, vectors=draw.randint(1, config.vectors))
-        if config.vectors > 32:
+        config = spread(width, cluster, threads, beside, two_pass=two_pass)
+        if two_pass:
+            config = spread(
+                width,
+                cluster,
+                threads,
+                beside,
+                two_pass=True,
+                vectors_per_thread=draw.randint(1, config.vectors_per_thread),
+            )
+        if config.vectors_per_thread > 32:
             config = None
     padded = config is None and draw.random() < 0.4
     return SoftmaxCase(

@@ -49,9 +49,9 @@ def test_a_sweep_has_the_default_and_its_rivals(width: int, dtype: torch.dtype) 
     configs = list(dict.fromkeys(sweep.candidates(spec, 227 * 1024)))
     assert configs[0] == default_config(spec)
     assert not any(config.objections(spec, 227 * 1024) for config in configs)
-    assert {config.overlap for config in configs} == {False, True}
+    assert {config.use_pdl for config in configs} == {False, True}
     if width == 32768 and dtype == torch.bfloat16:
-        held = {(config.threads, config.cluster, config.resident, config.recompute) for config in configs}
+        held = {(config.threads, config.cluster, config.ctas_per_sm, config.recompute) for config in configs}
         assert {(512, 2, 2, False), (256, 2, 3, False), (512, 1, 2, True)} < held
     assert len(configs) < 32
 

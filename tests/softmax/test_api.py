@@ -126,7 +126,9 @@ def test_what_is_refused(x: torch.Tensor, options: dict, message: str) -> None:
 def test_a_kernel_by_name_does_not_fall_back() -> None:
     if torch.cuda.is_available():
         pytest.skip("is about a CPU")
-    with pytest.raises(Unsupported, match="softmax sm90/sm100: serves GPUs of sm_90a"):
+    with pytest.raises(
+        Unsupported, match="softmax one-pass sm90/sm100, softmax two-pass sm90/sm100: serves GPUs of sm_90a"
+    ):
         api.softmax(torch.zeros(2, 3), kernel="cute")
 
 
@@ -137,9 +139,16 @@ def test_a_kernel_by_name_does_not_fall_back() -> None:
         *((arch, "triton") for arch in ("sm_110a", "sm_120a", "sm_80")),
     ],
 )
-def test_who_serves(arch: str, kernel: str) -> None:
+def test_which_kernel_serves(arch: str, kernel: str) -> None:
     spec = SoftmaxSpec(width=151936, dtype=BF16, out_dtype=F32, vector=8)
     assert dispatch.choose(spec, targets.from_arch(arch)).name == kernel
+
+
+@pytest.mark.parametrize(("width", "title"), [(151936, "softmax one-pass"), (600_000, "softmax two-pass")])
+def test_rows_wider_than_a_cluster_are_read_twice(width: int, title: str) -> None:
+    spec = SoftmaxSpec(width=width, dtype=BF16, out_dtype=BF16, vector=8)
+    judged = dispatch.judge(spec, targets.from_arch("sm_90a"))
+    assert [entry.title for entry, reasons in judged if entry.name == "cute" and not reasons] == [f"{title} sm90/sm100"]
 
 
 def test_old_gpus_have_no_bfloat16() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.softmax.configs import ACCESS_BYTES, RowConfig, default_config
-from dsl_backend.softmax.spec import DTYPES, MOST_WIDTH, SoftmaxSpec
+from dsl_backend.softmax.spec import DTYPES, MAX_WIDTH, SoftmaxSpec
 
 SMEM_BYTES = 227 * 1024
 WIDTHS = sorted(
@@ -20,7 +20,7 @@ WIDTHS = sorted(
         151936,
         201088,
         262144,
-        MOST_WIDTH,
+        MAX_WIDTH,
     }
 )
 
@@ -37,9 +37,9 @@ def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> No
         config = default_config(problem)
         assert config.objections(problem, SMEM_BYTES) == [], f"{problem}: {config}"
         assert config.vector * max(dtype.itemsize, out_dtype.itemsize) <= ACCESS_BYTES
-        assert config.streamed == (width > 524288), f"{problem}: {config}"
+        assert config.two_pass == (width > 524288), f"{problem}: {config}"
         # No thread of a row is without work, but for the rounding to powers of two.
-        assert config.streamed or config.tile - width < max(width, config.threads_per_row * config.cluster * 8)
+        assert config.two_pass or config.tile_elements - width < max(width, config.threads_per_row * config.cluster * 8)
 
 
 def test_levels() -> None:
@@ -58,20 +58,20 @@ def test_levels() -> None:
     assert level(262144) == (512, 16)
 
 
-FITS = RowConfig(vector=8, vectors=4, threads_per_row=32, rows_per_block=4)
+FITS = RowConfig(vector=8, vectors_per_thread=4, threads_per_row=32, rows_per_cta=4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vectors": 3}, "holds 768 elements of 1000"),
+        ({"vectors_per_thread": 3}, "holds 768 elements of 1000"),
         ({"vector": 16}, "vectors of 16 elements: rows are aligned to 8, and 8 are 16 bytes"),
         ({"threads_per_row": 33}, "threads_per_row 33 is not a power of two"),
-        ({"rows_per_block": 64}, "2048 threads a block are not a multiple of 32 up to 1024"),
-        ({"cluster": 32, "rows_per_block": 1}, "clusters of 32 blocks: 16 are the most"),
-        ({"cluster": 2}, "a cluster shares one row, with whole warps: not 4 rows a block"),
-        ({"vectors": 40}, "336 registers for each of 128 threads, 1 blocks on an SM: 255 a thread"),
-        ({"vectors": 0}, "0 vectors a thread: one is needed"),
+        ({"rows_per_cta": 64}, "2048 threads for each CTA are not a multiple of 32 up to 1024"),
+        ({"cluster": 32, "rows_per_cta": 1}, "clusters of 32 CTAs: 16 are the most"),
+        ({"cluster": 2}, "a cluster shares one row, with whole warps: not 4 rows for each CTA"),
+        ({"vectors_per_thread": 40}, "336 registers for each of 128 threads, 1 CTAs on an SM: 255 for a thread"),
+        ({"vectors_per_thread": 0}, "0 vectors for each thread: one is needed"),
     ],
 )
 def test_what_is_refused(change: dict[str, int], message: str) -> None:
@@ -80,7 +80,7 @@ def test_what_is_refused(change: dict[str, int], message: str) -> None:
 
 
 def test_shared_memory_is_counted() -> None:
-    config = RowConfig(vector=8, vectors=1, threads_per_row=512, rows_per_block=1, cluster=16)
+    config = RowConfig(vector=8, vectors_per_thread=1, threads_per_row=512, rows_per_cta=1, cluster=16)
     assert config.smem_bytes == 8 * 16 * 16 + 8
     assert "2056 bytes of shared memory: 2000 are the most" in config.objections(spec(1000), 2000)
     assert FITS.smem_bytes == 0

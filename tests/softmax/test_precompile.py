@@ -6,7 +6,7 @@ import torch
 
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import api, precompile
+from dsl_backend.softmax import launch, precompile
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -16,16 +16,16 @@ CONFIG = {"num_attention_heads": 8, "hidden_size": 1024, "dtype": "bfloat16"}
 
 @pytest.mark.parametrize("vocab", [1, 1000, 50257, 128256, 151936])
 def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
-    from dsl_backend.softmax.cute import host as launch
+    from dsl_backend.softmax.cute import host
 
     target = targets.from_arch("sm_90a")
     listed = [one.key for one in precompile.precompile_specs(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(2, vocab, dtype=dtype)
-        vector = api.common_vector(logits, torch.empty_like(logits))
+        vector = launch.common_vector(logits, torch.empty_like(logits))
         for log in (False, True):
             spec = SoftmaxSpec(width=vocab, dtype=dtype, out_dtype=dtype, log=log, vector=vector)
-            assert launch.key_of(spec) in listed
+            assert host.key_of(spec) in listed
 
 
 def test_a_model_in_float32_has_half_of_them() -> None:

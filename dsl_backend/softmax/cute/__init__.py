@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuTe DSL kernels of softmax for SM90 and later."""
+"""The CuTe DSL softmax for SM90 and SM100."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From torch tensors to the CuTe DSL kernel: its key, its function, its launch."""
+"""Keys, compiled functions and launches of the CuTe DSL softmax."""
 
 from functools import cache
 from typing import Any
@@ -18,9 +18,9 @@ from dsl_backend.softmax.spec import SoftmaxSpec
 
 
 def key_of(spec: SoftmaxSpec, config: RowConfig | None = None) -> SoftmaxKey:
-    """The kernel for a problem; all widths that are held by as many vectors share one, but for an exact fit."""
+    """The kernel of a problem. Widths with the same configuration share one, except those that fill the registers."""
     config = config or default_config(spec)
-    exact = spec.width % config.tile == 0 if config.streamed else spec.width == config.tile
+    exact = spec.width % config.tile_elements == 0 if config.two_pass else spec.width == config.tile_elements
     return SoftmaxKey(
         dtype=short(spec.dtype), out_dtype=short(spec.out_dtype), log=spec.log, config=config, exact=exact
     )
@@ -44,7 +44,7 @@ def build(key: SoftmaxKey, target: Target) -> Function:
 
 @cache
 def function_of(spec: SoftmaxSpec, target: Target, libraries: str) -> Function:
-    """The function of a problem, kept by what host code is linked with."""
+    """The function of a problem, cached by the libraries that its host code is linked with."""
     return build(key_of(spec), target)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax of rows for SM90 and later.
+"""Softmax of rows for SM90 and SM100.
 
-A row is read once into registers, and its threads merge one (maximum, sum) each: within a warp by shuffles, within a
-block through shared memory, within a cluster by stores into each other's shared memory. Rows longer than what a cluster
-holds are read twice, in a loop.
+One pass: a row is read once into registers. Each thread computes the maximum and the sum of its exponentials, and these
+are merged within a warp by shuffles, within a CTA through shared memory, and within a cluster by stores to distributed
+shared memory. Two passes: a row that does not fit the registers of a cluster is read twice, in a loop.
 
-Nothing here is an instruction of one generation: the same class serves SM90 and SM100.
+The same instructions serve SM90 and SM100.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class SoftmaxKey:
     Attributes:
         dtype, out_dtype: names of input and output types.
         log: log-softmax.
-        config: threads, blocks, registers.
-        exact: rows are exactly as wide as what is held: no column is outside.
+        config: threads, CTAs, registers.
+        exact: rows are exactly as wide as the registers that hold them, so no column is out of bounds.
     """
 
     dtype: str
@@ -45,25 +45,29 @@ class Softmax:
 
     def __init__(self, key: SoftmaxKey):
         config = key.config
-        self.log, self.exact, self.streamed = key.log, key.exact, config.streamed
-        self.vector, self.vectors = config.vector, config.vectors
-        self.threads_per_row, self.rows_per_block = config.threads_per_row, config.rows_per_block
-        self.cluster, self.warps_per_row, self.tile = config.cluster, config.warps_per_row, config.tile
-        self.threads, self.resident, self.recompute = config.threads, config.resident, config.recompute
-        self.overlap = config.overlap
+        self.log, self.exact, self.two_pass = key.log, key.exact, config.two_pass
+        self.vector, self.vectors_per_thread = config.vector, config.vectors_per_thread
+        self.threads_per_row, self.rows_per_cta = config.threads_per_row, config.rows_per_cta
+        self.cluster, self.warps_per_row, self.tile_elements = (
+            config.cluster,
+            config.warps_per_row,
+            config.tile_elements,
+        )
+        self.threads, self.ctas_per_sm, self.recompute = config.threads, config.ctas_per_sm, config.recompute
+        self.use_pdl = config.use_pdl
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, stream):
         self.kernel(x, out).launch(
-            grid=(cute.ceil_div(x.shape[0], self.rows_per_block), self.cluster, 1),
+            grid=(cute.ceil_div(x.shape[0], self.rows_per_cta), self.cluster, 1),
             block=(self.threads, 1, 1),
             cluster=(1, self.cluster, 1) if cutlass.const_expr(self.cluster > 1) else None,
-            min_blocks_per_mp=self.resident,
-            # Percent: states are all that is there. Without it CuTe DSL asks a GPU, which need not be one's own.
+            min_blocks_per_mp=self.ctas_per_sm,
+            # In percent; a few bytes are used. Without it CuTe DSL asks the driver of a GPU, and there may be none.
             preferred_smem_carveout=25,
             stream=stream,
-            use_pdl=self.overlap,
+            use_pdl=self.use_pdl,
         )
 
     @cute.kernel
@@ -71,64 +75,74 @@ class Softmax:
         slots, barrier = self.shared()
         if cutlass.const_expr(self.cluster > 1):
             reduce.open_exchange(barrier)
-        if cutlass.const_expr(self.overlap):
+        if cutlass.const_expr(self.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         rows, width = mX.shape
         thread = cute.arch.thread_idx()[0]
-        row = cute.arch.block_idx()[0] * self.rows_per_block + thread // self.threads_per_row
-        source, wanted = row, True
-        if cutlass.const_expr(self.rows_per_block > 1):
-            # Threads of a row that is not there follow the last one: all of a warp take part in shuffles.
-            source, wanted = cutlass.min(row, rows - 1), row < rows
-        from_x = cutlass.Int64(source) * mX.stride[0]
-        to_out = cutlass.Int64(row) * mOut.stride[0]
+        row = cute.arch.block_idx()[0] * self.rows_per_cta + thread // self.threads_per_row
+        source_row, in_bounds = row, True
+        if cutlass.const_expr(self.rows_per_cta > 1):
+            # Threads of a row beyond the end read the last row: all lanes of a warp take part in shuffles.
+            source_row, in_bounds = cutlass.min(row, rows - 1), row < rows
+        x_offset = cutlass.Int64(source_row) * mX.stride[0]
+        out_offset = cutlass.Int64(row) * mOut.stride[0]
         first = (cute.arch.block_idx()[1] * self.threads_per_row + thread % self.threads_per_row) * self.vector
-        rX = cute.make_rmem_tensor((self.vector, self.vectors), self.dtype)
-        if cutlass.const_expr(self.streamed):
-            tiles = cute.ceil_div(width, self.tile)
-            own = self.scan(mX.iterator + 0, from_x, rX, first, width, tiles)
+        rX = cute.make_rmem_tensor((self.vector, self.vectors_per_thread), self.dtype)
+        if cutlass.const_expr(self.two_pass):
+            tiles = cute.ceil_div(width, self.tile_elements)
+            own = self.scan(mX.iterator + 0, x_offset, rX, first, width, tiles)
             state = self.merged(own, slots, barrier)
             for tile in cutlass.range(tiles, unroll=1):
-                start = first + tile * self.tile
-                self.load(mX.iterator, from_x, rX, start, width)
+                start = first + tile * self.tile_elements
+                self.load(mX.iterator, x_offset, rX, start, width)
                 self.store(
-                    lambda i: self.result(widened(rX[None, i]), state), mOut.iterator, to_out, start, wanted, width
+                    lambda i: self.result(to_float32(rX[None, i]), state),
+                    mOut.iterator,
+                    out_offset,
+                    start,
+                    in_bounds,
+                    width,
                 )
         else:
-            self.load(mX.iterator, from_x, rX, first, width)
-            maximum = largest(rX)
-            safe = math.finite_or_zero(maximum)
-            weights = cute.make_rmem_tensor(rX.shape, cutlass.Float32)
-            totals = []
-            # One vector after the other here and below, or the wider values of all would be held at once.
-            for i in cutlass.range_constexpr(self.vectors):
-                weights[None, i].store(math.weight(widened(rX[None, i]), safe))
-                totals.append(math.total(elements(weights[None, i].load())))
-            state = self.merged(MaxSum(maximum, math.total(totals)), slots, barrier)
+            self.load(mX.iterator, x_offset, rX, first, width)
+            thread_max = fragment_max(rX)
+            safe = math.finite_or_zero(thread_max)
+            rP = cute.make_rmem_tensor(rX.shape, cutlass.Float32)
+            sums = []
+            # One vector at a time, here and below: otherwise the float32 values of all are in registers at once.
+            for i in cutlass.range_constexpr(self.vectors_per_thread):
+                rP[None, i].store(math.weight(to_float32(rX[None, i]), safe))
+                sums.append(math.total(elements(rP[None, i].load())))
+            state = self.merged(MaxSum(thread_max, math.total(sums)), slots, barrier)
             if cutlass.const_expr(self.recompute or self.log):
                 if cutlass.const_expr(self.recompute and cute.size(rX) * self.dtype.width % 32 == 0):
-                    # Or the compiler would hold the wider values as well.
+                    # Otherwise the compiler keeps the float32 values in registers too.
                     settle(words(rX))
                 self.store(
-                    lambda i: self.result(widened(rX[None, i]), state), mOut.iterator, to_out, first, wanted, width
+                    lambda i: self.result(to_float32(rX[None, i]), state),
+                    mOut.iterator,
+                    out_offset,
+                    first,
+                    in_bounds,
+                    width,
                 )
             else:
                 # NaN where the whole row is -inf.
-                factor = math.weight(maximum, state.maximum) * cute.arch.rcp_approx(state.total)
-                self.store(lambda i: weights[None, i].load() * factor, mOut.iterator, to_out, first, wanted, width)
+                scale = math.weight(thread_max, state.maximum) * cute.arch.rcp_approx(state.total)
+                self.store(lambda i: rP[None, i].load() * scale, mOut.iterator, out_offset, first, in_bounds, width)
 
     def shared(self):
-        """Slots for the states of warps, and the mbarrier of their exchange; None where they are not needed."""
+        """Shared memory for the (maximum, sum) of each warp, and the mbarrier of their exchange; None if not needed."""
         if self.warps_per_row == 1 and self.cluster == 1:
             return None, None
         allocator = cutlass.utils.SmemAllocator()
         barrier = allocator.allocate_array(cutlass.Int64, 1) if self.cluster > 1 else None
-        layout = reduce.slots_layout(self.rows_per_block, self.warps_per_row, self.cluster)
+        layout = reduce.slots_layout(self.rows_per_cta, self.warps_per_row, self.cluster)
         return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=8), barrier
 
     def merged(self, state: MaxSum, slots, barrier) -> MaxSum:
-        """The row's state, from each thread's."""
+        """The (maximum, sum) of the row, from those of its threads."""
         state = reduce.in_warp(state, min(self.threads_per_row, reduce.WARP))
         if self.cluster > 1:
             return reduce.in_cluster(state, slots, barrier, self.warps_per_row, self.cluster)
@@ -136,104 +150,104 @@ class Softmax:
 
     @cute.jit
     def load(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width):
-        """A thread's vectors of a tile; -inf past the row's end.
+        """Load a thread's vectors of a tile; -inf past the row's end.
 
-        What lies past it is loaded from the row's start, so that no load waits for a branch.
+        Vectors past the end load the row's start, so that no load waits for a branch.
         """
         own = row_start + first
-        for i in cutlass.range_constexpr(self.vectors):
-            offset = i * (self.tile // self.vectors)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            offset = i * (self.tile_elements // self.vectors_per_thread)
             if cutlass.const_expr(self.exact):
                 load_vector(base, own + offset, rX[None, i])
             else:
                 load_vector(base, own + offset if first + offset < width else row_start, rX[None, i])
         if cutlass.const_expr(not self.exact):
-            for i in cutlass.range_constexpr(self.vectors):
-                if first + i * (self.tile // self.vectors) >= width:
+            for i in cutlass.range_constexpr(self.vectors_per_thread):
+                if first + i * (self.tile_elements // self.vectors_per_thread) >= width:
                     rX[None, i].fill(-self.dtype.inf)
 
     @cute.jit
-    def store(self, values, base: cute.Pointer, row_start: cutlass.Int64, first, wanted, width):
-        """A thread's vectors of a tile, as the output's type, where there are such columns.
+    def store(self, values, base: cute.Pointer, row_start: cutlass.Int64, first, in_bounds, width):
+        """Store a thread's vectors of a tile in the output's type; none past the row's end.
 
         Args:
-            values: from the number of a vector to its float32.
+            values: from the index of a vector to its float32 values.
         """
-        for i in cutlass.range_constexpr(self.vectors):
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
             rOut = cute.make_rmem_tensor(self.vector, self.out_dtype)
-            narrow(values(i), rOut)
-            offset = i * (self.tile // self.vectors)
-            if wanted and (cutlass.const_expr(self.exact) or first + offset < width):
+            from_float32(values(i), rOut)
+            offset = i * (self.tile_elements // self.vectors_per_thread)
+            if in_bounds and (cutlass.const_expr(self.exact) or first + offset < width):
                 store_vector(rOut, base, row_start + first + offset)
 
     @cute.jit
     def scan(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width, tiles) -> MaxSum:
-        """A thread's state over all tiles of its row."""
-        maximum, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        """The (maximum, sum) of a thread over all tiles of its row."""
+        row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         for tile in cutlass.range(tiles, unroll=1):
-            self.load(base, row_start, rX, first + tile * self.tile, width)
-            values = widened(rX)
-            larger = cute.arch.fmax(maximum, largest(rX))
-            safe = math.finite_or_zero(larger)
-            total = total * math.weight(maximum, safe) + math.total(elements(math.weight(values, safe)))
-            maximum = larger
-        return MaxSum(maximum, total)
+            self.load(base, row_start, rX, first + tile * self.tile_elements, width)
+            values = to_float32(rX)
+            new_max = cute.arch.fmax(row_max, fragment_max(rX))
+            safe = math.finite_or_zero(new_max)
+            row_sum = row_sum * math.weight(row_max, safe) + math.total(elements(math.weight(values, safe)))
+            row_max = new_max
+        return MaxSum(row_max, row_sum)
 
     def result(self, values, state: MaxSum):
-        """Outputs from inputs and the row's state."""
+        """Outputs from inputs and the (maximum, sum) of the row."""
         if self.log:
             return (values - state.maximum) - math.natural_log(state.total)
         return math.weight(values, state.maximum) * cute.arch.rcp_approx(state.total)
 
 
-def largest(held: cute.Tensor) -> cutlass.Float32:
-    """The maximum of registers of the input's type, NaN left out; 16-bit ones are compared in pairs, as they are."""
-    if held.element_type.width == 32 or cute.size(held) % 2:
-        return math.largest(elements(widened(held)))
-    kind = "bf16x2" if held.element_type is cutlass.BFloat16 else "f16x2"
-    pairs = words(held)
-    two = cute.make_rmem_tensor(2, held.element_type)
+def fragment_max(rX: cute.Tensor) -> cutlass.Float32:
+    """The maximum of registers of the input's type; NaN is ignored. 16-bit values are compared in pairs."""
+    if rX.element_type.width == 32 or cute.size(rX) % 2:
+        return math.largest(elements(to_float32(rX)))
+    kind = "bf16x2" if rX.element_type is cutlass.BFloat16 else "f16x2"
+    pairs = words(rX)
+    two = cute.make_rmem_tensor(2, rX.element_type)
     words(two)[0] = math.tree([pairs[i] for i in range(cute.size(pairs))], lambda a, b: math.larger_pair(a, b, kind))
-    return math.largest(elements(widened(two)))
+    return math.largest(elements(to_float32(two)))
 
 
-def widened(held: cute.Tensor) -> cute.TensorSSA:
-    """Registers of the input's type as float32.
+def to_float32(rX: cute.Tensor) -> cute.TensorSSA:
+    """Convert registers of the input's type to float32.
 
-    libNVVM does not compile bfloat16 vectors of an odd length for sm_100a (CuTe DSL 4.6.0): those go one by one. Of an
-    even length it takes three instructions for two, which a shift and a mask do in two.
+    libNVVM does not compile bfloat16 vectors of an odd length for sm_100a (CuTe DSL 4.6.0): these are converted one by
+    one. For an even length it makes three instructions for each pair; a shift and a mask are two.
     """
-    wide = cute.make_rmem_tensor(held.shape, cutlass.Float32)
-    if cute.size(held) % 2:
-        for i in range(cute.size(held)):
-            wide[i] = held[i].to(cutlass.Float32)
-    elif held.element_type is cutlass.BFloat16:
-        pairs, halves = words(held), words(wide)
+    rWide = cute.make_rmem_tensor(rX.shape, cutlass.Float32)
+    if cute.size(rX) % 2:
+        for i in range(cute.size(rX)):
+            rWide[i] = rX[i].to(cutlass.Float32)
+    elif rX.element_type is cutlass.BFloat16:
+        pairs, halves = words(rX), words(rWide)
         for i in range(cute.size(pairs)):
             halves[2 * i] = pairs[i] << cutlass.Uint32(16)
             halves[2 * i + 1] = pairs[i] & cutlass.Uint32(0xFFFF0000)
     else:
-        wide.store(held.load().to(cutlass.Float32))
-    return wide.load()
+        rWide.store(rX.load().to(cutlass.Float32))
+    return rWide.load()
 
 
-def words(held: cute.Tensor) -> cute.Tensor:
-    """The same registers as 32 bits each; 16-bit ones are an even number."""
-    flat = cute.make_tensor(held.iterator, cute.make_layout(cute.size(held)))
+def words(rX: cute.Tensor) -> cute.Tensor:
+    """The same registers as 32-bit words; the number of 16-bit values is even."""
+    flat = cute.make_tensor(rX.iterator, cute.make_layout(cute.size(rX)))
     return cute.recast_tensor(flat, cutlass.Uint32)
 
 
-def narrow(values: cute.TensorSSA, held: cute.Tensor):
-    """Float32 into registers of the output's type; see `widened`."""
-    if cute.size(held) % 2 == 0:
-        held.store(values.to(held.element_type))
+def from_float32(values: cute.TensorSSA, rX: cute.Tensor):
+    """Convert float32 to registers of the output's type; see `to_float32`."""
+    if cute.size(rX) % 2 == 0:
+        rX.store(values.to(rX.element_type))
     else:
         for i, value in enumerate(elements(values)):
-            held[i] = value.to(held.element_type)
+            rX[i] = value.to(rX.element_type)
 
 
 def elements(values: cute.TensorSSA) -> list:
     """A register tensor's elements, one by one."""
-    held = cute.make_rmem_tensor(values.shape, cutlass.Float32)
-    held.store(values)
-    return [held[i] for i in range(cute.size(held))]
+    rX = cute.make_rmem_tensor(values.shape, cutlass.Float32)
+    rX.store(values)
+    return [rX[i] for i in range(cute.size(rX))]
