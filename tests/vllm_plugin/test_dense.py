@@ -2,6 +2,7 @@
 """The dense backend through vLLM's own classes: write a step's keys, attend, compare with float64 without a cache."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -177,6 +178,28 @@ def test_mixed_batch(plain_config: VllmConfig, dtype: torch.dtype, facts: dict[s
         facts = facts | {"sinks": torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=dtype)}
     step = make_step(*MIXED, PAGE, padding=3)
     compare(make_impl(**facts), make_builder(plain_config, dtype), step, *MIXED, padding=3)
+
+
+def test_query_lengths_are_read_on_the_device(plain_config: VllmConfig, dtype: torch.dtype) -> None:
+    """Adaptive verification deals drafts out again on the device; the host knows their number and a bound."""
+    q_lens, kv_lens = (5, 1, 3), (40, 33, 3)
+    step = make_step(q_lens, kv_lens, PAGE)
+    step.common.query_start_loc_cpu = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    step.common.max_query_len = 6
+    compare(make_impl(), make_builder(plain_config, dtype), step, q_lens, kv_lens)
+
+
+def test_null_pages_below_a_window(plain_config: VllmConfig, dtype: torch.dtype) -> None:
+    """VLLM 0.33 puts page 0 in the place of those that no row of a request sees any more. Here NaN is in it."""
+    window, (q_lens, kv_lens) = 19, ((1, 7, 1), (200, 150, 90))
+    step = make_step(q_lens, kv_lens, PAGE)
+    nulled = copy.copy(step)
+    table = step.common.block_table_tensor.clone()
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        table[request, : max(0, kv_len - q_len - (window - 1)) // PAGE] = 0
+    assert (table == 0).sum() > (step.common.block_table_tensor == 0).sum() + 10
+    nulled.common = dataclasses.replace(step.common, block_table_tensor=table)
+    compare(make_impl(sliding_window=window), make_builder(plain_config, dtype), nulled, q_lens, kv_lens)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "layers"])

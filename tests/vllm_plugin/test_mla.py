@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLA backend through vLLM's own classes, compared with float64 attention without pages."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,27 +133,40 @@ def starts_of(lens: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("in_two_parts", [True, False], ids=["pair", "one"])
 @pytest.mark.parametrize(
-    ("q_lens", "kv_lens"),
-    [((1, 1, 1, 0), (40, 16, 1, 0)), ((4, 4), (20, 7)), ((4, 1, 3, 2), (35, 18, 3, 50))],
-    ids=["decode", "uniform", "ragged"],
+    ("q_lens", "kv_lens", "host_q_lens"),
+    [
+        ((1, 1, 1, 0), (40, 16, 1, 0), (1, 1, 1, 0)),
+        ((4, 4), (20, 7), (4, 4)),
+        ((4, 1, 3, 2), (35, 18, 3, 50), (4, 1, 3, 2)),
+        # Adaptive verification deals drafts out again on the device; the host only knows how many there are.
+        ((4, 1, 3, 1), (35, 18, 3, 50), (3, 2, 2, 2)),
+        # Rows of a padded graph, which no request has.
+        ((2, 1, 1), (35, 18, 3), (2, 2, 2)),
+    ],
+    ids=["decode", "uniform", "ragged", "dealt-again", "padded"],
 )
 def test_decode(
     config: VllmConfig,
     dtype: torch.dtype,
     q_lens: tuple[int, ...],
     kv_lens: tuple[int, ...],
+    host_q_lens: tuple[int, ...],
     in_two_parts: bool,
     kv_cache_dtype: str,
 ) -> None:
     layer = make_layer(kv_cache_dtype)
     builder = make_builder(layer, config)
     step = make_step(q_lens, kv_lens, PAGE)
+    tokens, rows = sum(q_lens), sum(host_q_lens)
+    step.common.query_start_loc_cpu = starts_of(host_q_lens)
+    step.common.num_actual_tokens = rows
     metadata = builder.build(0, step.common)
     assert (metadata.num_decodes, metadata.num_prefills) == (len(q_lens), 0), "drafts are decodes, ragged ones too"
     cache, keys = filled(layer, step, q_lens, kv_lens)
-    q = torch.randn(sum(q_lens), HEADS, LATENT + ROPE, generator=torch.Generator().manual_seed(5)).to(dtype)
+    q = torch.randn(rows, HEADS, LATENT + ROPE, generator=torch.Generator().manual_seed(5)).to(dtype)
     given = (q[..., :LATENT], q[..., LATENT:]) if in_two_parts else q
     out, lse = layer.impl.forward_mqa(given, cache, metadata, layer)
+    q, out, lse = q[:tokens], out[:tokens], lse[:tokens]
     packed = torch.cat(keys).unsqueeze(1)
     spec = AttentionSpec(
         heads_q=HEADS,
@@ -274,6 +288,15 @@ class TestPrefill:
         torch.testing.assert_close(lse[:, :20].double(), exact[1][:20].T, rtol=1e-4, atol=1e-4)
         assert (lse[:, 20:] == -torch.inf).all()
         assert out[20:].count_nonzero() == 0
+
+    def test_nothing_of_vllms_workspace_is_kept(self, config: VllmConfig, dtype: torch.dtype) -> None:
+        """Keys and values may be views of a buffer that vLLM shares: one that is kept would pin it when it grows."""
+        backend = self.backend(config)
+        tensors = self.inputs(29, 29, dtype)
+        result = backend.run_prefill_new_tokens(*tensors, return_softmax_lse=False)
+        references = [weakref.ref(tensor) for tensor in (*tensors, result)]
+        del tensors, result
+        assert [reference() for reference in references] == [None] * 4
 
     def test_a_new_step_makes_new_plans(self, config: VllmConfig, dtype: torch.dtype) -> None:
         backend = self.backend(config)

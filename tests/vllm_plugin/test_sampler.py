@@ -430,13 +430,17 @@ def adopted_v2(monkeypatch: pytest.MonkeyPatch, requests: list[SamplingParams], 
     runner = Runner(v2_sampler(monkeypatch, logprobs_mode=mode))
     sampler.decide(runner, V2)
     own = runner.sampler
-    add = inspect.signature(own.add_request).parameters
     for number, request in enumerate(requests):
-        request.update_from_generation_config({}, None)
-        # 0.26 wants the prompt's length too.
-        own.add_request(MOST - 1 - number, *([1] if "prompt_len" in add else []), request)
+        add_request(own, number, request)
     own.sampling_states.apply_staged_writes()
     return own
+
+
+def add_request(own: Any, number: int, request: SamplingParams) -> None:
+    request.update_from_generation_config({}, None)
+    # 0.26 wants the prompt's length too.
+    length = [1] if "prompt_len" in inspect.signature(own.add_request).parameters else []
+    own.add_request(MOST - 1 - number, *length, request)
 
 
 def v2_step(own: Any, logits: torch.Tensor, numbers: list[int], positions: list[int], **options: Any) -> Any:
@@ -524,6 +528,27 @@ def test_v2_needs_no_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None
     logits = some_logits(5).to(torch.bfloat16)
     _, returned = v2_step(own, logits, [0, 1, 2, 3, 4], [0] * 5)
     assert returned.data_ptr() == logits.data_ptr()
+
+
+def test_v2_second_dummy_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM 0.33 adds requests that use every filter after a first run, and runs the same rows again.
+
+    Penalties, logit bias and bad words are left out: vLLM applies them with Triton kernels, which need a GPU.
+    """
+    own = adopted_v2(monkeypatch, [])
+    logits = some_logits(4)
+    v2_step(own, logits, [0, 1, 2, 3], [0] * 4)
+    plans = dict(own.rows.plans)
+    for number in range(4):
+        add_request(own, number, SamplingParams(temperature=0.9, top_k=50, top_p=0.9, min_p=0.1))
+    own.sampling_states.apply_staged_writes()
+    tokens, _ = v2_step(own, logits, [0, 1, 2, 3], [0] * 4)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    assert own.rows.plans == plans, "the first run made all plans"
+    # Such a request stays in the states until a real one takes its slot.
+    add_request(own, 0, SamplingParams(temperature=0.0))
+    own.sampling_states.apply_staged_writes()
+    assert v2_step(own, logits[:1], [0], [0])[0] == logits[0].argmax()
 
 
 # What it never does.
