@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels are compiled in processes of their own from the moment that a worker's model is made, while weights load.
+"""Compiles kernels in processes of their own from the moment that a worker's model is made, while weights load.
 
-What the attention needs is known when its layers are made, to the letter. What else a model needs is predicted from its
+The kernels of attention are known exactly when its layers are made. Other kernels are predicted from the model's
 configuration then; linear layers that turn out to be others are added when they are fused. Whatever is not ready when
 it is needed is waited for, or compiled by the worker itself: nothing depends on a prediction.
 """
@@ -24,17 +24,17 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
 
-# What vLLM calls elsewhere, or not at all.
+# Families that other functions handle, or that vLLM does not call.
 UNUSED = ("attention", "linear", "sampling", "softmax")
 
-# (id of the engine's configuration, what its layers ask for): a model has many layers, and few kinds of them.
+# (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
 _begun: set[tuple[Any, ...]] = set()
 
 
 def compile_attention(
     vllm_config: Any, specs: Iterable[AttentionSpec], *, lse: bool = False, sinks: torch.dtype | None = None
 ) -> None:
-    """Begin with what a layer that is being made needs, and with the first one of a model with what else that needs.
+    """Start compiling what a layer needs; with the first layer of a model, also what the rest of the model needs.
 
     Args:
         specs: of all batches that it will see.
@@ -59,7 +59,7 @@ def compile_attention(
 
 
 def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
-    """Begin with what fused layers need, as far as that was not predicted."""
+    """Start compiling what fused layers need and was not predicted."""
     wanted = set(specs)
 
     def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
@@ -90,7 +90,7 @@ def begin(vllm_config: Any, precompile_specs: Callable[[Target], Iterable[Precom
 
 
 def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
-    """What a model needs beside attention, by its configuration."""
+    """What a model needs besides attention, predicted from its configuration."""
     settings = vllm_config.model_config
     shape = model.shape_of(
         settings.hf_text_config.to_dict(),

@@ -34,7 +34,7 @@ ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class DSLAttentionBackend(AttentionBackend):
-    """Answers vLLM's questions out of the dispatch table."""
+    """Answers what vLLM asks about the backend from the dispatch table."""
 
     forward_includes_kv_cache_update: bool = False
     supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
@@ -124,7 +124,7 @@ class DSLAttentionBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, **selection: Any) -> list[str]:
-        """Every reason against a configuration, in words that say what would work; empty where there is none."""
+        """Every reason against a configuration, with what would work instead; empty where there is none."""
         head_size = selection["head_size"]
         return validation.configuration_reasons(
             generic=super().validate_configuration(**selection),
@@ -137,10 +137,10 @@ class DSLAttentionBackend(AttentionBackend):
 
 @dataclass
 class DSLMetadata(AttentionMetadata):
-    """One step of the layers of a group; its tensors are vLLM's own, which a captured graph reads again.
+    """One step of a group's layers. Its tensors are views of vLLM's own, which a captured graph reads at each replay.
 
     Attributes:
-        num_actual_tokens: rows of the queries that may belong to a request.
+        num_actual_tokens: the first rows of the queries; only these may belong to a request.
         max_query_len, max_seq_len: upper bounds, in tokens.
         query_start_loc: [requests + 1] int32.
         seq_lens: [requests] int32.
@@ -158,7 +158,7 @@ class DSLMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     planners: Planners
-    # By whether keys are packed.
+    # Key: whether keys are packed.
     steps: dict[bool, StepPlans] = field(default_factory=dict)
 
     @property
@@ -189,9 +189,9 @@ class DSLMetadata(AttentionMetadata):
 
 
 class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
-    """Keeps the planners of a group's layers; a step costs a few slices until a layer asks for its plan."""
+    """Keeps the planners of a group's layers. Building a step takes a few slices; its layers make the plans."""
 
-    # A plan depends on upper bounds only; those of a capture hold for every batch that its graph may replay.
+    # A plan depends on upper bounds only. Those of a capture hold for every batch that its graph may replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = True
     # Nothing in the metadata has to be recomputed: all that changes between draft steps is in vLLM's own buffers.
@@ -208,7 +208,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
         install_hooks(Stage.METADATA_BUILDER, vllm_config)
-        # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
+        # Here, so that no kernel is loaded and no scratch is allocated while a graph is captured.
         layers = vllm_config.compilation_config.static_forward_context
         for layer in (layers[name] for name in layer_names if name in layers):
             causal = layer.impl.attn_type == AttentionType.DECODER
@@ -265,7 +265,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         blk_table: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> DSLMetadata:
-        """The same step for another group of layers; its plans are made anew, on this builder's planners."""
+        """The same step for another group of layers, with plans of its own on this builder's planners."""
         other = copy.copy(metadata)
         other.block_table = blk_table[: metadata.seq_lens.shape[0]]
         other.slot_mapping = slot_mapping
@@ -320,7 +320,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             head_dim=head_size,
             head_dim_v=head_size,
             dtype=dtype,
-            # Encoders attend to what they were given, which no cache has rounded.
+            # Encoders attend to the keys and values that they are given, which are not stored in a cache's dtype.
             kv_dtype=dtype if self.packed else validation.torch_kv_dtype(kv_cache_dtype, dtype),
             page_size=None if self.packed else validation.ANY_PAGE_SIZE,
             scale=self.scale,
@@ -361,7 +361,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
                 page_size=page_size,
                 causality=causality,
                 head_dim_v=head_dim_v,
-                # A window of a batch that is not causal reaches as far to the right.
+                # In a batch that is not causal a window reaches as far to the right as to the left.
                 window_right=None if causality is Causality.CAUSAL else left,
             )
         return spec
@@ -371,7 +371,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         pages = kv_cache.transpose(1, 2)
         if self.base_spec.is_fp8_kv and pages.dtype != self.base_spec.kv_dtype:
             pages = pages.view(self.base_spec.kv_dtype)
-        # One operation of torch, and not two: every layer waits for it in every step.
+        # One torch operation and not two slices: every layer runs it in every step.
         keys, values = pages.split_with_sizes((self.head_size, pages.shape[-1] - self.head_size), -1)
         return keys, values
 
@@ -383,7 +383,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store a step's keys and values; without a cache, nothing."""
+        """Write a step's keys and values to the cache, if the layer has one."""
         if self.packed or kv_cache.numel() == 0 or slot_mapping.numel() == 0:
             return
         keys, values = self.split(kv_cache)
@@ -417,8 +417,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
 
         Args:
             query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding.
-            key, value: [tokens, heads_kv, dim], for encoders. For others they are in the cache, and None will do.
-            kv_cache: [pages, heads_kv, page_size, head_size + value's], of any strides but the last.
+            key, value: [tokens, heads_kv, dim]; read for encoders only. Other layers read the cache, and take None.
+            kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension.
             attn_metadata: None in vLLM's profiling run.
             output: [tokens, heads, value's head size].
         """

@@ -40,7 +40,7 @@ def latent_probe(**changes: Any) -> list[str]:
 
 
 class DSLMLABackend(MLACommonBackend):
-    """Answers vLLM's questions out of the dispatch table."""
+    """Answers what vLLM asks about the backend from the dispatch table."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
 
@@ -88,7 +88,6 @@ class DSLMLABackend(MLACommonBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        # Prefills are vLLM's own, which then fixes their splits as it does for its other backends.
         return not latent_probe(batch_invariant=True)
 
     @classmethod
@@ -106,7 +105,7 @@ class DSLMLABackend(MLACommonBackend):
 
     @classmethod
     def validate_configuration(cls, **selection: Any) -> list[str]:
-        """Every reason against a configuration, in words that say what would work; empty where there is none."""
+        """Every reason against a configuration, with what would work instead; empty where there is none."""
         head_size = selection["head_size"]
         return validation.configuration_reasons(
             generic=super().validate_configuration(**selection),
@@ -118,7 +117,7 @@ class DSLMLABackend(MLACommonBackend):
 
 
 def latent_dim(head_size: int) -> int:
-    """Elements of the latent part of a key: the model's, or all but the usual rope part."""
+    """Elements of the latent part of a key: the model's kv_lora_rank, or all elements but the usual rope part."""
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     latent = None if model is None else getattr(model.hf_text_config, "kv_lora_rank", None)
@@ -141,8 +140,7 @@ class DSLMLAMetadata(MLACommonMetadata[DSLMLADecodeMetadata]):
     """vLLM's metadata of a step."""
 
     def __post_init__(self) -> None:
-        # The base class knows the head sizes of vLLM's own kernels only; ours were asked at selection.
-        pass
+        """Skips the base class's check: it allows the head sizes of vLLM's own kernels only. Selection checked ours."""
 
 
 class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
@@ -164,14 +162,14 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         device: torch.device,
         **_: Any,
     ) -> None:
-        # How a prompt is cut into chunks depends on its neighbours, and how it is served must not depend on that.
+        # How a prompt is cut into chunks depends on other requests. The kernel must not depend on a chunk's length.
         invariant = bool(vllm_envs.VLLM_BATCH_INVARIANT)
         self.reorder_batch_threshold = 1 if invariant else options.of(vllm_config).mla_latent_queries
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DSLMLAMetadata)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
         install_hooks(Stage.METADATA_BUILDER, vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        # Now, so that no kernel is loaded and no scratch allocated while a graph is captured.
+        # Here, so that no kernel is loaded and no scratch is allocated while a graph is captured.
         for name in layer_names:
             planner = self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL))
             planner.prepare(lse=True)
@@ -262,7 +260,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             **mla,
         )
         install_hooks(Stage.FIRST_LAYER)
-        # Queries stay as the model computes them; an fp8 cache is widened as it is read.
+        # Queries keep the model's dtype; kernels dequantize an fp8 cache as they read it.
         self.supports_quant_query_input = False
         config = get_current_vllm_config()
         kernel = options.of(config).attention_kernel
@@ -282,7 +280,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         )
         self._specs: dict[tuple[int, Causality], AttentionSpec] = {}
 
-        # Prefills of vLLM's layer know none of these, whatever the latent kernels may.
+        # vLLM's MLA layer passes none of these to its prefill, whatever the latent kernels serve.
         reasons = [
             f"{name} is not served with MLA"
             for name, value in (
@@ -304,7 +302,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         ahead.compile_attention(config, specs, lse=True)
 
     def choose_prefill(self, attention_config: Any, target: Any, kernel: str | None) -> None:
-        """Have vLLM take our prefill too, where the user has not chosen one: it asks the config right after this."""
+        """Select dsl's prefill in vLLM's config if the user has selected none: vLLM reads it right after this."""
         if attention_config.mla_prefill_backend is not None:
             return
         reasons = validation.reasons_against(self.prefill_spec(Causality.CAUSAL), target, kernel)
@@ -314,7 +312,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             attention_config.mla_prefill_backend = ensure_prefill_member()
 
     def prefill_spec(self, causality: Causality) -> AttentionSpec:
-        """Of the layer's prefills on projected keys."""
+        """The spec of the layer's prefills on projected keys."""
         return prefill_spec(
             self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale, self.base_spec.dtype, causality
         )
@@ -348,14 +346,14 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Store a step's latent and rope parts; without a cache, nothing.
+        """Write a step's latent and rope parts to the cache, if the layer has one.
 
         Args:
             kv_c_normed: [tokens, kv_lora_rank].
             k_pe: [tokens, 1, rope] or [tokens, rope].
             kv_cache: [pages, page_size, kv_lora_rank + rope].
-            slot_mapping: int64, negative: skip.
-            skip_scale: from vLLM 0.33 on, the scale is 1; to divide by it gives the same bytes.
+            slot_mapping: int64; rows with a negative slot are skipped.
+            skip_scale: from vLLM 0.33 on: the scale is 1. Not used, since dividing by 1 gives the same bytes.
         """
         if kv_cache.numel() == 0 or slot_mapping.numel() == 0:
             return
@@ -387,8 +385,8 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             kv_c_and_k_pe_cache: [pages, page_size, kv_lora_rank + rope].
 
         Returns:
-            out [tokens, heads, kv_lora_rank] and lse [tokens, heads] float32, natural log. Rows of padding hold
-            anything.
+            out [tokens, heads, kv_lora_rank] and lse [tokens, heads] float32, natural log. Rows of padding are
+            undefined.
         """
         assert attn_metadata.decode is not None
         first = q[0] if isinstance(q, tuple) else q

@@ -17,7 +17,7 @@ from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
 def prefill_spec(
     num_heads: int, qk_head_dim: int, v_head_dim: int, scale: float, dtype: torch.dtype, causality: Causality
 ) -> AttentionSpec:
-    """New tokens attend to each other causally, and to each chunk of their context fully."""
+    """The spec of MLA prefill. New tokens attend causally to each other, and fully to each chunk of their context."""
     return AttentionSpec(
         heads_q=num_heads,
         heads_kv=num_heads,
@@ -33,12 +33,12 @@ def prefill_spec(
 
 
 class DSLPrefillBackend(MLAPrefillBackend):
-    """Each metadata builder has its own, so its plans are those of one step at a time."""
+    """MLA prefill by dsl. Each metadata builder has its own instance, which holds the plans of one step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._planners: Planners | None = None
-        # By chunk of context; None is the new tokens.
+        # Key: the chunk of context; None for the new tokens.
         self._steps: dict[int | None, StepPlans] = {}
         self._specs: dict[tuple[torch.dtype, Causality], AttentionSpec] = {}
 
@@ -78,7 +78,7 @@ class DSLPrefillBackend(MLAPrefillBackend):
         return self._planners
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile now what steps will need: new tokens are causal, a chunk of context is seen whole."""
+        """Compile what steps will need: causal attention for new tokens, full attention for chunks of context."""
         for causality in (Causality.CAUSAL, Causality.FULL):
             self.planners(device).of(self.spec(dtype, causality)).prepare(lse=True)
 
@@ -180,7 +180,7 @@ class DSLPrefillBackend(MLAPrefillBackend):
 def packed_batch(
     query_start_loc: torch.Tensor, kv_start_loc: torch.Tensor, tokens: int, max_query_len: int, max_kv_len: int
 ) -> Batch:
-    """A batch whose keys lie packed; lengths are taken on the device."""
+    """A batch with packed keys; the lengths are computed on the device."""
     return Batch(
         query_start_loc=query_start_loc,
         seq_lens=kv_start_loc.diff(),

@@ -64,7 +64,7 @@ def asked_for(arguments: Any) -> bool:
 
 
 def warn() -> None:
-    """Say what would be refused, where another backend is asked for."""
+    """Log what would be refused if DSL were asked for."""
     problems = envs.problems()
     if problems:
         logger.warning("ignored, since --attention-backend dsl is not asked for: %s", "; ".join(problems))
@@ -105,7 +105,7 @@ def too_new(version: str) -> str | None:
 
 
 def wrong_options(arguments: Any) -> list[str]:
-    """What is wrong with the environment, and with `--additional-config`."""
+    """What is wrong with the environment variables and with `--additional-config`."""
     from dsl_backend.runtime import target as targets
     from dsl_backend.vllm_plugin import options, validation
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels say about a vLLM configuration: every reason against it, in words that name what would work."""
+"""Checks a vLLM configuration against the kernels: every reason against it, with what would work instead."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +18,8 @@ from dsl_backend.vllm_plugin import compat
 ANY_PAGE_SIZE = 16
 KV_DTYPES = {name: getattr(torch, stored) for name, stored in KV_CACHE_DTYPES.items()}
 
-# vLLM's base class judges what its selection asks for; these are its objections that the dispatch table words better.
-SPOKEN_FOR = frozenset(
+# Reasons of vLLM's base class that are left out, since the dispatch table gives the same ones with more detail.
+SAID_BY_DISPATCH = frozenset(
     {"head_size not supported", "dtype not supported", "kv_cache_dtype not supported", "block_size not supported"}
 )
 ADVICE = {
@@ -38,14 +38,14 @@ ADVICE = {
 
 
 def target_of(device_capability: Any) -> Target:
-    """The usual chip of vLLM's DeviceCapability; None is the CPU. Touches no device."""
+    """The usual GPU of a DeviceCapability of vLLM; None means the CPU. Accesses no device."""
     if device_capability is None:
         return targets.cpu_target()
     return targets.of_capability((device_capability.major, device_capability.minor))
 
 
 def current_target() -> Target:
-    """The target of vLLM's current platform. Touches no device: it may be asked for before CUDA may be initialised."""
+    """The target of vLLM's current platform. Accesses no device, since CUDA may not be initialised yet."""
     from vllm.platforms import current_platform
 
     return targets.cpu_target() if current_platform.is_cpu() else target_of(current_platform.get_device_capability())
@@ -55,7 +55,7 @@ def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtyp
     """The dtype of keys and values in a cache of vLLM's `--kv-cache-dtype`.
 
     Raises:
-        ValueError: it is not one that the kernels know.
+        ValueError: no kernel serves it.
     """
     if kv_cache_dtype in (None, "auto"):
         return dtype
@@ -65,7 +65,7 @@ def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtyp
     return KV_DTYPES[kv_cache_dtype]
 
 
-# What `--kv-cache-dtype` may be, for vLLM's questions and tests that read a list.
+# The values of `--kv-cache-dtype` that are served.
 SERVED_KV_DTYPES = ["auto", *KV_DTYPES]
 
 
@@ -80,16 +80,16 @@ def reasons_against(spec: AttentionSpec, target: Target, kernel: str | None = No
 
 
 def kernel_for(operation: dispatch.Operation, kernel: str | None) -> str | None:
-    """The kernel that a user's choice means for an operation.
+    """The kernel for an operation, given the name that the user asked for.
 
-    Attention kernels that bring no cache write of their own leave it to the best one there is.
+    Kernels without a cache write of their own use the best one that there is.
     """
     names = [entry.name for entry in dispatch.TABLE[operation]]
     return None if operation is dispatch.Operation.WRITE_KV and kernel not in names else kernel
 
 
 def probe(target: Target, **changes: Any) -> list[str]:
-    """Reasons against an ordinary problem with some of its facts changed."""
+    """Reasons against an ordinary layer with some facts of its spec changed."""
     dtype = changes.pop("dtype", torch.float16)
     facts: dict[str, Any] = {
         "heads_q": 1,
@@ -123,7 +123,7 @@ def configuration_reasons(
     """Every reason against what vLLM's selection asks for.
 
     Args:
-        generic: the objections of vLLM's base class.
+        generic: the reasons of vLLM's base class.
         head_dims: elements of a key and of a value.
         latent: absorbed MLA.
         selection: the keyword arguments of `validate_configuration`.
@@ -154,7 +154,7 @@ def configuration_reasons(
     reasons += reasons_against(spec, target_of(selection["device_capability"]), kernel)
     if compat.uses_dcp(selection) and "DCP not supported" not in generic:
         generic = [*generic, "DCP not supported"]
-    return reasons + [ADVICE.get(reason, reason) for reason in generic if reason not in SPOKEN_FOR]
+    return reasons + [ADVICE.get(reason, reason) for reason in generic if reason not in SAID_BY_DISPATCH]
 
 
 def refuse(what: str, reasons: list[str]) -> None:
