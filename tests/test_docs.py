@@ -48,6 +48,22 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["#other", "gone.md"]
 
 
+@pytest.mark.parametrize("page", ["architecture", "add-a-kernel"])
+def test_files_that_pages_name_are_there(page: str) -> None:
+    """Their paths are relative to the package."""
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py|/))`", (ROOT / f"docs/{page}.md").read_text())
+    assert len(named) > 10
+    assert [path for path in named if not any((base / path).exists() for base in (ROOT / "dsl_backend", ROOT))] == []
+
+
+def test_lines_that_a_page_adds_are_in_the_sources() -> None:
+    """The examples of docs/add-a-kernel.md are code of today."""
+    added = re.findall(r"^ *\+ *(.*)$", (ROOT / "docs/add-a-kernel.md").read_text(), re.M)
+    lines = {line.strip() for file in (ROOT / "dsl_backend").rglob("*.py") for line in file.read_text().splitlines()}
+    assert len(added) > 10
+    assert [line for line in added if line not in lines] == []
+
+
 def test_code_of_the_readme_runs() -> None:
     """In a process of its own, where no test has imported anything before."""
     samples = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
