@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import registry
 
 T = TypeVar("T")
 
@@ -75,10 +76,8 @@ def absolute(text: str) -> pathlib.Path:
 
 
 def architecture(text: str) -> str:
-    # Here, since it imports torch, which most who ask for a variable do not need.
-    from dsl_backend.runtime.target import from_arch
-
-    from_arch(text)
+    if text != registry.CPU:
+        registry.named(text)
     return text
 
 

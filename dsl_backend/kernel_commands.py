@@ -19,7 +19,8 @@ from dsl_backend.runtime import cache, key, model, precompile, toolkit
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.cache import Entry
-from dsl_backend.runtime.precompile import Outcome, PrecompileSpec, Result
+from dsl_backend.runtime.compile_process import Result
+from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
 
 Say = Callable[[str], None]
 

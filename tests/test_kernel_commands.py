@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dsl_backend import cli
-from dsl_backend.runtime import cache, precompile, toolkit
+from dsl_backend.families import NAMES
+from dsl_backend.runtime import cache, compile_process, precompile, toolkit
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime.key import Identity
 from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
@@ -84,7 +85,7 @@ class TestWhatOthersServe:
         """Every family says so, and each reason once."""
         done = invoke("compile", "--model", config, "--arch", arch)
         lines = done.stdout.splitlines()
-        for family in families.NAMES:
+        for family in NAMES:
             assert [line for line in lines if line.startswith(f"no CuTe DSL kernel: {family} on {arch}: ")]
         assert lines[-1] == f"nothing to compile: no operator has a CuTe DSL kernel for this model on {arch}"
         reasons = [line.rpartition(": ")[2] for line in lines if " softmax on " in line]
@@ -117,7 +118,7 @@ class TestInterrupted:
 
         def run(todo: list[PrecompileSpec], jobs: int | None) -> Iterator[Outcome]:
             try:
-                yield Outcome(todo[0], precompile.Result.COMPILED, size_bytes=2048)
+                yield Outcome(todo[0], compile_process.Result.COMPILED, size_bytes=2048)
                 raise KeyboardInterrupt
             finally:
                 closed.append(True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point down: adapter, operators, run-time, kernels, primitives.
+"""Imports point down: adapter, operators, run-time, kernels, primitives; and no files import each other in a circle.
 
-The sources are read and not run, so that all of them are looked at, whatever is installed.
+The sources are read and not run, so that all of them are looked at, whatever is installed. `python
+tests/test_layering.py` prints the structure: the folders, their lines, what each imports, and the circles.
 """
 
 import ast
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dsl_backend.families import NAMES as FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("attention", "linear", "sampling", "softmax")
 KERNELS = ("cute", "triton")
 
 
@@ -58,7 +60,7 @@ RULES = (
     Rule(
         "the run-time knows no operator",
         ("dsl_backend/runtime",),
-        tuple(f"dsl_backend.{family}" for family in FAMILIES),
+        (*(f"dsl_backend.{family}" for family in FAMILIES), "dsl_backend.gemm"),
     ),
     *(
         Rule(
@@ -88,13 +90,12 @@ def covered(module: str, prefixes: tuple[str, ...]) -> bool:
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+def imports(source: str, package: str, *, type_checking: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, those inside functions included and relative ones resolved.
-
-    Imports that only a type checker runs are left out: they need nothing at run time.
 
     Args:
         package: the package that the source is in, for relative imports.
+        type_checking: imports that only a type checker runs too, which need nothing at run time.
     """
     todo: list[ast.AST] = [ast.parse(source)]
     while todo:
@@ -108,7 +109,7 @@ def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
                 base = ".".join([*parents, *([node.module] if node.module else [])])
             # `from package import module` imports the module; a name that is none covers nothing that base does not.
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif not type_checking and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
         else:
             todo += ast.iter_child_nodes(node)
@@ -206,3 +207,122 @@ def test_every_rule_is_seen_to_fail() -> None:
         "softmax's kernels know neither who plans nor who calls them",
         "an operator family knows no other",
     } == {rule.why for rule in RULES}
+
+
+PACKAGES = ("dsl_backend", "emulator", "benchmarks", "loadtests")
+# Circles of imports between files that are known, those for type checkers included. One that goes is taken from this
+# list; none is added.
+CIRCLES: tuple[tuple[str, ...], ...] = (
+    ("dsl_backend.linear.api", "dsl_backend.linear.ops"),
+    ("dsl_backend.softmax.api", "dsl_backend.softmax.ops"),
+    # For type checkers alone: handlers, profilers and watchers are given the machine that they work on.
+    (
+        "emulator.machine.cluster",
+        "emulator.machine.handlers",
+        "emulator.machine.handlers.registry",
+        "emulator.machine.launch",
+        "emulator.machine.loads",
+        "emulator.machine.profile",
+        "emulator.machine.runner",
+        "emulator.machine.watch",
+    ),
+    ("emulator.profile.report", "emulator.profile.summary"),
+)
+
+
+def module_of(file: Path) -> str:
+    """The name of a file, relative to the repository, as it is imported."""
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """Module -> the modules of PACKAGES that it imports, inside functions and for type checkers as well."""
+    files = [file.relative_to(root) for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    known = {module_of(file): file for file in files}
+    found: dict[str, set[str]] = {}
+    for module, file in known.items():
+        # `from package import module` names both; a package's own file is only meant where no module is.
+        source, package = (root / file).read_text(), ".".join(file.parent.parts)
+        named = [name for _, name in imports(source, package, type_checking=True)]
+        targets = {name if name in known else name.rpartition(".")[0] for name in named}
+        found[module] = {name for name in targets if name in known and name != module}
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """The groups of modules of which each imports all others of its group, directly or not."""
+    reached: dict[str, set[str]] = {}
+    for module in edges:
+        seen: set[str] = set()
+        todo = list(edges[module])
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo += edges[name]
+        reached[module] = seen
+    groups = {
+        tuple(sorted({module} | {name for name in reached[module] if module in reached[name]}))
+        for module in edges
+        if module in reached[module]
+    }
+    return sorted(groups)
+
+
+def test_circles_are_the_known_ones() -> None:
+    assert circles(graph(ROOT)) == sorted(CIRCLES)
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    """Also where an import is inside a function or for type checkers alone, and through a third file."""
+    sources = {
+        "api.py": "if TYPE_CHECKING:\n    from dsl_backend.linear import plan",
+        "plan.py": "def late():\n    from dsl_backend.linear.ops import run",
+        "ops.py": "import dsl_backend.linear.api",
+        "spec.py": "from dsl_backend.linear import plan",
+        "__init__.py": "",
+    }
+    folder = tmp_path / "dsl_backend" / "linear"
+    folder.mkdir(parents=True)
+    for name, source in sources.items():
+        (folder / name).write_text(source)
+    assert circles(graph(tmp_path)) == [("dsl_backend.linear.api", "dsl_backend.linear.ops", "dsl_backend.linear.plan")]
+    (folder / "plan.py").write_text("")
+    assert circles(graph(tmp_path)) == []
+
+
+def room_of(module: str) -> str:
+    """The folder of a module that the structure shows: two levels of a package, three of attention's kernels."""
+    parts = module.split(".")
+    is_file = not (ROOT / Path(*parts)).is_dir()
+    return "/".join(parts[: -1 if is_file else None][:4])
+
+
+def structure() -> str:
+    """A line for each folder: its files, its lines, and the folders that it imports."""
+    edges = graph(ROOT)
+    rooms: dict[str, set[str]] = {}
+    sizes: dict[str, list[int]] = {}
+    for module, targets in edges.items():
+        room = room_of(module)
+        rooms.setdefault(room, set()).update(room_of(name) for name in targets)
+        path = ROOT.joinpath(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        sizes.setdefault(room, []).append(len(file.read_text().splitlines()))
+    lines = []
+    for room in sorted(rooms):
+        below = ", ".join(name.removeprefix("dsl_backend/") for name in sorted(rooms[room] - {room})) or "nothing"
+        lines.append(f"{room:38}{len(sizes[room]):4} files{sum(sizes[room]):7} lines  imports {below}")
+    lines += [f"circle: {', '.join(group)}" for group in circles(edges)] or ["no circles of imports between files"]
+    return "\n".join(lines)
+
+
+def test_the_structure_names_every_folder() -> None:
+    shown = structure()
+    for folder in ("dsl_backend/attention/cute/sm90", "dsl_backend/runtime", "dsl_backend/gemm", "emulator/machine"):
+        assert f"\n{folder} " in shown
+
+
+if __name__ == "__main__":
+    print(structure())  # noqa: T201

@@ -8,6 +8,7 @@ is its parent's to handle, and ends with its parent, however that ends.
 
 import contextlib
 import ctypes
+import enum
 import json
 import os
 import pickle
@@ -16,15 +17,25 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import Any, BinaryIO
 
 from dsl_backend import envs
+from dsl_backend.runtime.compiles import Source, compiles
 
 # Of prctl: the signal that a process gets when its parent's thread ends.
 PR_SET_PDEATHSIG = 1
 # Of what a process that died has said, so much is told.
 TAIL_BYTES = 2000
 CODE = "import sys; sys.path[:] = {path!r}; from dsl_backend.runtime.compile_process import serve; serve({parent})"
+
+
+class Result(enum.Enum):
+    COMPILED = "compiled"
+    PRESENT = "present"
+    # Compiled and not on disk, so that it will be compiled again.
+    UNKEPT = "not kept"
+    FAILED = "failed"
 
 
 class CompileProcess:
@@ -97,12 +108,34 @@ def serve(parent: int) -> None:
     given: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(sys.stdin.buffer, given), daemon=True).start()
 
-    # Here, so that what it imports sees no GPU.
-    from dsl_backend.runtime import precompile
-
     while True:
-        answers.write(json.dumps(precompile.answer_to(given.get())) + "\n")
+        answers.write(json.dumps(answer_to(given.get())) + "\n")
         answers.flush()
+
+
+def answer_to(pickled: bytes) -> dict[str, Any]:
+    """The answer of a process: `Outcome` without the spec, in JSON's types."""
+    started, before = time.perf_counter(), len(compiles.events)
+    try:
+        pickle.loads(pickled).compile()
+    except Exception as error:  # CuTe DSL's errors cannot all be pickled
+        seconds = time.perf_counter() - started
+        return {"result": Result.FAILED.value, "seconds": seconds, "size_bytes": 0, "error": one_line(error)}
+    events = compiles.events[before:]
+    unkept = next((event.unkept for event in events if event.unkept is not None), None)
+    new = any(event.source is Source.COMPILER for event in events)
+    result = Result.UNKEPT if unkept is not None else Result.COMPILED if new else Result.PRESENT
+    return {
+        "result": result.value,
+        "seconds": time.perf_counter() - started,
+        "size_bytes": sum(event.size_bytes for event in events if event.unkept is None),
+        "error": unkept,
+    }
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def read(pipe: BinaryIO, given: "queue.SimpleQueue[bytes]") -> None:

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator families: one list, which the commands, the benchmarks and the vLLM plugin read.
+"""An operator family, as the commands, the benchmarks and the vLLM plugin see it.
 
-A family is a package of that name, whose module `family` defines FAMILY. Modules are imported by name when they are
-asked for: the run-time depends on no operator.
+A family is a package named in `families.NAMES`, whose module `family` defines FAMILY. Modules are imported by name when
+they are asked for: the run-time depends on no operator.
 """
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsl_backend.errors import InvalidInput, by_reason
+from dsl_backend.families import NAMES
 from dsl_backend.runtime.dispatch import Entry
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
-
-if TYPE_CHECKING:
-    from dsl_backend.runtime.tuned import TunedConfigs
-
-NAMES = ("attention", "linear", "sampling", "softmax")
+from dsl_backend.runtime.tuned import TunedConfigs
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Family:
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())
     served_by_others: Callable[[ModelShape, Target], Mapping[str, Sequence[str]]] = nothing_unserved
-    tuned_configs: "TunedConfigs[Any] | None" = None
+    tuned_configs: TunedConfigs[Any] | None = None
     checks: Mapping[str, Check] = field(default_factory=dict)
 
 

@@ -6,7 +6,6 @@ specs to processes that see no GPU, and these write the compiled kernels to the 
 them; `Ahead` compiles in the background, for example while weights load.
 """
 
-import enum
 import pickle
 import selectors
 import threading
@@ -21,8 +20,7 @@ from dsl_backend.log import logger
 from dsl_backend.runtime import cache, machine, toolkit
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime.cache import DiskCache
-from dsl_backend.runtime.compile_process import CompileProcess
-from dsl_backend.runtime.compiles import Source, compiles
+from dsl_backend.runtime.compile_process import CompileProcess, Result, one_line
 from dsl_backend.runtime.key import stable
 from dsl_backend.runtime.target import Target
 
@@ -53,14 +51,6 @@ class PrecompileSpec:
     def compile(self) -> Any:
         """The function, from wherever it is had fastest."""
         return self.build(self.key, self.target)
-
-
-class Result(enum.Enum):
-    COMPILED = "compiled"
-    PRESENT = "present"
-    # Compiled and not on disk, so that it will be compiled again.
-    UNKEPT = "not kept"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -186,26 +176,6 @@ class Pool:
         return Outcome(spec, Result.FAILED, error=error)
 
 
-def answer_to(pickled: bytes) -> dict[str, Any]:
-    """The answer of a process: `Outcome` without the spec, in JSON's types."""
-    started, before = time.perf_counter(), len(compiles.events)
-    try:
-        pickle.loads(pickled).compile()
-    except Exception as error:  # CuTe DSL's errors cannot all be pickled
-        seconds = time.perf_counter() - started
-        return {"result": Result.FAILED.value, "seconds": seconds, "size_bytes": 0, "error": one_line(error)}
-    events = compiles.events[before:]
-    unkept = next((event.unkept for event in events if event.unkept is not None), None)
-    new = any(event.source is Source.COMPILER for event in events)
-    result = Result.UNKEPT if unkept is not None else Result.COMPILED if new else Result.PRESENT
-    return {
-        "result": result.value,
-        "seconds": time.perf_counter() - started,
-        "size_bytes": sum(event.size_bytes for event in events if event.unkept is None),
-        "error": unkept,
-    }
-
-
 def absent(todo: Iterable[PrecompileSpec], disk: DiskCache) -> list[PrecompileSpec]:
     """Units whose kernels are not on disk, each kernel once; nothing is compiled or loaded."""
     seen: set[str] = set()
@@ -322,8 +292,3 @@ class Ahead:
 
 # This process's.
 ahead = Ahead()
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

@@ -6,9 +6,14 @@ or a product name: an SM that nobody has written kernels for then gets none, and
 """
 
 import enum
+import re
 from dataclasses import dataclass
 
+from dsl_backend.errors import InvalidInput
+
 Capability = tuple[int, int]
+# The name of the target that is no GPU.
+CPU = "cpu"
 
 
 class Feature(enum.Enum):
@@ -129,6 +134,25 @@ def of_capability(capability: Capability) -> Arch:
         sm_count=UNKNOWN_SM_COUNT,
         features=(below[-1] if below else frozenset()) - OF_ONE_ARCH,
     )
+
+
+def named(name: str) -> Arch:
+    """The entry of a name, with or without its suffix.
+
+    Args:
+        name: `sm_90`, `sm_90a`, `sm90`, `sm_100a` ...
+
+    Raises:
+        InvalidInput: the name is not one of these forms, or there is no such entry.
+    """
+    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
+    if match is None:
+        raise InvalidInput(f"arch {name!r} is not a CUDA architecture: use a name such as sm_80, sm_90a, or {CPU}")
+    capability = (int(match[1]), int(match[2]))
+    if capability not in BY_CAPABILITY:
+        known = ", ".join(arch.name for arch in ARCHS)
+        raise InvalidInput(f"arch {name!r} is not known: use {CPU} or one of {known}")
+    return BY_CAPABILITY[capability]
 
 
 def with_kernels(*kernel_archs: str) -> tuple[Arch, ...]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device that kernels are chosen and compiled for: its features, by the registry, and its size."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -68,7 +67,7 @@ class Target:
     @property
     def arch(self) -> str:
         """The name that compilers use, such as `sm_90a`; `cpu` for a CPU."""
-        return "cpu" if self.known is None else self.known.name
+        return registry.CPU if self.known is None else self.known.name
 
     @property
     def kernel_arch(self) -> str | None:
@@ -144,16 +143,9 @@ def from_arch(arch: str) -> Target:
     Raises:
         InvalidInput: the name is not one of these forms, or there is no such chip.
     """
-    if arch == "cpu":
+    if arch == registry.CPU:
         return cpu_target()
-    match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", arch)
-    if match is None:
-        raise InvalidInput(f"arch {arch!r} is not a CUDA architecture: use a name such as sm_80, sm_90a, or cpu")
-    capability = (int(match[1]), int(match[2]))
-    if capability not in registry.BY_CAPABILITY:
-        known = ", ".join(one.name for one in registry.ARCHS)
-        raise InvalidInput(f"arch {arch!r} is not known: use cpu or one of {known}")
-    return of_capability(capability)
+    return of_capability(registry.named(arch).capability)
 
 
 def of_capability(capability: tuple[int, int]) -> Target:

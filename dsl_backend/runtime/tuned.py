@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter, V
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.families import NAMES
 from dsl_backend.log import warning_once
-from dsl_backend.runtime.family import NAMES
 from dsl_backend.runtime.target import Target
 
 # Changes when records change their meaning.
@@ -123,7 +123,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
     """The tuned configurations of a family.
 
     Args:
-        family: its name in `runtime.family.NAMES`.
+        family: its name in `families.NAMES`.
         file: the package's own.
         problem: the type of its problem shapes.
         configs: name -> type of configuration, a frozen dataclass.

@@ -13,12 +13,14 @@ import torch
 
 from dsl_backend import envs
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.families import NAMES
 from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.compile_process import one_line
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
@@ -86,7 +88,7 @@ def begin(vllm_config: Any, precompile_specs: Callable[[Target], Iterable[Precom
         ranks = vllm_config.parallel_config.tensor_parallel_size
         precompile.ahead.add(precompile_specs(target), spare=ranks, beside=beside)
     except Exception as error:  # the worker compiles what it needs, and says what is wrong
-        logger.warning("kernels are not compiled ahead of their use: %s", precompile.one_line(error))
+        logger.warning("kernels are not compiled ahead of their use: %s", one_line(error))
 
 
 def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
@@ -100,7 +102,7 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_precompile.precompile_specs_of(spec, target)
-    wanted = [name for name in families.NAMES if name not in UNUSED]
+    wanted = [name for name in NAMES if name not in UNUSED]
     if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")
     if wanted:

@@ -23,11 +23,11 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache, key, machine, precompile, toolkit
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime import family as families
+from dsl_backend.runtime.compile_process import Result as Became
 from dsl_backend.runtime.compiles import Source, compiles
 from dsl_backend.runtime.family import Family, precompile_specs
 from dsl_backend.runtime.model import ModelShape, shape_of
 from dsl_backend.runtime.precompile import PrecompileSpec, run
-from dsl_backend.runtime.precompile import Result as Became
 from dsl_backend.runtime.target import Target, from_arch
 
 pytest.importorskip("cutlass")
