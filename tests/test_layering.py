@@ -214,7 +214,6 @@ PACKAGES = ("dsl_backend", "emulator", "benchmarks", "loadtests")
 # list; none is added.
 CIRCLES: tuple[tuple[str, ...], ...] = (
     ("dsl_backend.linear.api", "dsl_backend.linear.ops"),
-    ("dsl_backend.softmax.api", "dsl_backend.softmax.ops"),
     # For type checkers alone: handlers, profilers and watchers are given the machine that they work on.
     (
         "emulator.machine.cluster",
