@@ -57,7 +57,7 @@ def cpu_only(spec: SoftmaxSpec, target: Target) -> list[str]:
 TABLE = (
     Entry("cute", "softmax one-pass sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute_one_pass),
     Entry("cute", "softmax two-pass sm90/sm100", "dsl_backend.softmax.cute.host:softmax", cute_two_pass),
-    Entry("triton", "softmax triton", "dsl_backend.softmax.triton.rows:softmax", triton),
+    Entry("triton", "softmax triton", "dsl_backend.softmax.triton.kernel:softmax", triton),
     Entry("reference", "softmax reference", "dsl_backend.softmax.reference:softmax", cpu_only),
 )
 

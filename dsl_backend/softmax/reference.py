@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax in eager torch: what kernels are judged by, and what serves a CPU."""
+"""Softmax in eager torch: the reference of the tests, and the kernel for CPUs."""
 
 import torch
 
@@ -17,5 +17,5 @@ def exact(x: torch.Tensor, *, log: bool = False, dtype: torch.dtype = torch.floa
 
 
 def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Target) -> None:
-    """Out [rows, width] from x [rows, width], in float32."""
+    """Write out [rows, width] from x [rows, width], computed in float32."""
     out.copy_(exact(x, log=spec.log, dtype=torch.float32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a softmax problem is, as far as kernels and dispatch specialise on it."""
+"""The softmax problem: what dispatch and the kernels specialize on."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from dsl_backend import checks
 from dsl_backend.checks import require, short
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Kernels count columns and rows in 32 bits, and go past the end by less than a tile.
+# Kernels count columns and rows in 32 bits, and count past the end by less than a tile.
 MAX_WIDTH = 2**31 - 2**20
 MAX_ROWS = 2**31 - 2**10
 
@@ -22,7 +22,7 @@ class SoftmaxSpec:
         width: elements of a row.
         dtype, out_dtype: of input and output, each float32, float16 or bfloat16; arithmetic is float32.
         log: the natural logarithm of the softmax instead.
-        vector: neighbours that may be accessed at once: it divides the width and both row strides, and both base
+        vector: adjacent elements that one access may take: it divides the width and both row strides, and both base
             addresses are aligned to it; 1, 2, 4 or 8.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits as test cases of sampling; random ones. The definition is the oracle, bit for bit."""
+"""Test cases of sampling, and random ones. The tokens have to be the definition's, bit for bit."""
 
 import random
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
 UNWRITTEN = -7
 FEW = 20
-# What each stands for: one block; two, single logits; four; sixteen, of which most have nothing. Little room for
-# candidates, so that small vocabularies exceed it.
+# One CTA; two CTAs that load single logits; four; sixteen, most of which have no logit. Few candidates fit, so that
+# small vocabularies exceed them.
 ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, loads_in_flight=2, max_candidates=64))
 TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, loads_in_flight=4, max_candidates=64))
 FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, loads_in_flight=1, max_candidates=64))
@@ -89,7 +89,7 @@ DISTRIBUTIONS = (
 
 
 def tensors(case: SamplingCase, device: torch.device | str = "cpu") -> tuple[torch.Tensor, Parameters]:
-    """Logits [rows, vocab] in a buffer with gaps of large ones, and the parameters."""
+    """Logits [rows, vocab] in a buffer with large logits between the rows, and the parameters."""
     generator = torch.Generator().manual_seed(case.seed)
     count, dtype = len(case.rows), case.spec.dtype
     buffer = torch.full((count, case.vocab + case.pad), 6e4 if dtype is F16 else 9e9, dtype=dtype, device=device)
@@ -109,7 +109,7 @@ def tensors(case: SamplingCase, device: torch.device | str = "cpu") -> tuple[tor
 
 
 def check_sampling(case: SamplingCase, kernel: str | None, device: torch.device | str) -> None:
-    """Raises AssertionError where a token is not the definition's: as it is called, or with the case's own config."""
+    """Raise AssertionError where a token is not the definition's, with the default config or with the case's own."""
     x, parameters = tensors(case, device)
     if kernel == "triton" and targets.detect(x.device).interpreted and has_subnormal(x):
         raise Unsupported(case.id, {"triton": ["its interpreter misreads subnormal numbers of bfloat16"]})
@@ -146,17 +146,17 @@ def row(
     return distribution, t, k, p, m
 
 
-# A token tells little of the mask that it was drawn by, unless what is kept is about equally likely; and one draw tells
-# little.
+# High temperatures make the kept tokens about equally likely: only then does a token depend on the whole mask. Rows are
+# repeated because one draw shows little.
 FILTERS = (
     *(row(), row(t=0), row(t=3, p=0.9), row(t=9, p=0.5)),
     *4 * (row(t=9, k=5), row(t=5, k=20, p=0.8), row(t=3, m=0.05)),
     *3 * (row(t=5, k=40, p=0.95, m=0.02),),
 )
 CASES = (
-    SamplingCase(id="filters", vocab=600, rows=FILTERS, why="every path, one block"),
+    SamplingCase(id="filters", vocab=600, rows=FILTERS, why="every path, one CTA"),
     SamplingCase(id="filters-2", kind=TWO, vocab=601, rows=FILTERS, why="clusters, an odd row, 16 bits, 32-bit tokens"),
-    SamplingCase(id="filters-4", kind=FOUR, vocab=1000, rows=FILTERS, why="ties of bfloat16 over four blocks", pad=6),
+    SamplingCase(id="filters-4", kind=FOUR, vocab=1000, rows=FILTERS, why="ties of bfloat16 over four CTAs", pad=6),
     SamplingCase(
         id="filters-16",
         kind=SIXTEEN,
@@ -168,7 +168,7 @@ CASES = (
         id="whole-16", kind=SIXTEEN, vocab=1500, rows=(row(), row(p=0.9)), why="its whole rows, which take a minute"
     ),
     SamplingCase(
-        id="narrow-16", kind=SIXTEEN, vocab=6, rows=(row(k=5), row(k=20, p=0.8)), why="most blocks have no logit"
+        id="narrow-16", kind=SIXTEEN, vocab=6, rows=(row(k=5), row(k=20, p=0.8)), why="most CTAs have no logit"
     ),
     SamplingCase(
         id="single",
@@ -181,7 +181,7 @@ CASES = (
         id="many-candidates",
         vocab=400,
         rows=(row("equal", k=5, p=0.5), row("ties", k=30, p=0.7), row("zeros", k=3), row("equal", t=0), row(m=1e-9)),
-        why="ties exceed the room: rows are looked at again",
+        why="ties exceed the candidates that fit: rows are read again",
     ),
     SamplingCase(
         id="wide-k",
@@ -218,7 +218,7 @@ CASES = (
             row("peaked", k=50, p=0.3),
         ),
         k_dtype=torch.int64,
-        why="parameters whose values are none",
+        why="parameters that are out of range",
     ),
     SamplingCase(
         id="scales",
@@ -242,7 +242,7 @@ WIDE = tuple(
 def random_case(seed: int, widest: int = 800) -> SamplingCase:
     """A problem of any kind; the same for the same seed."""
     draw = random.Random(seed)
-    # Sixteen blocks run slowly: not among the first, which every change is tested with.
+    # Sixteen CTAs run slowly, so they are not among the first cases, which every change is tested with.
     kind = KINDS[seed % 3] if seed < FEW else KINDS[seed % len(KINDS)]
     vector = kind[2].vector
     vocab = vector * draw.choice((draw.randint(1, 20), draw.randint(1, widest // vector)))

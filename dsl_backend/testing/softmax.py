@@ -49,7 +49,7 @@ class SoftmaxCase:
 
 
 def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: object) -> RowConfig:
-    """A row of this width over so many blocks and threads, two elements an access."""
+    """A row of this width over so many CTAs and threads, with two elements for each access."""
     vectors_per_thread = configs.ceil_div(width, 2 * threads * cluster)
     fields = {
         "vector": 2,
@@ -144,12 +144,12 @@ def spec_of(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> SoftmaxSpe
 
 CASES = [
     # --- levels, at the widths that the defaults give them ---
-    SoftmaxCase(id="thread", rows=130, width=1, why="a thread a row, an element; a second block with few rows"),
-    SoftmaxCase(id="thread-vector", rows=5, width=8, why="a thread a row, one whole access"),
+    SoftmaxCase(id="thread", rows=130, width=1, why="a thread for each row, one element; a second CTA with few rows"),
+    SoftmaxCase(id="thread-vector", rows=5, width=8, why="a thread for each row, one whole access"),
     SoftmaxCase(id="two", rows=9, width=2, dtype=F16, why="the narrowest row with a sum"),
     SoftmaxCase(id="lanes-31", rows=7, width=31, dtype=F32, why="part of a warp, single elements, one column missing"),
-    SoftmaxCase(id="lanes-33", rows=20, width=33, why="one column more than 32; a second block"),
-    SoftmaxCase(id="warp", rows=6, width=1000, log=True, why="a warp a row, ragged, whole accesses"),
+    SoftmaxCase(id="lanes-33", rows=20, width=33, why="one column more than 32; a second CTA"),
+    SoftmaxCase(id="warp", rows=6, width=1000, log=True, why="a warp for each row, ragged, whole accesses"),
     SoftmaxCase(id="block", rows=2, width=2048, dtype=F32, why="warps merge through shared memory, no column outside"),
     SoftmaxCase(id="block-ragged", rows=2, width=4096 + 3, dtype=F16, why="the same, single elements, ragged"),
     # --- a cluster, and the loop, at widths that the emulator finishes ---
@@ -205,7 +205,7 @@ CASES = [
         dtype=F16,
         out_dtype=F32,
         config=spread(2000, 16, 96 + 32),
-        why="64 slots: a lane merges two; blocks without a column",
+        why="64 slots: a lane merges two; CTAs without a column",
     ),
     SoftmaxCase(id="cluster-default", rows=1, width=20000, why="the cluster that a width gets by itself"),
     SoftmaxCase(
@@ -213,7 +213,7 @@ CASES = [
         rows=5,
         width=500,
         config=spread(500, 1, 16, 2, vectors_per_thread=2, two_pass=True),
-        why="the loop: eight tiles, the last one ragged; several rows a block, one missing",
+        why="the loop: eight tiles, the last one ragged; several rows for each CTA, one missing",
     ),
     SoftmaxCase(
         id="stream-exact",
@@ -246,7 +246,7 @@ CASES = [
     SoftmaxCase(id="special-log", rows=9, width=70, log=True, special=True, why="the same as logarithms"),
     SoftmaxCase(id="special-block", rows=9, width=300, config=spread(300, 1, 64), special=True, why="across warps"),
     SoftmaxCase(
-        id="special-cluster", rows=9, width=300, dtype=F32, config=spread(300, 2), special=True, why="across blocks"
+        id="special-cluster", rows=9, width=300, dtype=F32, config=spread(300, 2), special=True, why="across CTAs"
     ),
     SoftmaxCase(
         id="special-stream",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's door: what does not fit is refused with words that name the argument and what is needed."""
+"""The sampler's API: errors name the argument and what is needed."""
 
 import re
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_run_refuses(logits: Any, rows: Any, message: str) -> None:
         run(sampler(), logits, rows)
 
 
-def test_what_is_taken() -> None:
+def test_what_is_accepted() -> None:
     assert SamplingSpec(vocab=numpy.int64(64)) == SPEC
     assert run(plan(SPEC, numpy.int32(ROWS), "cpu", "reference"), LOGITS, PARAMETERS).tokens.shape == (ROWS,)  # type: ignore[arg-type]
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks a row gets, what is refused, and which kernel serves."""
+"""The cluster size of a row, configurations that are refused, and which kernel serves."""
 
 from dataclasses import replace
 
@@ -23,14 +23,14 @@ FITS = ClusterConfig(cluster=4, threads=512, vector=4)
     [(1, True, 16), (8, True, 16), (9, True, 8), (33, True, 8), (34, True, 4), (64, True, 4), (132, True, 2),
      (133, True, 1), (1024, True, 1), (1, False, 16), (256, False, 8)],
 )  # fmt: skip
-def test_blocks_of_a_row(rows: int, bounded: bool, cluster: int) -> None:
+def test_cluster_of_a_row(rows: int, bounded: bool, cluster: int) -> None:
     config = ClusterConfig.default(QWEN, H200, rows, 4, bounded)
     assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
     assert config.objections(QWEN, H200) == []
 
 
 @pytest.mark.parametrize(("vocab", "cluster"), [(1, 1), (2048, 1), (2049, 2), (32768, 16)])
-def test_small_vocabularies_have_few_blocks(vocab: int, cluster: int) -> None:
+def test_small_vocabularies_have_small_clusters(vocab: int, cluster: int) -> None:
     assert ClusterConfig.default(SamplingSpec(vocab=vocab), H200, 1, 4).cluster == cluster
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels give the definition's tokens, whatever else is in the batch; bad rows and arguments have a defined end."""
+"""Kernels draw the tokens of the definition in every batch; bad arguments are refused."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door of softmax, its dispatch, its operators, and the kernels that run on any host."""
+"""The API of softmax, its dispatch, its operators, and the kernels that run on any host."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_offsets_past_32_bits(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "width"), [(2000, 4096), (600, 32768), (3, 128256)])
 def test_launches_wait_for_each_other(rows: int, width: int, device: torch.device) -> None:
-    """Their blocks start beside the last ones of the launch before, and read and overwrite what that has."""
+    """Programmatic dependent launch: CTAs start before the previous kernel ends, and use the same tensors."""
     start = torch.randn(rows, width, dtype=BF16, device=device)
     x, between = torch.empty_like(start), torch.empty_like(start)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows are spread: every width is served, and what cannot run is refused in words."""
+"""Configurations of softmax: every width has one, and objections say what is wrong."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> No
         assert config.two_pass or config.tile_elements - width < max(width, config.threads_per_row * config.cluster * 8)
 
 
-def test_levels() -> None:
+def test_threads_and_clusters_of_a_width() -> None:
     def level(width: int) -> tuple[int, int]:
         config = default_config(spec(width))
         return config.threads_per_row, config.cluster

@@ -49,6 +49,6 @@ def function_of(spec: SoftmaxSpec, target: Target, libraries: str) -> Function:
 
 
 def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Target) -> None:
-    """Out [rows, width] from x [rows, width]; any rows."""
+    """Write out [rows, width] from x [rows, width]; rows may be 0."""
     if x.shape[0]:
         function_of(spec, target, toolkit.libraries())(x, out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax of rows: several narrow ones a program, or one that is held, or one that is read twice in a loop."""
+"""Softmax of rows in Triton. A program has several narrow rows, or one row, which is read once or, if wide, twice."""
 
 import torch
 import triton
@@ -9,33 +9,33 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import power_of_2
 from dsl_backend.softmax.spec import SoftmaxSpec
 
-# Elements of a program: 8 warps hold 64 a thread.
-MOST_HELD = 16 * 1024
-LOOPED = 4 * 1024
-FEW = 1024
+# The widest row that is read once: 64 elements for each thread of 8 warps.
+MAX_ONE_PASS = 16 * 1024
+TWO_PASS_BLOCK = 4 * 1024
+MIN_ELEMENTS = 1024
 ELEMENTS_PER_WARP = 1024
 
 
 @triton.jit
 def load_tile(row_ptr, column, width):
-    """[rows, columns] float32; -inf past the row's end."""
+    """A tile [rows, columns] in float32; -inf past the row's end."""
     return tl.load(row_ptr[:, None] + column[None, :], mask=(column < width)[None, :], other=-float("inf")).to(
         tl.float32
     )
 
 
 @triton.jit
-def finite_or_zero(maximum):
-    return tl.where(maximum == -float("inf"), 0.0, maximum)
+def finite_or_zero(row_max):
+    return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
-def result(x, maximum, total, LOG: tl.constexpr):
-    """Outputs of a tile [rows, columns] from its rows' states [rows]; all -inf gives NaN."""
+def result(x, row_max, row_sum, LOG: tl.constexpr):
+    """Outputs of a tile [rows, columns] from row_max and row_sum [rows]; NaN where a row is all -inf."""
     if LOG:
-        return (x - maximum[:, None]) - tl.log(total)[:, None]
+        return (x - row_max[:, None]) - tl.log(row_sum)[:, None]
     else:
-        return tl.exp(x - maximum[:, None]) / total[:, None]
+        return tl.exp(x - row_max[:, None]) / row_sum[:, None]
 
 
 @triton.jit
@@ -47,47 +47,47 @@ def softmax_kernel(
     rows,
     width,
     LOG: tl.constexpr,
-    LOOP: tl.constexpr,
+    TWO_PASS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = row < rows
-    # Rows that are not there follow the last one.
+    # Rows beyond the end read the last row.
     row_ptr = x_ptr + tl.minimum(row, rows - 1) * x_stride
     to_ptr = out_ptr + row * out_stride
     column = tl.arange(0, BLOCK)
-    if LOOP:
-        maximum = tl.full((ROWS,), -float("inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+    if TWO_PASS:
+        row_max = tl.full((ROWS,), -float("inf"), tl.float32)
+        row_sum = tl.zeros((ROWS,), tl.float32)
         for start in range(0, width, BLOCK):
             x = load_tile(row_ptr, start + column, width)
-            larger = tl.maximum(maximum, tl.max(x, 1))
-            safe = finite_or_zero(larger)
-            total = total * tl.exp(maximum - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
-            maximum = larger
+            new_max = tl.maximum(row_max, tl.max(x, 1))
+            safe = finite_or_zero(new_max)
+            row_sum = row_sum * tl.exp(row_max - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
+            row_max = new_max
         for start in range(0, width, BLOCK):
             x = load_tile(row_ptr, start + column, width)
-            y = result(x, maximum, total, LOG).to(out_ptr.dtype.element_ty)
+            y = result(x, row_max, row_sum, LOG).to(out_ptr.dtype.element_ty)
             mask = in_rows[:, None] & (start + column < width)[None, :]
             tl.store(to_ptr[:, None] + (start + column)[None, :], y, mask=mask)
     else:
         x = load_tile(row_ptr, column, width)
-        maximum = tl.max(x, 1)
-        total = tl.sum(tl.exp(x - finite_or_zero(maximum)[:, None]), 1)
-        y = result(x, maximum, total, LOG).to(out_ptr.dtype.element_ty)
+        row_max = tl.max(x, 1)
+        row_sum = tl.sum(tl.exp(x - finite_or_zero(row_max)[:, None]), 1)
+        y = result(x, row_max, row_sum, LOG).to(out_ptr.dtype.element_ty)
         tl.store(to_ptr[:, None] + column[None, :], y, mask=in_rows[:, None] & (column < width)[None, :])
 
 
 def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Target) -> None:
-    """Out [rows, width] from x [rows, width]; any rows."""
+    """Write out [rows, width] from x [rows, width]; rows may be 0."""
     rows, width = x.shape
     if rows == 0:
         return
-    held = power_of_2(width)
-    loop = held > MOST_HELD
-    block = LOOPED if loop else held
-    rows_per_program = max(1, FEW // block)
+    padded_width = power_of_2(width)
+    two_pass = padded_width > MAX_ONE_PASS
+    block = TWO_PASS_BLOCK if two_pass else padded_width
+    rows_per_program = max(1, MIN_ELEMENTS // block)
     softmax_kernel[(-(-rows // rows_per_program),)](
         x,
         out,
@@ -96,7 +96,7 @@ def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Targe
         rows,
         width,
         LOG=spec.log,
-        LOOP=loop,
+        TWO_PASS=two_pass,
         ROWS=rows_per_program,
         BLOCK=block,
         num_warps=max(1, min(8, rows_per_program * block // ELEMENTS_PER_WARP)),
