@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.host import fake_args, latent_rows_of
+from dsl_backend.attention.cute.host import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
 from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
@@ -85,7 +85,7 @@ def run(pair: Any, case: Any, schedules: tuple[str, ...]) -> None:
     class Fresh(MlaSplitKV):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(pair.TwoCtaMlaForward(key), fake_args(key, *latent_rows_of(key)), target.arch, "")
+            return toolkit.compiled(pair.TwoCtaMlaForward(key), fake_args(key, fake_mla_tensors(key)), target.arch, "")
 
     for seed, schedule in enumerate(schedules):
         emulate(Run(case, schedule), seed, "sm_100a", Fresh, CONFIG)

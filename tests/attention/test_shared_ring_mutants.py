@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.host import fake_args, rows_of
+from dsl_backend.attention.cute.host import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm100 import dense_correction as correct
 from dsl_backend.attention.cute.sm100 import dense_kernel as forward
 from dsl_backend.attention.cute.sm100 import dense_mma as multiply
@@ -77,7 +77,7 @@ def run(schedules: Iterable[int]) -> None:
     class Fresh(Prefill):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward.DenseForward(key), fake_args(key, *rows_of(key)), target.arch, "")
+            return toolkit.compiled(forward.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def make(planner: Planner, short: bool) -> Kernel:
         return Fresh(planner.spec, planner.target, scratch(), CONFIG)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute import dequant as widen
-from dsl_backend.attention.cute.host import fake_args, rows_of
+from dsl_backend.attention.cute.host import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90 import dense_kernel as forward
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill
@@ -48,7 +48,7 @@ def run(index: int) -> None:
     class Fresh(Prefill):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward.DenseForward(key), fake_args(key, *rows_of(key)), target.arch, "")
+            return toolkit.compiled(forward.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def make(planner: Planner, short: bool) -> Kernel:
         return Fresh(planner.spec, planner.target, scratch(), CONFIG)

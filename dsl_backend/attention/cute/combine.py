@@ -4,6 +4,7 @@
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
 from dsl_backend.attention.cute.scheduler.requests import Requests, seqlens_of
 from dsl_backend.attention.cute.scheduler.split_kv import own_range, row_tile_of, splits_of
@@ -67,11 +68,9 @@ class SplitKVCombine:
     @cute.jit
     def __call__(
         self,
-        partials: cute.Tensor,
+        outputs: Outputs,
         split_ranges: cute.Tensor | None,
         requests: Requests,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
         scoring: ScoreModArgs,
         num_ctas: cutlass.Int32,
         stream,
@@ -80,7 +79,7 @@ class SplitKVCombine:
         if cutlass.const_expr(self.key.max_splits or self.key.tiles_per_split):
             needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
             grid = (cute.size(requests.seqused_k) * self.head_blocks, needed, 1)
-        self.kernel(partials, split_ranges, requests, out, lse, scoring).launch(
+        self.kernel(outputs, split_ranges, requests, scoring).launch(
             grid=grid,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -93,17 +92,15 @@ class SplitKVCombine:
     @cute.kernel
     def kernel(
         self,
-        partials: cute.Tensor,
+        outputs: Outputs,
         split_ranges: cute.Tensor | None,
         requests: Requests,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
         scoring: ScoreModArgs,
     ):
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
-        merger = CombineThread(self, partials, requests, out, lse, scoring, sums, statistics)
+        merger = CombineThread(self, outputs, requests, scoring, sums, statistics)
         if cutlass.const_expr(self.key.tiles_per_split):
             merger.merge_fixed(split_ranges)
         elif cutlass.const_expr(self.key.max_splits):
@@ -116,12 +113,13 @@ class CombineThread:
     """A thread's part in it. An item is a row's slice of columns: row * slices + slice."""
 
     def __init__(
-        self, merge: SplitKVCombine, partials, requests: Requests, out, lse, scoring: ScoreModArgs, sums, statistics
+        self, merge: SplitKVCombine, outputs: Outputs, requests: Requests, scoring: ScoreModArgs, sums, statistics
     ):
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
         self.tile_n, self.least = merge.tile_n, merge.least
         self.tile_tokens, self.head_blocks = merge.tile_tokens, merge.head_blocks
-        self.partials, self.requests, self.out, self.lse, self.scoring = partials, requests, out, lse, scoring
+        self.out, self.lse, self.partials = outputs
+        self.requests, self.scoring = requests, scoring
         self.sums, self.statistics = sums, statistics
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

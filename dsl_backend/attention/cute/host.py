@@ -10,12 +10,14 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, Scratch, int32s
 from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
+from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
-from dsl_backend.attention.cute.score_mod import ScoreModKey
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, ScoreModKey
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded, v_splits
 from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
@@ -102,59 +104,75 @@ def fake_scale(heads_kv: int) -> Any:
     return make_fake_tensor(cutlass.Float32, (heads_kv,), (stride,), assumed_align=4)
 
 
-def fake_args(key: LayerKey, *rows: Any) -> tuple[Any, ...]:
-    """A kernel's arguments. rows: of queries, keys and values."""
+def fake_vector(numeric: Any, length: Any, align: int = 4) -> Any:
+    return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
+
+
+def fake_requests(key: LayerKey) -> Requests:
     many = cute.sym_int
-
-    def vector_of(numeric: Any, length: Any, align: int = 4) -> Any:
-        return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
-
     page_table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
-    lse = make_fake_tensor(
-        cutlass.Float32, (many(), key.heads_q), (cute.sym_int64(), cute.sym_int64()), assumed_align=4
-    )
-    sinks = key.scores.sinks
-    return (
-        *rows,
-        fake_rows(NUMERIC[key.dtype], key.head_dim_v, key.heads_q, many()),
-        lse if key.lse else None,
-        vector_of(cutlass.Int32, many()),
-        vector_of(cutlass.Int32, many()),
+    return Requests(
+        fake_vector(cutlass.Int32, many()),
+        fake_vector(cutlass.Int32, many()),
         page_table if key.page_size else None,
-        None if key.page_size else vector_of(cutlass.Int32, many()),
+        None if key.page_size else fake_vector(cutlass.Int32, many()),
         fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
-        vector_of(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
-        vector_of(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
+        *int32s(5),
+    )
+
+
+def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
+    sinks = key.scores.sinks
+    return ScoreModArgs(
+        cutlass.Float32(1.0),
+        cutlass.Float32(1.0),
+        fake_vector(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
+        fake_vector(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
         *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
-        vector_of(cutlass.Float32, many(), ALIGNMENT) if key.split or key.tiles_per_split else None,
-        fake_scheduler_workspace(key),
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        *[cutlass.Int32(1)] * 6,
+    )
+
+
+def fake_args(key: LayerKey, tensors: DenseTensors | MlaTensors) -> tuple[Any, ...]:
+    """What a kernel's `__call__` takes."""
+    partials = fake_vector(cutlass.Float32, cute.sym_int(), ALIGNMENT) if key.split or key.tiles_per_split else None
+    return (
+        tensors,
+        *fake_outputs(key),
+        fake_requests(key),
+        fake_score_mod_args(key),
+        Scratch(partials, fake_scheduler_workspace(key)),
+        *int32s(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
+
+
+def fake_outputs(key: LayerKey) -> tuple[Any, Any]:
+    """`out` and `lse`."""
+    out = fake_rows(NUMERIC[key.dtype], key.head_dim_v, key.heads_q, cute.sym_int())
+    if not key.lse:
+        return out, None
+    strides = (cute.sym_int64(), cute.sym_int64())
+    return out, make_fake_tensor(cutlass.Float32, (cute.sym_int(), key.heads_q), strides, assumed_align=4)
 
 
 SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
-def rows_of(key: LayerKey) -> tuple[Any, ...]:
-    """Queries, keys and values."""
+def fake_dense_tensors(key: LayerKey) -> DenseTensors:
     lead = fake_pages(key)
     numeric = NUMERIC[key.dtype]
     stored = cutlass.Uint8 if key.kv.fp8 else numeric
-    return (
+    return DenseTensors(
         fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *lead),
         fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
     )
 
 
-def latent_rows_of(key: LayerKey) -> tuple[Any, ...]:
-    """Queries' two parts, and keys."""
+def fake_mla_tensors(key: LayerKey) -> MlaTensors:
     numeric = NUMERIC[key.dtype]
     stored = cutlass.Uint8 if key.kv.fp8 else numeric
-    return (
+    return MlaTensors(
         fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *fake_pages(key)),
@@ -215,18 +233,6 @@ def flags_of(causal: torch.Tensor) -> torch.Tensor:
     return causal.view(torch.uint8)[:: causal.itemsize]
 
 
-def requests_of(spec: AttentionSpec, batch: Batch) -> tuple[torch.Tensor | None, ...]:
-    """A kernel's arguments between those of a layer: what there is of each request."""
-    causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
-    return (
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.block_table,
-        batch.kv_start_loc,
-        None if causal is None else flags_of(causal),
-    )
-
-
 def nothing(operands: Operands) -> None:
     """The launch of an empty batch."""
 
@@ -264,8 +270,8 @@ class LayerKernel:
     def max_query_len_served(self) -> int | None:
         raise NotImplementedError
 
-    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
-        """The kernel's first arguments, fit for tensor copies."""
+    def tensors(self, operands: Operands) -> DenseTensors | MlaTensors:
+        """The tensors of a layer as the kernel takes them, fit for tensor copies."""
         raise NotImplementedError
 
     @property
@@ -363,24 +369,27 @@ class LayerKernel:
         spec, tensors = self.spec, self.tensors
         # One at least: a grid has no dimension of 0.
         rows = max(1, min(self.tile_m, min(max_seqlen_q, batch.max_query_len) * self.pack_gqa))
-        requests = requests_of(spec, batch)
-        tail = (
-            *self.scratch(batch, rows),
-            spec.scale,
-            spec.softcap,
+        causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
+        requests = Requests(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.kv_start_loc,
+            None if causal is None else flags_of(causal),
             window(spec.window_left),
             window(spec.window_right),
             max(1, min_seqlen_q),
             max_seqlen_q,
-            self.grid(batch, min_seqlen_q),
             rows,
         )
+        scratch, num_ctas = Scratch(*self.scratch(batch, rows)), self.grid(batch, min_seqlen_q)
 
         def launch(operands: Operands) -> None:
-            out, lse, sinks = operands.out, operands.lse, operands.sinks
+            lse, sinks = operands.lse, operands.sinks
             function = self.function(lse is not None, None if sinks is None else sinks.dtype)
             scales = scales_of(spec, operands)
-            function(*tensors(operands), out, lse, *requests, sinks, operands.alibi_slopes, *scales, *tail)
+            scoring = ScoreModArgs(spec.scale, spec.softcap, sinks, operands.alibi_slopes, *scales)
+            function(tensors(operands), operands.out, lse, requests, scoring, scratch, num_ctas)
 
         return launch
 
@@ -431,9 +440,10 @@ class DenseKernel(LayerKernel):
     def max_query_len_served(self) -> int | None:
         return min(16, self.tile_m // self.pack_gqa) if self.split else None
 
-    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
+    def tensors(self, operands: Operands) -> DenseTensors:
         check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
-        return operands.q, stored(self.spec, operands.keys), stored(self.spec, operands.values)
+        keys, values = stored(self.spec, operands.keys), stored(self.spec, operands.values)
+        return DenseTensors(operands.q, keys, values)
 
 
 class MlaKernel(LayerKernel):
@@ -448,9 +458,9 @@ class MlaKernel(LayerKernel):
     def max_query_len_served(self) -> int | None:
         return None
 
-    def tensors(self, operands: Operands) -> tuple[torch.Tensor, ...]:
+    def tensors(self, operands: Operands) -> MlaTensors:
         latent, q, q_rope = self.spec.head_dim_v, operands.q, operands.q_rope
         if q_rope is None:
             q, q_rope = q[..., :latent], q[..., latent:]
         check_alignment(q=q, q_rope=q_rope, keys=operands.keys)
-        return q, q_rope, stored(self.spec, operands.keys)
+        return MlaTensors(q, q_rope, stored(self.spec, operands.keys))

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from dsl_backend.attention.cute.args import MlaLoads, MlaTensors
 from dsl_backend.attention.cute.dequant import DequantTiles, bytes_boxed, bytes_staged
 from dsl_backend.attention.cute.loader.dense import LoadWarp, box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig
@@ -111,8 +112,8 @@ class TiledMla:
         )
         return cute.make_tensor(sK.iterator, stages)
 
-    def copies(self, q: cute.Tensor, q_rope: cute.Tensor, keys: cute.Tensor):
-        """For the queries' two parts and the keys: the copy of a box, and the tensor as it takes it."""
+    def loads(self, tensors: MlaTensors) -> MlaLoads:
+        """The TMA atoms, and each tensor as its atom takes it."""
         key, atom = self.key, self.atom(self.chunk)
         load, load_keys = self.load_ops()
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
@@ -120,11 +121,11 @@ class TiledMla:
         k_tile = (self.box, self.chunk)
         k_box = bytes_boxed(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
-        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
-        return (
-            cpasync.make_tiled_tma_atom(load, self.by_head(q), q_box, q_tile),
-            cpasync.make_tiled_tma_atom(load, self.by_head(q_rope), q_box, q_tile),
-            cpasync.make_tiled_tma_atom(load_keys, mK, k_box, k_tile),
+        mK = cute.make_tensor(tensors.k.iterator, cute.select(tensors.k.layout, mode=order))
+        return MlaLoads(
+            *cpasync.make_tiled_tma_atom(load, self.by_head(tensors.q), q_box, q_tile),
+            *cpasync.make_tiled_tma_atom(load, self.by_head(tensors.q_rope), q_box, q_tile),
+            *cpasync.make_tiled_tma_atom(load_keys, mK, k_box, k_tile),
         )
 
     def load_ops(self):
@@ -180,7 +181,7 @@ class TiledMla:
 class MlaLoadWarp(LoadWarp):
     """Fills the ring: for each item key tiles from the last to the first, behind that one the queries' two parts."""
 
-    def __init__(self, kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests):
+    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, sK, requests):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.tile_n // self.box
@@ -193,8 +194,7 @@ class MlaLoadWarp(LoadWarp):
         self.group = kernel.key.heads_q // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         # Queries against what is value too, and against the rest.
-        self.v_load, self.mV, self.r_load, self.mR = v_load, mV, r_load, mR
-        self.k_load, self.mK = k_load, mK
+        self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope, self.tma_atom_k, self.mK = loads
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.take_boxes(kernel)
@@ -210,7 +210,7 @@ class MlaLoadWarp(LoadWarp):
 
     @cute.jit
     def run(self):
-        for atom in (self.v_load, self.r_load, self.k_load):
+        for atom in (self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k):
             cpasync.prefetch_descriptor(atom)
         items, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(items)
@@ -247,8 +247,8 @@ class MlaLoadWarp(LoadWarp):
         tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
         first = 0
         for atom, source, chunks in (
-            (self.v_load, self.mV, self.chunks_v),
-            (self.r_load, self.mR, self.chunks - self.chunks_v),
+            (self.tma_atom_q, self.mQ, self.chunks_v),
+            (self.tma_atom_q_rope, self.mQRope, self.chunks - self.chunks_v),
         ):
             rows = cute.domain_offset((0, work.q_offset, 0), source[None, None, None, work.head_block])
             given = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
@@ -267,7 +267,7 @@ class MlaLoadWarp(LoadWarp):
             full = self.barriers.k_full + place
             self.expect(full, len(self.parts[part]) * self.chunk_bytes)
             chunks = self.parts[part]
-            self.load_tile(self.k_load, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
+            self.load_tile(self.tma_atom_k, self.mK, self.sK, self.chunk, chunks, work, tile, pages, stage, full)
 
 
 class MlaDequantWarps:

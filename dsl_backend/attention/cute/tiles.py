@@ -8,6 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors
 from dsl_backend.attention.cute.dequant import bytes_boxed, bytes_staged
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
@@ -171,9 +172,9 @@ class TiledKernel:
         pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
         return cute.make_tensor(pointer, layout.outer)
 
-    def copies(self, q: cute.Tensor, keys: cute.Tensor, values: cute.Tensor):
-        """For queries, keys and values: the copy of a box, and the tensor as it takes it."""
-        key = self.key
+    def loads(self, tensors: DenseTensors) -> DenseLoads:
+        """The TMA atoms, and each tensor as its atom takes it."""
+        key, (q, keys, values) = self.key, tensors
         load = self.load_op()
         tokens, _, width = q.shape
         if key.pack_gqa == 1:
@@ -195,10 +196,10 @@ class TiledKernel:
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
         if key.v_splits > 1:
             mV = self.by_slice(mV)
-        q_copy = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
-        k_copy = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
-        v_copy = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
-        return q_copy, k_copy, v_copy
+        q_load = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
+        k_load = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
+        v_load = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
+        return DenseLoads(*q_load, *k_load, *v_load)
 
     def load_op(self):
         return cpasync.CopyBulkTensorTileG2SOp()

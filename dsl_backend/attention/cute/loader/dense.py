@@ -43,15 +43,15 @@ class LoadWarp:
 
     rolled = False
 
-    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests):
+    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, sK, sV, requests):
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
         self.first_box, self.multicast = 0, {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
-        self.q_load, self.k_load, self.v_load = q_load, k_load, v_load
-        self.mQ, self.mK, self.mV = mQ, mK, mV
+        self.tma_atom_q, self.tma_atom_k, self.tma_atom_v = loads.tma_atom_q, loads.tma_atom_k, loads.tma_atom_v
+        self.mQ, self.mK, self.mV = loads.mQ, loads.mK, loads.mV
         self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.copied
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
@@ -77,7 +77,7 @@ class LoadWarp:
 
     @cute.jit
     def run(self):
-        for atom in (self.q_load, self.k_load, self.v_load):
+        for atom in (self.tma_atom_q, self.tma_atom_k, self.tma_atom_v):
             cpasync.prefetch_descriptor(atom)
         items, keys, values = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(items)
@@ -133,15 +133,20 @@ class LoadWarp:
             rows = cute.domain_offset((0, work.q_offset, 0), self.mQ[None, None, None, packed])
             tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
             gQ = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
-        to, given = cpasync.tma_partition(self.q_load, 0, cute.make_layout(1), self.sQ, gQ)
+        to, given = cpasync.tma_partition(self.tma_atom_q, 0, cute.make_layout(1), self.sQ, gQ)
         if cutlass.const_expr(self.q_boxes == 1):
             self.copy_chunks(
-                self.q_load, given[None, 0, None], to[None, 0, None, None], stage, full, range(self.q_chunks)
+                self.tma_atom_q, given[None, 0, None], to[None, 0, None, None], stage, full, range(self.q_chunks)
             )
         else:
             for box in cutlass.range(boxes, unroll=1):
                 self.copy_chunks(
-                    self.q_load, given[None, box, None], to[None, box, None, None], stage, full, range(self.q_chunks)
+                    self.tma_atom_q,
+                    given[None, box, None],
+                    to[None, box, None, None],
+                    stage,
+                    full,
+                    range(self.q_chunks),
                 )
 
     def take_boxes(self, kernel):
@@ -184,7 +189,7 @@ class LoadWarp:
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
         chunks = range(self.k_chunks)
-        self.load_tile(self.k_load, self.mK, self.sK, self.copied, chunks, work, tile, pages, stage, full)
+        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, stage, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
@@ -197,7 +202,7 @@ class LoadWarp:
         full = self.barriers.v_full + stage
         self.expect(full, self.v_bytes)
         mV, chunks = self.values_of(work), range(self.v_chunks)
-        self.load_tile(self.v_load, mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
+        self.load_tile(self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
 
     def values_of(self, work):
         """Values as keys are: [token, column, head, page], of the item's slice."""
@@ -265,7 +270,7 @@ class PerTileLoads:
 
     def atoms(self):
         """Of the copies."""
-        return self.q_load, self.k_load, self.v_load
+        return self.tma_atom_q, self.tma_atom_k, self.tma_atom_v
 
     def load_item(self, work, tiles):
         """Keys and values of an item; tiles: those of the items before it."""

@@ -27,12 +27,11 @@ PIECE = 16  # columns of sums in registers at a time
 class CorrectionWarps:
     """A thread's row of each half."""
 
-    def __init__(
-        self, kernel, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
-    ):
+    def __init__(self, kernel, work_pipeline, barriers, base, statistics, places, sOut, outputs, requests, scoring):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
-        self.places, self.sOut, self.out, self.lse, self.partials = places, sOut, out, lse, partials
+        self.places, self.sOut = places, sOut
+        self.out, self.lse, self.partials = outputs
         self.scoring, self.requests, self.held = scoring, requests, requests.rows
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.rests = kernel.rests

@@ -3,7 +3,7 @@
 
 from dataclasses import replace
 
-from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.cute.host import DenseKernel, fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
@@ -25,7 +25,7 @@ def build(key: DenseKey, target: Target) -> Function:
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, ex2_emulation=0))
     kind = TwoCtaForward if key.config.two_cta else SwapABForward if key.config.swap_ab else DenseForward
-    return compile_kernel(kind(key), fake_args(key, *rows_of(key)), key=key, target=target)
+    return compile_kernel(kind(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
 
 
 class Prefill(DenseKernel):

@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, Scratch, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
@@ -108,67 +109,19 @@ class DenseForward(TiledKernel):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        keys: cute.Tensor,
-        values: cute.Tensor,
+        tensors: DenseTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor,
-        seqused_k: cute.Tensor,
-        page_table: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        causal: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        alibi_slopes: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        scheduler_workspace: cute.Tensor | None,
-        scale: cutlass.Float32,
-        softcap: cutlass.Float32,
-        window_size_left: cutlass.Int32,
-        window_size_right: cutlass.Int32,
-        min_seqlen_q: cutlass.Int32,
-        max_seqlen_q: cutlass.Int32,
+        requests: Requests,
+        scoring: ScoreModArgs,
+        scratch: Scratch,
         num_ctas: cutlass.Int32,
-        rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        tiled_mma_qk, tiled_mma_pv = self.products()
-        q_layout = self.query_tiles(self.dims)
-        out_layout = self.query_tiles(self.dims_v)
-        (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        requests = Requests(
-            cu_seqlens_q,
-            seqused_k,
-            page_table,
-            cu_seqlens_k,
-            causal,
-            window_size_left,
-            window_size_right,
-            min_seqlen_q,
-            max_seqlen_q,
-            rows,
-        )
-        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
+        outputs = Outputs(out, lse, scratch.partials)
         self.kernel(
-            tiled_mma_qk,
-            tiled_mma_pv,
-            q_load,
-            mQ,
-            k_load,
-            mK,
-            v_load,
-            mV,
-            q_layout,
-            out_layout,
-            out,
-            lse,
-            partials,
-            scheduler_workspace,
-            requests,
-            scoring,
+            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -177,11 +130,10 @@ class DenseForward(TiledKernel):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v)
-            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
+            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v)
+            combine(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
 
-    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """Of scores and of sums."""
+    def tiled_mmas(self) -> TiledMmas:
         tiled_mma_qk = blackwell_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -201,24 +153,14 @@ class DenseForward(TiledKernel):
             (self.num_ctas * ROWS, self.dims_v),
             tcgen05.OperandSource.TMEM,
         )
-        return tiled_mma_qk, tiled_mma_pv
+        return TiledMmas(tiled_mma_qk, tiled_mma_pv)
 
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        q_load: cute.CopyAtom,
-        mQ: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        out_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: DenseLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
@@ -228,6 +170,7 @@ class DenseForward(TiledKernel):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
+        q_layout, out_layout = self.query_tiles(self.dims), self.query_tiles(self.dims_v)
         queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         q_place = allocator.allocate(queries * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
@@ -283,7 +226,7 @@ class DenseForward(TiledKernel):
         elif warp >= CORRECT and warp < CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
             CorrectionWarps(
-                self, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+                self, work_pipeline, barriers, base, statistics, places, sOut, outputs, requests, scoring
             ).run()
         elif warp >= WIDEN:
             if cutlass.const_expr(self.key.kv.fp8):
@@ -293,17 +236,13 @@ class DenseForward(TiledKernel):
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MULTIPLY:
                 role = AlternatingMmaWarp if self.alternate else MmaWarp
-                role(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places).run()
+                role(self, work_pipeline, mmas, barriers, base, sQ, places).run()
             if warp == LOAD:
                 rings = rings_of_loader(barriers)
                 if cutlass.const_expr(config.shared_ring):
-                    SharedRingLoadWarp(
-                        self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests
-                    ).run()
+                    SharedRingLoadWarp(self, work_pipeline, rings, loads, sQ, places, requests).run()
                 else:
-                    OwnRingsLoadWarp(
-                        self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
-                    ).run()
+                    OwnRingsLoadWarp(self, work_pipeline, rings, loads, sQ, loaded_k, loaded_v, requests).run()
             if warp == SCHEDULE:
                 if cutlass.const_expr(config.use_clc):
                     ClcTileScheduler(

@@ -21,7 +21,8 @@ from dsl_backend.primitives.tensor_product import TensorProduct
 class MmaWarp:
     """Scores S = Q K^T and sums O += P V of each half."""
 
-    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places):
+    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, places):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places = places
         self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)

@@ -109,13 +109,11 @@ class RingLoadWarp(PerTileLoads, RolledLoadWarp):
 class SharedRingLoadWarp(RingLoadWarp):
     """Fills a ring that keys and values share, in the order in which they are multiplied."""
 
-    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, places, v_load, mV, requests):
+    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, places, requests):
         values = places.values
-        super().__init__(
-            kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, values, v_load, mV, values, requests
-        )
+        super().__init__(kernel, work_pipeline, barriers, loads, sQ, values, values, requests)
         self.places = places
-        self.mRest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(mK) - 2)), mK)
+        self.mRest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(loads.mK) - 2)), loads.mK)
         self.sRest = self.in_boxes(places.rest, self.box, kernel.copied)
 
     @cute.jit
@@ -134,10 +132,10 @@ class SharedRingLoadWarp(RingLoadWarp):
         self.expect(full, self.k_bytes)
         # The keys before the last ones, whose place this is, were read: the values before waited for them.
         rest = range(self.k_chunks - self.v_chunks)
-        self.load_tile(self.k_load, self.mRest, self.sRest, self.copied, rest, work, tile, pages, rest_place, full)
+        self.load_tile(self.tma_atom_k, self.mRest, self.sRest, self.copied, rest, work, tile, pages, rest_place, full)
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
         chunks = range(self.v_chunks)
-        self.load_tile(self.k_load, self.mK, self.sK, self.copied, chunks, work, tile, pages, place, full)
+        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, place, full)
 
     @cute.jit
     def load_values(self, work, tile, pages, count):
@@ -146,7 +144,7 @@ class SharedRingLoadWarp(RingLoadWarp):
         full = self.barriers.v_full + stage_of(count, self.stages)
         self.expect(full, self.v_bytes)
         chunks, place = range(self.v_chunks), self.places.of_values(count)
-        self.load_tile(self.v_load, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
+        self.load_tile(self.tma_atom_v, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
 
 
 class OwnRingsLoadWarp(RingLoadWarp):

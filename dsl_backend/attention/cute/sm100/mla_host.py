@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.cute.host import MlaKernel, fake_args, latent_rows_of
+from dsl_backend.attention.cute.host import MlaKernel, fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
@@ -13,7 +13,7 @@ from dsl_backend.runtime.target import Target
 def build(key: MlaKey, target: Target) -> Function:
     """The compiled function: (q, q_rope, keys, *what LayerKernel.bind adds)."""
     kernel = TwoCtaMlaForward(key) if isinstance(key.config, TwoCtaMlaConfig) else MlaForward(key)
-    return compile_kernel(kernel, fake_args(key, *latent_rows_of(key)), key=key, target=target)
+    return compile_kernel(kernel, fake_args(key, fake_mla_tensors(key)), key=key, target=target)
 
 
 class Mla(MlaKernel):

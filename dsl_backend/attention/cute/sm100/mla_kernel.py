@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, Outputs, Scratch, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
 from dsl_backend.attention.cute.mla import MlaDequantWarps, MlaLoadWarp, TiledMla
@@ -61,67 +62,19 @@ class MlaForward(TiledMla):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        q_rope: cute.Tensor,
-        keys: cute.Tensor,
+        tensors: MlaTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor,
-        seqused_k: cute.Tensor,
-        page_table: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        causal: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        alibi_slopes: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        scheduler_workspace: cute.Tensor | None,
-        scale: cutlass.Float32,
-        softcap: cutlass.Float32,
-        window_size_left: cutlass.Int32,
-        window_size_right: cutlass.Int32,
-        min_seqlen_q: cutlass.Int32,
-        max_seqlen_q: cutlass.Int32,
+        requests: Requests,
+        scoring: ScoreModArgs,
+        scratch: Scratch,
         num_ctas: cutlass.Int32,
-        rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        tiled_mma_qk, tiled_mma_pv = self.products()
-        q_layout, k_layout, p_layout = self.layouts()
-        (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
-        requests = Requests(
-            cu_seqlens_q,
-            seqused_k,
-            page_table,
-            cu_seqlens_k,
-            causal,
-            window_size_left,
-            window_size_right,
-            min_seqlen_q,
-            max_seqlen_q,
-            rows,
-        )
-        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
+        outputs = Outputs(out, lse, scratch.partials)
         self.kernel(
-            tiled_mma_qk,
-            tiled_mma_pv,
-            v_load,
-            mV,
-            r_load,
-            mR,
-            k_load,
-            mK,
-            q_layout,
-            k_layout,
-            p_layout,
-            out,
-            lse,
-            partials,
-            scheduler_workspace,
-            requests,
-            scoring,
+            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -130,17 +83,17 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
-            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
+            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            combine(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
 
-    def products(self):
+    def tiled_mmas(self) -> TiledMmas:
         """Scores of 64 rows, and transposed sums of a block of value columns."""
-        return (
-            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.K, (ROWS, self.tile_n)),
-            self.tiled_mma_qk(OperandMajorMode.MN, OperandMajorMode.K, (BLOCK, ROWS)),
+        return TiledMmas(
+            self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, (ROWS, self.tile_n)),
+            self.tiled_mma(OperandMajorMode.MN, OperandMajorMode.K, (BLOCK, ROWS)),
         )
 
-    def tiled_mma_qk(self, a_major, b_major, shape):
+    def tiled_mma(self, a_major, b_major, shape):
         return blackwell_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, a_major, b_major, cutlass.Float32, self.group, shape
         )
@@ -148,20 +101,9 @@ class MlaForward(TiledMla):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        r_load: cute.CopyAtom,
-        mR: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        p_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: MlaLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
@@ -171,6 +113,7 @@ class MlaForward(TiledMla):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
+        q_layout, k_layout, p_layout = self.layouts()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, p_layout)
@@ -213,14 +156,12 @@ class MlaForward(TiledMla):
 
         work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < group:
-            MlaSoftmaxWarps(
-                self, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
-            ).run()
+            MlaSoftmaxWarps(self, work_pipeline, barriers, base, statistics, sV, sP, outputs, requests, scoring).run()
         if warp == MULTIPLY:
-            MlaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP).run()
+            MlaMmaWarp(self, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
             rings = rings_of_loader(barriers)
-            MlaLoadWarp(self, work_pipeline, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
+            MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
         if warp == SCHEDULE:
             self.schedule(work_pipeline, requests, scheduler_workspace).run()
         if cutlass.const_expr(self.key.kv.fp8):

@@ -18,7 +18,8 @@ from dsl_backend.primitives.tensor_product import TensorProduct
 class MlaMmaWarp:
     """Scores S = Q K^T, and transposed sums O^T += V^T P^T."""
 
-    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP):
+    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         # Every block of a cluster may write to a place of keys: each hears that it was read. Widened ones are its own.
         cluster = 1 if kernel.key.kv.fp8 else self.config.cluster

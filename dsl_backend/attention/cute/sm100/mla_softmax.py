@@ -34,12 +34,11 @@ SHRINK, FACTOR = 0, 1
 class MlaSoftmaxWarps:
     """A thread's registers and what it does with an item."""
 
-    def __init__(
-        self, kernel, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
-    ):
+    def __init__(self, kernel, work_pipeline, barriers, base, statistics, sV, sP, outputs, requests, scoring):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
-        self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
+        self.sV, self.sP = sV, sP
+        self.out, self.lse, self.partials = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2

@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
@@ -57,10 +58,10 @@ class SwapABForward(DenseForward):
         super().__init__(key)
         self.rests = False
 
-    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def tiled_mmas(self) -> TiledMmas:
         inside, k = OperandMajorMode.MN, OperandMajorMode.K
         shape, sums = (ROWS, self.tile_m), (self.dims_v, self.tile_m)
-        return (
+        return TiledMmas(
             blackwell_helpers.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, cutlass.Float32, self.group, shape),
             blackwell_helpers.make_trivial_tiled_mma(
                 self.dtype, self.dtype, inside, inside, cutlass.Float32, self.group, sums
@@ -70,19 +71,9 @@ class SwapABForward(DenseForward):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        q_load: cute.CopyAtom,
-        mQ: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        out_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: DenseLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
@@ -91,6 +82,7 @@ class SwapABForward(DenseForward):
         # The merge kernel may take its place beside this one, and waits there.
         cute.arch.griddepcontrol_launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
+        q_layout = self.query_tiles(self.dims)
         queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(queries * 2, byte_alignment=1024), q_layout)
         places = OwnRings(self, allocator, self.tile_n, self.dims_v)
@@ -138,9 +130,7 @@ class SwapABForward(DenseForward):
                 sP,
                 told,
                 places,
-                out,
-                lse,
-                partials,
+                outputs,
                 requests,
                 scoring,
                 warp // group,
@@ -148,12 +138,10 @@ class SwapABForward(DenseForward):
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == SWAPPED_MULTIPLY:
-                SwapABMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sP, places).run()
+                SwapABMmaWarp(self, work_pipeline, mmas, barriers, base, sQ, sP, places).run()
             if warp == SWAPPED_LOAD:
                 keys, values = places.keys[0], places.values
-                OwnRingsLoadWarp(
-                    self, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, keys, v_load, mV, values, requests
-                ).run()
+                OwnRingsLoadWarp(self, work_pipeline, barriers, loads, sQ, keys, values, requests).run()
             if warp == SWAPPED_SCHEDULE:
                 self.schedule(work_pipeline, requests, scheduler_workspace).run()
         cute.arch.sync_threads()
@@ -165,7 +153,8 @@ class SwapABForward(DenseForward):
 class SwapABMmaWarp(AlternatingMmaWarp):
     """Scores S^T = K Q^T [key, query row] and sums O^T += V^T P^T [column, query row] of each half."""
 
-    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sP, places):
+    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, sP, places):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, rows = places, kernel.tile_m
         self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=rows)

@@ -50,13 +50,11 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         total: of this thread's weights.
     """
 
-    def __init__(
-        self, kernel, work_pipeline, barriers, base, sP, told, places, out, lse, partials, requests, scoring, half
-    ):
+    def __init__(self, kernel, work_pipeline, barriers, base, sP, told, places, outputs, requests, scoring, half):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base = work_pipeline, barriers, base
         self.sP, self.told, self.places = sP, told, places
-        self.out, self.lse, self.partials = out, lse, partials
+        self.out, self.lse, self.partials = outputs
         self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half, self.rows = half, kernel.tile_m
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP

@@ -13,6 +13,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.loader.dense import box_rows
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.two_cta import TileIdxMessage, TwoCtaTileScheduler
@@ -88,25 +89,16 @@ class TwoCtaForward(DenseForward):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        q_load: cute.CopyAtom,
-        mQ: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        out_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: DenseLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
+        q_layout, out_layout = self.query_tiles(self.dims), self.query_tiles(self.dims_v)
         queries = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         q_place = allocator.allocate(queries * 2, byte_alignment=1024)
         sQ, sOut = self.swizzled(q_place, q_layout), self.swizzled(q_place, out_layout)
@@ -148,16 +140,14 @@ class TwoCtaForward(DenseForward):
         elif warp < PAIR_CORRECT + group:
             cute.arch.setmaxregister_decrease(self.registers.correct)
             TwoCtaCorrectionWarps(
-                self, work_pipeline, barriers, base, statistics, places, sOut, out, lse, partials, requests, scoring
+                self, work_pipeline, barriers, base, statistics, places, sOut, outputs, requests, scoring
             ).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == PAIR_MULTIPLY and rank == 0:
-                TwoCtaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places).run()
+                TwoCtaMmaWarp(self, work_pipeline, mmas, barriers, base, sQ, places).run()
             if warp == PAIR_LOAD:
-                TwoCtaLoadWarp(
-                    self, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank
-                ).run()
+                TwoCtaLoadWarp(self, work_pipeline, barriers, loads, sQ, places, requests, rank).run()
             if warp == PAIR_SCHEDULE:
                 tokens = PAIR * self.tokens_per_tile
                 TwoCtaTileScheduler(

@@ -36,16 +36,16 @@ class TwoCtaLoadWarp(OwnRingsLoadWarp):
     Both blocks' bytes are counted by the first one's barriers.
     """
 
-    def __init__(self, kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, v_load, mV, places, requests, rank):
+    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, places, requests, rank):
         (sK,), sV = places.keys, places.values
-        super().__init__(kernel, work_pipeline, barriers, q_load, mQ, sQ, k_load, mK, sK, v_load, mV, sV, requests)
+        super().__init__(kernel, work_pipeline, barriers, loads, sQ, sK, sV, requests)
         self.rank = rank
         self.q_bytes *= PAIR
         self.in_one_page = self.page > 0 and self.page % self.tile_n == 0
         rows, chunks = self.tile_n // PAIR, self.v_chunks // PAIR
-        self.keys = Part(k_load, self.sK, (self.box, self.copied), rank * rows, rows, 0, self.k_chunks)
+        self.keys = Part(loads.tma_atom_k, self.sK, (self.box, self.copied), rank * rows, rows, 0, self.k_chunks)
         box = (kernel.value_rows, self.copied_v)
-        self.values = Part(v_load, self.in_boxes(sV, *box), box, 0, self.tile_n, rank * chunks, chunks)
+        self.values = Part(loads.tma_atom_v, self.in_boxes(sV, *box), box, 0, self.tile_n, rank * chunks, chunks)
 
     @cute.jit
     def expect(self, full, size: cutlass.Constexpr[int]):

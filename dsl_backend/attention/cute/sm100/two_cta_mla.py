@@ -12,6 +12,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
+from dsl_backend.attention.cute.args import MlaLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.loader.dense import PerTileLoads
 from dsl_backend.attention.cute.mask import first_tile_is_masked, keys_before_window
@@ -66,8 +67,8 @@ class TwoCtaBarriers(NamedTuple):
 class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
     """Fills the block's rings: half of the keys, whole, and of all keys half of the value's columns."""
 
-    def __init__(self, kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank):
-        super().__init__(kernel, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, requests)
+    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, sK, sV, requests, rank):
+        super().__init__(kernel, work_pipeline, barriers, loads, sQ, sK, requests)
         self.rank, self.num_ctas = rank, kernel.num_ctas
         self.sV = self.in_boxes(sV, self.box, kernel.chunk)
         self.q_bytes *= PAIR
@@ -82,7 +83,7 @@ class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, size)
 
     def atoms(self):
-        return self.v_load, self.r_load, self.k_load
+        return self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k
 
     @cute.jit
     def load_item(self, work, tiles):
@@ -151,7 +152,7 @@ class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
     def load_boxes(self, target, chunks, begins, first_chunk, stage, full):
         """Chunks of the target (a range) in all of its boxes, from columns that begin with a chunk."""
         cut = cute.group_modes(cute.flat_divide(self.mK[None, None, 0, None], (self.box, self.chunk)), 0, 2)
-        to, given = cpasync.tma_partition(self.k_load, 0, cute.make_layout(1), target, cut)
+        to, given = cpasync.tma_partition(self.tma_atom_k, 0, cute.make_layout(1), target, cut)
         at = to[None, None, None, stage]
         size = target.element_type.width // 8
         boxes = [
@@ -163,13 +164,14 @@ class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
             for c in chunks
         ]
         expected = PAIR * len(boxes) * self.box * self.chunk * size
-        copy_boxes(self.k_load, boxes, at.iterator, full, expected, self.rank == 0)
+        copy_boxes(self.tma_atom_k, boxes, at.iterator, full, expected, self.rank == 0)
 
 
 class TwoCtaMmaWarp(MlaMmaWarp):
     """By the first block: scores S = Q K^T and sums O += P V of both."""
 
-    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP):
+    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         both = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
         self.tiled_mma_qk = TensorProduct(columns=kernel.tile_n, **both)
@@ -290,12 +292,11 @@ class TwoCtaSoftmaxWarps(OnlineSoftmax):
 class TwoCtaMlaSoftmaxWarps:
     """A thread's half of a row, and what it does with an item."""
 
-    def __init__(
-        self, kernel, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
-    ):
+    def __init__(self, kernel, work_pipeline, barriers, base, statistics, sV, sP, outputs, requests, scoring):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base = work_pipeline, barriers, base
-        self.sV, self.sP, self.out, self.lse, self.partials = sV, sP, out, lse, partials
+        self.sV, self.sP = sV, sP
+        self.out, self.lse, self.partials = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // PAIR
@@ -443,10 +444,10 @@ class TwoCtaMlaForward(MlaForward):
         """Of a block's value columns, those of one product."""
         return self.dims_v // PAIR // BLOCK
 
-    def products(self):
-        return (
-            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
-            self.tiled_mma_qk(OperandMajorMode.K, OperandMajorMode.MN, (PAIR * ROWS, PAIR * BLOCK)),
+    def tiled_mmas(self) -> TiledMmas:
+        return TiledMmas(
+            self.tiled_mma(OperandMajorMode.K, OperandMajorMode.K, (PAIR * ROWS, self.tile_n)),
+            self.tiled_mma(OperandMajorMode.K, OperandMajorMode.MN, (PAIR * ROWS, PAIR * BLOCK)),
         )
 
     def load_ops(self):
@@ -462,20 +463,9 @@ class TwoCtaMlaForward(MlaForward):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        r_load: cute.CopyAtom,
-        mR: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        p_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: MlaLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
@@ -484,6 +474,7 @@ class TwoCtaMlaForward(MlaForward):
         if cutlass.const_expr(self.key.split):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
+        q_layout, k_layout, p_layout = self.layouts()
         v_layout = cute.tile_to_shape(
             self.atom(self.chunk), (self.tile_n, self.dims_v // PAIR, config.stages), order=(0, 1, 2)
         )
@@ -527,14 +518,12 @@ class TwoCtaMlaForward(MlaForward):
         work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
         if warp < group:
             TwoCtaMlaSoftmaxWarps(
-                self, work_pipeline, barriers, base, statistics, sV, sP, out, lse, partials, requests, scoring
+                self, work_pipeline, barriers, base, statistics, sV, sP, outputs, requests, scoring
             ).run()
         if warp == MULTIPLY and rank == 0:
-            TwoCtaMmaWarp(self, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, sK, sV, sP).run()
+            TwoCtaMmaWarp(self, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
-            TwoCtaLoadWarp(
-                self, work_pipeline, barriers, v_load, mV, r_load, mR, sQ, k_load, mK, sK, sV, requests, rank
-            ).run()
+            TwoCtaLoadWarp(self, work_pipeline, barriers, loads, sQ, sK, sV, requests, rank).run()
         if warp == SCHEDULE:
             self.schedule(work_pipeline, requests, scheduler_workspace).run()
         # A block's memory and barriers are there until the other has done with them.

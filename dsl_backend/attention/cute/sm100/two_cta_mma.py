@@ -23,7 +23,8 @@ BOTH = 0b11  # blocks, as a mask
 class TwoCtaMmaWarp(MmaWarp):
     """Scores S = Q K^T and sums O += P V of both blocks."""
 
-    def __init__(self, kernel, work_pipeline, tiled_mma_qk, tiled_mma_pv, barriers, base, sQ, places):
+    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, places):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, self.base = places, base
         pair = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}

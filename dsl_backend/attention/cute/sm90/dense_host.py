@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernels of dense attention for one layer spec."""
 
-from dsl_backend.attention.cute.host import DenseKernel, fake_args, rows_of
+from dsl_backend.attention.cute.host import DenseKernel, fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90.dense_configs import (
     LONG_QUERY,
     DenseConfig,
@@ -18,7 +18,7 @@ from dsl_backend.runtime.target import Target
 
 def build(key: DenseKey, target: Target) -> Function:
     """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
-    return compile_kernel(DenseForward(key), fake_args(key, *rows_of(key)), key=key, target=target)
+    return compile_kernel(DenseForward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
 
 
 class Dense(DenseKernel):

@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, Scratch, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
@@ -67,87 +68,19 @@ class DenseForward(TiledKernel):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        keys: cute.Tensor,
-        values: cute.Tensor,
+        tensors: DenseTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor,
-        seqused_k: cute.Tensor,
-        page_table: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        causal: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        alibi_slopes: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        scheduler_workspace: cute.Tensor | None,
-        scale: cutlass.Float32,
-        softcap: cutlass.Float32,
-        window_size_left: cutlass.Int32,
-        window_size_right: cutlass.Int32,
-        min_seqlen_q: cutlass.Int32,
-        max_seqlen_q: cutlass.Int32,
+        requests: Requests,
+        scoring: ScoreModArgs,
+        scratch: Scratch,
         num_ctas: cutlass.Int32,
-        rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        tiled_mma_qk = hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (config.groups, 1, 1),
-            (64, self.tile_n),
-        )
-        tiled_mma_pv = hopper_helpers.make_trivial_tiled_mma(
-            self.dtype_v,
-            self.dtype_v,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            (config.groups, 1, 1),
-            (64, self.dims_v),
-            warpgroup.OperandSource.RMEM,
-        )
-        q_layout = self.query_tiles(self.dims)
-        k_layout = self.staged(self.tile_n, self.dims, config.stages)
-        v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
-        (q_load, mQ), (k_load, mK), (v_load, mV) = self.copies(q, keys, values)
-        requests = Requests(
-            cu_seqlens_q,
-            seqused_k,
-            page_table,
-            cu_seqlens_k,
-            causal,
-            window_size_left,
-            window_size_right,
-            min_seqlen_q,
-            max_seqlen_q,
-            rows,
-        )
-        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
+        outputs = Outputs(out, lse, scratch.partials)
         self.kernel(
-            tiled_mma_qk,
-            tiled_mma_pv,
-            q_load,
-            mQ,
-            k_load,
-            mK,
-            v_load,
-            mV,
-            q_layout,
-            k_layout,
-            v_layout,
-            out,
-            lse,
-            partials,
-            scheduler_workspace,
-            requests,
-            scoring,
+            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -162,8 +95,33 @@ class DenseForward(TiledKernel):
                 key, self.tile_n, config.min_split_tiles, self.dims_v, tile_tokens, config.ctas_per_sm
             )
             if cutlass.const_expr(key.tiles_per_split):
-                partials, _ = self.slots(partials, num_ctas, rows)
-            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
+                partials, _ = self.slots(scratch.partials, num_ctas, requests.rows)
+                outputs = outputs._replace(partials=partials)
+            merge(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
+
+    def tiled_mmas(self) -> TiledMmas:
+        groups = (self.config.groups, 1, 1)
+        return TiledMmas(
+            hopper_helpers.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                cutlass.Float32,
+                groups,
+                (64, self.tile_n),
+            ),
+            hopper_helpers.make_trivial_tiled_mma(
+                self.dtype_v,
+                self.dtype_v,
+                OperandMajorMode.K,
+                OperandMajorMode.MN,
+                cutlass.Float32,
+                groups,
+                (64, self.dims_v),
+                warpgroup.OperandSource.RMEM,
+            ),
+        )
 
     @cute.jit
     def slots(self, partials: cute.Tensor, num_ctas, rows):
@@ -176,25 +134,17 @@ class DenseForward(TiledKernel):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        q_load: cute.CopyAtom,
-        mQ: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: TiledMmas,
+        loads: DenseLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
     ):
         config = self.config
+        q_layout = self.query_tiles(self.dims)
+        k_layout = self.staged(self.tile_n, self.dims, config.stages)
+        v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         allocator = cutlass.utils.SmemAllocator()
         places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(places * 2, byte_alignment=1024), q_layout)
@@ -231,13 +181,11 @@ class DenseForward(TiledKernel):
             if warp == LOAD_WARP:
                 rings = rings_of_loader(barriers)
                 loader = RolledLoadWarp if self.dims > 256 else LoadWarp
-                loader(
-                    self, work_pipeline, rings, q_load, mQ, sQ, k_load, mK, loaded_k, v_load, mV, loaded_v, requests
-                ).run()
+                loader(self, work_pipeline, rings, loads, sQ, loaded_k, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:
                 slots = None
                 if cutlass.const_expr(self.key.split and self.key.tiles_per_split):
-                    _, slots = self.slots(partials, cute.arch.grid_dim()[0], requests.rows)
+                    _, slots = self.slots(outputs.partials, cute.arch.grid_dim()[0], requests.rows)
                 self.schedule(work_pipeline, requests, scheduler_workspace, slots).run()
         elif warp >= WARPGROUP // 32 + warps:
             if cutlass.const_expr(self.key.kv.fp8):
@@ -248,15 +196,12 @@ class DenseForward(TiledKernel):
             MmaConsumer(
                 self,
                 work_pipeline,
-                tiled_mma_qk,
-                tiled_mma_pv,
+                mmas,
                 barriers,
                 sQ,
                 sK,
                 sV,
-                out,
-                lse,
-                partials,
+                outputs,
                 requests,
                 scoring,
                 thread - WARPGROUP,

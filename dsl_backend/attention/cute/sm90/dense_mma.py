@@ -35,24 +35,23 @@ class MmaConsumer:
         self,
         kernel,
         work_pipeline,
-        tiled_mma_qk,
-        tiled_mma_pv,
+        mmas,
         barriers,
         sQ,
         sK,
         sV,
-        out,
-        lse,
-        partials,
+        outputs,
         requests,
         scoring,
         thread,
     ):
+        tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers = work_pipeline, barriers
         self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
         self.adding_weighing = accumulating(tiled_mma_pv, True)
-        self.sQ, self.sV, self.out, self.lse, self.partials = sQ, sV, out, lse, partials
+        self.sQ, self.sV = sQ, sV
+        self.out, self.lse, self.partials = outputs
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.cute.host import MlaKernel, fake_args, latent_rows_of
+from dsl_backend.attention.cute.host import MlaKernel, fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.sm90.mla_configs import default_mla_config
 from dsl_backend.attention.cute.sm90.mla_kernel import MlaForward
@@ -11,7 +11,7 @@ from dsl_backend.runtime.target import Target
 
 def build(key: MlaKey, target: Target) -> Function:
     """The compiled function: (q, q_rope, keys, *what LayerKernel.bind adds)."""
-    return compile_kernel(MlaForward(key), fake_args(key, *latent_rows_of(key)), key=key, target=target)
+    return compile_kernel(MlaForward(key), fake_args(key, fake_mla_tensors(key)), key=key, target=target)
 
 
 class Mla(MlaKernel):

@@ -14,6 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs, Scratch
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
 from dsl_backend.attention.cute.mla import MOST_BOXES, MlaDequantWarps, MlaLoadWarp, TiledMla
@@ -49,71 +50,19 @@ class MlaForward(TiledMla):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        q_rope: cute.Tensor,
-        keys: cute.Tensor,
+        tensors: MlaTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor,
-        seqused_k: cute.Tensor,
-        page_table: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        causal: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        alibi_slopes: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        scheduler_workspace: cute.Tensor | None,
-        scale: cutlass.Float32,
-        softcap: cutlass.Float32,
-        window_size_left: cutlass.Int32,
-        window_size_right: cutlass.Int32,
-        min_seqlen_q: cutlass.Int32,
-        max_seqlen_q: cutlass.Int32,
+        requests: Requests,
+        scoring: ScoreModArgs,
+        scratch: Scratch,
         num_ctas: cutlass.Int32,
-        rows: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        tiled_mma_qk = self.tiled_mma_qk((1, 1, 1), self.tile_n, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
-        halves, columns = (1, GROUPS, 1), config.columns(self.dims_v)
-        tiled_mma_pv = self.tiled_mma_qk(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        weighing_shared = self.tiled_mma_qk(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM)
-        q_layout, k_layout, p_layout = self.layouts()
-        (v_load, mV), (r_load, mR), (k_load, mK) = self.copies(q, q_rope, keys)
-        requests = Requests(
-            cu_seqlens_q,
-            seqused_k,
-            page_table,
-            cu_seqlens_k,
-            causal,
-            window_size_left,
-            window_size_right,
-            min_seqlen_q,
-            max_seqlen_q,
-            rows,
-        )
-        scoring = ScoreModArgs(scale, softcap, sinks, alibi_slopes, k_scale, v_scale)
+        outputs = Outputs(out, lse, scratch.partials)
         self.kernel(
-            tiled_mma_qk,
-            tiled_mma_pv,
-            weighing_shared,
-            v_load,
-            mV,
-            r_load,
-            mR,
-            k_load,
-            mK,
-            q_layout,
-            k_layout,
-            p_layout,
-            out,
-            lse,
-            partials,
-            scheduler_workspace,
-            requests,
-            scoring,
+            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -123,10 +72,18 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            merge = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
-            merge(partials, scheduler_workspace, requests, out, lse, scoring, num_ctas, stream)
+            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            combine(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
 
-    def tiled_mma_qk(self, groups, columns, b_major, a_source):
+    def tiled_mmas(self) -> MlaTiledMmas:
+        halves, columns = (1, GROUPS, 1), self.config.columns(self.dims_v)
+        return MlaTiledMmas(
+            self.tiled_mma((1, 1, 1), self.tile_n, OperandMajorMode.K, warpgroup.OperandSource.SMEM),
+            self.tiled_mma(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.RMEM),
+            self.tiled_mma(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM),
+        )
+
+    def tiled_mma(self, groups, columns, b_major, a_source):
         return hopper_helpers.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, b_major, cutlass.Float32, groups, (ROWS, columns), a_source
         )
@@ -146,27 +103,16 @@ class MlaForward(TiledMla):
     @cute.kernel
     def kernel(
         self,
-        tiled_mma_qk: cute.TiledMma,
-        tiled_mma_pv: cute.TiledMma,
-        weighing_shared: cute.TiledMma,
-        v_load: cute.CopyAtom,
-        mV: cute.Tensor,
-        r_load: cute.CopyAtom,
-        mR: cute.Tensor,
-        k_load: cute.CopyAtom,
-        mK: cute.Tensor,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        p_layout: cute.ComposedLayout,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
-        partials: cute.Tensor | None,
+        mmas: MlaTiledMmas,
+        loads: MlaLoads,
+        outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
+        q_layout, k_layout, p_layout = self.layouts()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, p_layout)
@@ -209,7 +155,7 @@ class MlaForward(TiledMla):
             cute.arch.setmaxregister_decrease(other)
             if warp == LOAD_WARP:
                 rings = rings_of_loader(barriers)
-                MlaLoadWarp(self, work_pipeline, rings, v_load, mV, r_load, mR, sQ, k_load, mK, loaded, requests).run()
+                MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
@@ -218,25 +164,9 @@ class MlaForward(TiledMla):
                 MlaDequantWarps(self, work_pipeline, barriers, loaded, sK).run()
         else:
             cute.arch.setmaxregister_increase(math)
+            smem = (sQ, sK, sV, sP, state, row_sums)
             MlaMmaConsumer(
-                self,
-                work_pipeline,
-                tiled_mma_qk,
-                tiled_mma_pv,
-                weighing_shared,
-                barriers,
-                sQ,
-                sK,
-                sV,
-                sP,
-                state,
-                row_sums,
-                out,
-                lse,
-                partials,
-                requests,
-                scoring,
-                thread - WARPGROUP,
+                self, work_pipeline, mmas, barriers, smem, outputs, requests, scoring, thread - WARPGROUP
             ).run()
         if cutlass.const_expr(config.cluster > 1):
             # A block's memory and barriers are there until the others have done with them.

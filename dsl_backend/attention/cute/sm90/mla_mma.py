@@ -37,29 +37,22 @@ class MlaMmaConsumer:
         self,
         kernel,
         work_pipeline,
-        tiled_mma_qk,
-        tiled_mma_pv,
-        weighing_shared,
+        mmas,
         barriers,
-        sQ,
-        sK,
-        sV,
-        sP,
-        state,
-        row_sums,
-        out,
-        lse,
-        partials,
+        smem,
+        outputs,
         requests,
         scoring,
         thread,
     ):
+        tiled_mma_qk, tiled_mma_pv, weighing_shared = mmas
+        sQ, sK, sV, sP, state, row_sums = smem
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers = work_pipeline, barriers
         self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
         self.tiled_mma_pv, self.weighing_shared = accumulating(tiled_mma_pv, True), accumulating(weighing_shared, True)
         self.sQ, self.sV, self.sP, self.state, self.row_sums = sQ, sV, sP, state, row_sums
-        self.out, self.lse, self.partials = out, lse, partials
+        self.out, self.lse, self.partials = outputs
         self.thread = thread % WARPGROUP
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32

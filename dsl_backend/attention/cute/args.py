@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of an attention kernel takes: named tuples, each spelled once, which go whole from host to kernel.
+
+On the host they hold torch's tensors, or CuTe DSL's fake ones while a kernel is compiled; in a kernel CuTe's. A number
+in a fake tuple is one of CuTe DSL's types: a Python number would be compiled in. `out` is passed beside them, because CuTe DSL (4.8)
+takes a launch's stream from the device of a tensor that is an argument of its own.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+
+class DenseTensors(NamedTuple):
+    """Keys and values are paged, (pages, page_size, head_kv, dim), or packed, (total_k, head_kv, dim)."""
+
+    q: cute.Tensor  # (total_q, head_q, head_dim)
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+class MlaTensors(NamedTuple):
+    """Absorbed MLA: values are the first `latent` elements of the keys."""
+
+    q: cute.Tensor  # (total_q, head_q, latent)
+    q_rope: cute.Tensor  # (total_q, head_q, rope)
+    k: cute.Tensor  # (pages, page_size, 1, latent + rope)
+
+
+class Scratch(NamedTuple):
+    """Memory that the kernel and the combine kernel behind it share.
+
+    Attributes:
+        partials: float32; partial O and LSE of splits. None where key ranges are not split.
+        scheduler_workspace: int32; what the tile scheduler keeps in global memory: a counter of work tiles, ranges that
+            were split, or where each request's partial results begin. None where it keeps nothing.
+    """
+
+    partials: cute.Tensor | None
+    scheduler_workspace: cute.Tensor | None
+
+
+class DenseLoads(NamedTuple):
+    """TMA atoms of a kernel, each with the tensor that it copies from."""
+
+    tma_atom_q: cute.CopyAtom
+    mQ: cute.Tensor
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_atom_v: cute.CopyAtom
+    mV: cute.Tensor
+
+
+class MlaLoads(NamedTuple):
+    """As DenseLoads; the queries' latent and rope parts are copied each by its own atom."""
+
+    tma_atom_q: cute.CopyAtom
+    mQ: cute.Tensor
+    tma_atom_q_rope: cute.CopyAtom
+    mQRope: cute.Tensor
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+
+
+class TiledMmas(NamedTuple):
+    """The matrix products of a kernel: S = Q K^T and O += P V."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+
+
+class MlaTiledMmas(NamedTuple):
+    """As TiledMmas; P comes from registers, or from shared memory where the other warpgroup made it."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    pv_shared: cute.TiledMma
+
+
+class Outputs(NamedTuple):
+    """Where results go: to `out` and `lse`, or where a key range is split to `partials`.
+
+    Attributes:
+        lse: natural logarithm of the softmax's denominator, float32; None where nobody asks for it.
+    """
+
+    out: cute.Tensor  # (total_q, head_q, head_dim_v)
+    lse: cute.Tensor | None  # (total_q, head_q)
+    partials: cute.Tensor | None
+
+
+def int32s(count: int) -> list[cutlass.Int32]:
+    """Numbers of a fake tuple."""
+    return [cutlass.Int32(1)] * count
