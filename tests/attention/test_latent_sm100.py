@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dsl_backend.attention.cute.sm100.mla_configs import MlaConfig, TwoCtaMlaConfig, default_mla_config
-from dsl_backend.attention.cute.sm100.mla_host import Latent, MlaSplitKV
+from dsl_backend.attention.cute.sm100.mla_host import Mla, MlaSplitKV
 from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla

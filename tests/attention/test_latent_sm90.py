@@ -8,7 +8,7 @@ import torch
 
 from dsl_backend.attention.cute.sm90.dense_configs import PRODUCT_REGISTERS, SM_REGISTERS
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, MlaConfig, default_mla_config
-from dsl_backend.attention.cute.sm90.mla_host import Latent, MlaSplitKV
+from dsl_backend.attention.cute.sm90.mla_host import Mla, MlaSplitKV
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import from_arch

@@ -161,7 +161,7 @@ def bound(batch: Batch, min_seqlen_q: int = 0) -> int:
     return Prefill(spec, target, scratch(), DenseConfig(use_clc=True)).grid(batch, min_seqlen_q)
 
 
-@pytest.mark.parametrize("shortest", [1, 3, 17])
+@pytest.mark.parametrize("min_seqlen_q", [1, 3, 17])
 @pytest.mark.parametrize("q_lens", [(1,), (256,), (257, 255), (2, 300, 0, 17, 512), (16,) * 9, (16, 18) * 9])
 def test_a_grid_has_a_block_for_each_item(q_lens: tuple[int, ...], min_seqlen_q: int) -> None:
     batch = replace(CONTROLLED[0], q_lens=q_lens, kv_lens=q_lens).problem().batch

@@ -88,7 +88,7 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
     emulate(WIDE_CASES[0], "sm_90a", defaults, index)
 
 
-@pytest.mark.parametrize("guesses", [True, False])
+@pytest.mark.parametrize("speculative_max", [True, False])
 @pytest.mark.parametrize("name", ["large-scores", "negative-scale", "window-sinks", "fp16-growing", "no-number"])
 def test_weights_by_guess(name: str, speculative_max: bool) -> None:
     """Scores that exceed those before them by far, that a row has not seen any of, and that are no number."""
@@ -99,7 +99,7 @@ def test_weights_by_guess(name: str, speculative_max: bool) -> None:
     emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
 
 
-@pytest.mark.parametrize("longest", [True, False])
+@pytest.mark.parametrize("max_seqlen_q", [True, False])
 def test_tiles_of_the_longest_queries(max_seqlen_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warpgroups, where a query of the batch is long enough; else this is another kernel."""
     monkeypatch.setattr(launch, "LONG_QUERY", 200 if max_seqlen_q else 201)

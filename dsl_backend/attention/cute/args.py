@@ -2,8 +2,10 @@
 """What a launch of an attention kernel takes: named tuples, each spelled once, which go whole from host to kernel.
 
 On the host they hold torch's tensors, or CuTe DSL's fake ones while a kernel is compiled; in a kernel CuTe's. A number
-in a fake tuple is one of CuTe DSL's types: a Python number would be compiled in. `out` is passed beside them, because CuTe DSL (4.8)
-takes a launch's stream from the device of a tensor that is an argument of its own.
+in a fake tuple is one of CuTe DSL's types: a Python number would be compiled in.
+
+Tensors that a launch may lack, and `out`, are arguments of their own: CuTe DSL (4.8) takes the stream of a launch from
+the device of such a tensor, and warns of a tuple that holds nothing but None.
 """
 
 from typing import NamedTuple
@@ -26,19 +28,6 @@ class MlaTensors(NamedTuple):
     q: cute.Tensor  # (total_q, head_q, latent)
     q_rope: cute.Tensor  # (total_q, head_q, rope)
     k: cute.Tensor  # (pages, page_size, 1, latent + rope)
-
-
-class Scratch(NamedTuple):
-    """Memory that the kernel and the combine kernel behind it share.
-
-    Attributes:
-        partials: float32; partial O and LSE of splits. None where key ranges are not split.
-        scheduler_workspace: int32; what the tile scheduler keeps in global memory: a counter of work tiles, ranges that
-            were split, or where each request's partial results begin. None where it keeps nothing.
-    """
-
-    partials: cute.Tensor | None
-    scheduler_workspace: cute.Tensor | None
 
 
 class DenseLoads(NamedTuple):

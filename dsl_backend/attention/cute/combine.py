@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial results of key ranges that were cut, merged into outputs."""
 
+from typing import cast
+
 import cutlass
 from cutlass import cute
 
@@ -79,7 +81,7 @@ class SplitKVCombine:
         if cutlass.const_expr(self.key.max_splits or self.key.tiles_per_split):
             needed = cutlass.min(cute.ceil_div(requests.rows * self.slices, WARPS), MOST_BLOCKS)
             grid = (cute.size(requests.seqused_k) * self.head_blocks, needed, 1)
-        self.kernel(outputs, split_ranges, requests, scoring).launch(
+        self.kernel(outputs.partials, split_ranges, requests, outputs.out, outputs.lse, scoring).launch(
             grid=grid,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -92,15 +94,17 @@ class SplitKVCombine:
     @cute.kernel
     def kernel(
         self,
-        outputs: Outputs,
+        partials: cute.Tensor,
         split_ranges: cute.Tensor | None,
         requests: Requests,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
         scoring: ScoreModArgs,
     ):
         allocator = cutlass.utils.SmemAllocator()
         sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         statistics = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
-        merger = CombineThread(self, outputs, requests, scoring, sums, statistics)
+        merger = CombineThread(self, Outputs(out, lse, partials), requests, scoring, sums, statistics)
         if cutlass.const_expr(self.key.tiles_per_split):
             merger.merge_fixed(split_ranges)
         elif cutlass.const_expr(self.key.max_splits):
@@ -118,7 +122,7 @@ class CombineThread:
         self.key, self.columns, self.vector, self.slices = merge.key, merge.columns, merge.vector, merge.slices
         self.tile_n, self.least = merge.tile_n, merge.least
         self.tile_tokens, self.head_blocks = merge.tile_tokens, merge.head_blocks
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials = outputs.out, outputs.lse, cast("cute.Tensor", outputs.partials)
         self.requests, self.scoring = requests, scoring
         self.sums, self.statistics = sums, statistics
         self.lane = cute.arch.lane_idx()

@@ -10,7 +10,7 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, Scratch, int32s
+from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, int32s
 from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
@@ -138,9 +138,10 @@ def fake_args(key: LayerKey, tensors: DenseTensors | MlaTensors) -> tuple[Any, .
     return (
         tensors,
         *fake_outputs(key),
+        partials,
+        fake_scheduler_workspace(key),
         fake_requests(key),
         fake_score_mod_args(key),
-        Scratch(partials, fake_scheduler_workspace(key)),
         *int32s(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
@@ -382,14 +383,14 @@ class LayerKernel:
             max_seqlen_q,
             rows,
         )
-        scratch, num_ctas = Scratch(*self.scratch(batch, rows)), self.grid(batch, min_seqlen_q)
+        scratch, num_ctas = self.scratch(batch, rows), self.grid(batch, min_seqlen_q)
 
         def launch(operands: Operands) -> None:
             lse, sinks = operands.lse, operands.sinks
             function = self.function(lse is not None, None if sinks is None else sinks.dtype)
             scales = scales_of(spec, operands)
             scoring = ScoreModArgs(spec.scale, spec.softcap, sinks, operands.alibi_slopes, *scales)
-            function(tensors(operands), operands.out, lse, requests, scoring, scratch, num_ctas)
+            function(tensors(operands), operands.out, lse, *scratch, requests, scoring, num_ctas)
 
         return launch
 

@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, Scratch, TiledMmas
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
@@ -112,17 +112,16 @@ class DenseForward(TiledKernel):
         tensors: DenseTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
-        scratch: Scratch,
         num_ctas: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, scratch.partials)
-        self.kernel(
-            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
-        ).launch(
+        outputs = Outputs(out, lse, partials)
+        self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=self.cluster,
@@ -131,7 +130,7 @@ class DenseForward(TiledKernel):
         )
         if cutlass.const_expr(key.split):
             combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v)
-            combine(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
+            combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
         tiled_mma_qk = blackwell_helpers.make_trivial_tiled_mma(

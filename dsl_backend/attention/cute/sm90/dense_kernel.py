@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, Scratch, TiledMmas
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
 from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
@@ -71,17 +71,16 @@ class DenseForward(TiledKernel):
         tensors: DenseTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
-        scratch: Scratch,
         num_ctas: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, scratch.partials)
-        self.kernel(
-            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
-        ).launch(
+        outputs = Outputs(out, lse, partials)
+        self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             stream=stream,
@@ -95,9 +94,9 @@ class DenseForward(TiledKernel):
                 key, self.tile_n, config.min_split_tiles, self.dims_v, tile_tokens, config.ctas_per_sm
             )
             if cutlass.const_expr(key.tiles_per_split):
-                partials, _ = self.slots(scratch.partials, num_ctas, requests.rows)
-                outputs = outputs._replace(partials=partials)
-            merge(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
+                split_partials, _ = self.slots(partials, num_ctas, requests.rows)
+                outputs = outputs._replace(partials=split_partials)
+            merge(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
         groups = (self.config.groups, 1, 1)

@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs, Scratch
+from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import rings_of_loader
 from dsl_backend.attention.cute.mla import MOST_BOXES, MlaDequantWarps, MlaLoadWarp, TiledMla
@@ -53,17 +53,16 @@ class MlaForward(TiledMla):
         tensors: MlaTensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        scheduler_workspace: cute.Tensor | None,
         requests: Requests,
         scoring: ScoreModArgs,
-        scratch: Scratch,
         num_ctas: cutlass.Int32,
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, scratch.partials)
-        self.kernel(
-            self.tiled_mmas(), self.loads(tensors), outputs, scratch.scheduler_workspace, requests, scoring
-        ).launch(
+        outputs = Outputs(out, lse, partials)
+        self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -73,7 +72,7 @@ class MlaForward(TiledMla):
         )
         if cutlass.const_expr(key.split):
             combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
-            combine(outputs, scratch.scheduler_workspace, requests, scoring, num_ctas, stream)
+            combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> MlaTiledMmas:
         halves, columns = (1, GROUPS, 1), self.config.columns(self.dims_v)
