@@ -120,7 +120,7 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Latent, WIDENING if run.case.fp8 else SMALL)
+    emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Mla, WIDENING if run.case.fp8 else SMALL)
 
 
 @pytest.mark.full
