@@ -132,7 +132,7 @@ def test_old_chips_are_told_about_bfloat16(plain_config: VllmConfig) -> None:
     assert reasons(TURING, dtype=torch.float16) == []
 
 
-def test_router_answers_with_the_class_that_it_validated(plain_config: VllmConfig) -> None:
+def test_selector_answers_with_the_class_that_it_validated(plain_config: VllmConfig) -> None:
     reasons(use_mla=True, head_size=576)
     assert DSLBackendSelector.full_cls_name() == DSLMLABackend.full_cls_name()
     reasons()
