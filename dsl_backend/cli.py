@@ -73,10 +73,17 @@ def doctor(
 
 
 @app.command("env")
-def environment(json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def environment(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Only what the plugin changes in vLLM, and why.")] = False,
+) -> None:
     """Print what a bug report needs: versions, GPU, driver, the kernels' cache, and what is set."""
     from dsl_backend import environment as module
+    from dsl_backend.vllm_plugin import hooks as ledger
 
+    if hooks:
+        typer.echo("\n".join(ledger.lines()))
+        return
     found = module.gather()
     typer.echo(found.model_dump_json(indent=2) if json else "\n".join(module.lines(found)))
 

@@ -13,9 +13,11 @@ import torch
 
 pytest.importorskip("vllm")
 
+from typer.testing import CliRunner
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dsl_backend.cli import app
 from dsl_backend.vllm_plugin import compat, hooks
 from dsl_backend.vllm_plugin.hooks import HOOKS, Hook, Stage, install_hooks
 from tests.vllm_plugin.test_dense import make_builder, make_impl
@@ -127,6 +129,13 @@ def test_the_ledger_is_read_without_vllm_and_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split(" ", 1) == [str(5 * len(HOOKS)), "[]\n"]
+
+
+def test_the_command_prints_the_ledger() -> None:
+    printed = CliRunner().invoke(app, ["env", "--hooks"])
+    assert printed.exit_code == 0
+    assert printed.stdout.splitlines() == hooks.lines()
+    assert printed.stdout.startswith("attention_member: AttentionBackendEnum has a member DSL")
 
 
 def test_the_member_is_there() -> None:
