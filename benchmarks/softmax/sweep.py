@@ -27,11 +27,11 @@ from .rows import cases
 
 FEWEST, MOST = 32, 128  # elements of a thread
 NARROW = 1024  # elements of a row that threads have fewer of
-PART = 8192  # elements of a cluster's block
+PART = 8192  # elements of one CTA of a cluster
 
 
 def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
-    """Configurations worth a try that fit, the default first: as many blocks on an SM as registers are there for."""
+    """Configurations that fit, the default first, each with as many CTAs on an SM as there are registers for."""
     default = default_config(spec)
     yield default
     yield dataclasses.replace(default, use_pdl=not default.use_pdl)
@@ -51,15 +51,15 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
             cluster=cluster,
         )
         again = dataclasses.replace(held, recompute=True)
-        kept, most = (blocks(one, spec) for one in (held, again))
+        kept, most = (ctas_per_sm(one, spec) for one in (held, again))
         found = [dataclasses.replace(held, ctas_per_sm=kept, use_pdl=use_pdl) for use_pdl in (True, False)]
-        # Exponentials are computed twice only for more blocks.
+        # Exponentials are computed twice only where more CTAs fit.
         found += [dataclasses.replace(again, ctas_per_sm=most, use_pdl=True)] if most > kept else []
         yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
 
 
-def blocks(config: RowConfig, spec: SoftmaxSpec) -> int:
-    """That an SM has registers and threads for; one at least."""
+def ctas_per_sm(config: RowConfig, spec: SoftmaxSpec) -> int:
+    """The CTAs that an SM has registers and threads for; at least one."""
     return max(1, min(REGISTERS_PER_SM // (config.registers(spec) * config.threads), 2048 // config.threads))
 
 

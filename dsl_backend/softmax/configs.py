@@ -31,7 +31,7 @@ class RowConfig:
         vector: adjacent elements of one load or store.
         vectors_per_thread: that a thread holds in registers at a time.
         threads_per_row: of a CTA; a power of two.
-        rows_per_cta: rows that a block works on side by side.
+        rows_per_cta: rows that a CTA processes at the same time.
         cluster: CTAs that share a row and merge through distributed shared memory.
         two_pass: rows do not fit the registers, and are read twice in a loop.
         recompute: registers hold the input, and exponentials are computed twice: fewer registers, so more CTAs.
