@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dsl_backend.doctor import Report
+    from dsl_backend.doctor import OperationReport, Report
 
 WRONG_USE = 2
 # As a shell says it of a program that Ctrl-C has ended.
@@ -356,10 +356,21 @@ def kernels_table(report: "Report") -> "Table":
     kernels.add_column("layer", overflow="fold")
     kernels.add_column("served by", overflow="fold")
     for layer in report.layers:
-        served = [one.served_by or f"[red]{one.operation}: nothing[/]" for one in layer.operations]
+        served = [served_by(one) for one in layer.operations]
         none = not any(one.served_by for one in layer.operations)
         kernels.add_row(layer.name, "[red]nothing[/]" if none else ", ".join(served))
     return kernels
+
+
+def served_by(operation: "OperationReport") -> str:
+    """The kernel, and which of its variants serves which batches."""
+    from rich.markup import escape
+
+    if operation.served_by is None:
+        return f"[red]{operation.operation}: nothing[/]"
+    several = len(operation.variants) > 1
+    told = [f"{one.name} for {one.batches}" if several else one.name for one in operation.variants]
+    return operation.served_by + (f" [dim]({escape('; '.join(told))})[/]" if told else "")
 
 
 def layers_with(report: "Report", kernels: list[str]) -> list[str]:

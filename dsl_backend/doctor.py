@@ -9,7 +9,7 @@ import json
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -118,11 +118,24 @@ class KernelReport(Record):
     objections: list[str]
 
 
+class VariantReport(Record):
+    """A compiled kernel, and the batches that it serves."""
+
+    name: str
+    batches: str
+
+
 class OperationReport(Record):
-    """An operation of a layer. `served_by` is None where every kernel objects."""
+    """An operation of a layer.
+
+    Attributes:
+        served_by: None where every kernel objects.
+        variants: the compiled kernels of the one that serves; empty where that is not told.
+    """
 
     operation: str
     served_by: str | None
+    variants: list[VariantReport]
     kernels: list[KernelReport]
 
 
@@ -242,11 +255,18 @@ def tuned_configs_report(tuned_configs: TunedConfigs[Any], target: Target) -> Tu
     )
 
 
-def operation_report(operation: str, judged: Iterable[tuple[Any, list[str]]]) -> OperationReport:
-    """Of a dispatch table's entries with their objections, best entry first."""
+def operation_report(operation: str, family: Family, spec: Any, target: Target) -> OperationReport:
+    """Every kernel of an operation with its objections, best first, and the variants of the one that serves."""
+    judged = judge(family.tables[operation], spec, target)
     kernels = [KernelReport(kernel=entry.title, name=entry.name, objections=reasons) for entry, reasons in judged]
-    served_by = next((one.kernel for one in kernels if not one.objections), None)
-    return OperationReport(operation=operation, served_by=served_by, kernels=kernels)
+    serving = next((entry for entry, reasons in judged if not reasons), None)
+    variants = [] if serving is None else serving.variants(spec, target)
+    return OperationReport(
+        operation=operation,
+        served_by=None if serving is None else serving.title,
+        variants=[VariantReport(name=one.name, batches=one.batches) for one in variants],
+        kernels=kernels,
+    )
 
 
 def layer_reports(family: Family, target: Target) -> list[LayerReport]:
@@ -255,10 +275,7 @@ def layer_reports(family: Family, target: Target) -> list[LayerReport]:
         LayerReport(
             name=name,
             spec=str(spec),
-            operations=[
-                operation_report(operation, judge(family.tables[operation], spec, target))
-                for operation in family.operations_of(spec)
-            ],
+            operations=[operation_report(operation, family, spec, target) for operation in family.operations_of(spec)],
         )
         for name, spec in family.typical_layers(target).items()
     ]

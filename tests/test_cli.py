@@ -95,6 +95,7 @@ SCHEMA = {
                 {
                     "operation": str,
                     "served_by": (str, type(None)),
+                    "variants": [{"name": str, "batches": str}],
                     "kernels": [{"kernel": str, "name": str, "objections": [str]}],
                 }
             ],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dsl_backend.attention import variants
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
@@ -168,12 +169,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dense-prefill sm90",
             "dsl_backend.attention.cute.sm90.dense_host:Prefill",
             on("sm90", cute_dense, sm90.default_config),
+            variants.dense(sm90.default_config, variants.long_queries),
         ),
         Entry(
             "cute",
             "dense-prefill sm100",
             "dsl_backend.attention.cute.sm100.dense_host:Prefill",
             on("sm100", cute_dense, sm100.default_config),
+            variants.dense(sm100.default_config),
         ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
@@ -184,12 +187,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dense-decode sm90",
             "dsl_backend.attention.cute.sm90.dense_host:SplitKV",
             on("sm90", cute_dense, sm90.default_split_config),
+            variants.dense(sm90.default_split_config),
         ),
         Entry(
             "cute",
             "dense-decode sm100",
             "dsl_backend.attention.cute.sm100.dense_host:SplitKV",
             on("sm100", cute_dense, sm100.default_split_config),
+            variants.dense(sm100.default_split_config, variants.few_rows),
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),
@@ -200,12 +205,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "mla-decode sm90",
             "dsl_backend.attention.cute.sm90.mla_host:MlaSplitKV",
             on("sm90", cute_mla, latent_sm90.default_mla_config),
+            variants.mla(latent_sm90.default_mla_config),
         ),
         Entry(
             "cute",
             "mla-decode sm100",
             "dsl_backend.attention.cute.sm100.mla_host:MlaSplitKV",
             on("sm100", cute_mla, latent_sm100.default_mla_config),
+            variants.mla(latent_sm100.default_mla_config),
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),

@@ -13,20 +13,48 @@ Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A compiled kernel of an entry, and the batches that it serves.
+
+    Attributes:
+        name: what it is, such as `swap-AB 16x128`.
+        config: its configuration.
+        min_query_len, max_query_len: of a batch's longest query, both within; None is any.
+    """
+
+    name: str
+    config: Any
+    min_query_len: int = 0
+    max_query_len: int | None = None
+
+    @property
+    def batches(self) -> str:
+        if self.max_query_len is not None:
+            return f"queries of at most {self.max_query_len} tokens"
+        return f"queries of {self.min_query_len} tokens or more" if self.min_query_len else "all batches"
+
+
+def no_variants(spec: Any, target: Target) -> list[Variant]:
+    return []
+
+
+@dataclass(frozen=True)
 class Entry(Generic[Spec]):
-    """A kernel that may serve an operation.
+    """Kernels that may serve an operation.
 
     Attributes:
         name: what a user calls it by; kernels of several SMs may share one.
         title: what it is, such as `dense-decode sm90`: doctor, log and errors say this.
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
+        variants: the compiled kernels that it launches where it serves, by batch; empty where that is not told.
     """
 
     name: str
     title: str
     kernel: str
     objections: Callable[[Spec, Target], list[str]]
+    variants: Callable[[Spec, Target], list[Variant]] = no_variants
 
     def load(self) -> Any:
         module, _, name = self.kernel.partition(":")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels of each dispatch row of attention, and the batches that each serves. Needs no CuTe DSL."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dsl_backend.attention.cute.mla_configs import ROWS as MLA_ROWS
+from dsl_backend.attention.cute.sizes import packed_gqa_heads
+from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.attention.tuned import Heuristic, config_of
+from dsl_backend.runtime.dispatch import Variant
+from dsl_backend.runtime.target import Target
+
+Variants = Callable[[AttentionSpec, Target], list[Variant]]
+# A second kernel beside a heuristic's: the variant, or None where the heuristic's serves all batches.
+Second = Callable[[AttentionSpec, Target], Variant | None]
+
+
+def named(config: Any, *, two_cta: bool, tile_m: int) -> str:
+    """What a configuration's kernel is: the form of its products, query rows by keys of a tile, its schedule."""
+    form = "swap-AB " if getattr(config, "swap_ab", 0) else "2-CTA " if two_cta else ""
+    schedule = (
+        " ping-pong" if getattr(config, "ping_pong", False) else " CLC" if getattr(config, "use_clc", False) else ""
+    )
+    return f"{form}{tile_m}x{config.tile_n}{schedule}"
+
+
+def of_dense(config: Any, min_query_len: int = 0, max_query_len: int | None = None) -> Variant:
+    name = named(config, two_cta=getattr(config, "two_cta", False), tile_m=config.tile_m)
+    return Variant(name, config, min_query_len, max_query_len)
+
+
+def long_queries(spec: AttentionSpec, target: Target) -> Variant | None:
+    """SM90's for batches with a long query."""
+    config = sm90.long_query_config(spec)
+    return None if config is None else of_dense(config, min_query_len=sm90.LONG_QUERY)
+
+
+def few_rows(spec: AttentionSpec, target: Target) -> Variant | None:
+    """SM100's for batches whose requests have few query rows."""
+    config = sm100.few_rows_config(spec, target.smem_bytes)
+    if config is None:
+        return None
+    return of_dense(config, max_query_len=config.tile_m // packed_gqa_heads(spec.group))
+
+
+def only_one(spec: AttentionSpec, target: Target) -> None:
+    return None
+
+
+def dense(default: Heuristic, second: Second = only_one) -> Variants:
+    """The kernels of dense attention: a tuned configuration's, for all batches, or the heuristic's and a second one."""
+
+    def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
+        config = config_of(spec, target, default)
+        other = second(spec, target) if config == default(spec) else None
+        if other is None:
+            return [of_dense(config)]
+        if other.max_query_len is None:
+            return [of_dense(config, max_query_len=other.min_query_len - 1), other]
+        return [of_dense(config, min_query_len=other.max_query_len + 1), other]
+
+    return variants
+
+
+def mla(default: Heuristic) -> Variants:
+    """The kernel of absorbed MLA."""
+
+    def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
+        config = config_of(spec, target, default)
+        return [Variant(named(config, two_cta=isinstance(config, TwoCtaMlaConfig), tile_m=MLA_ROWS), config)]
+
+    return variants
