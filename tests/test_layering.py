@@ -16,6 +16,8 @@ from dsl_backend.families import NAMES as FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ("cute", "triton")
+# Of a family: what plans and calls its kernels.
+CALLERS = ("api", "eager", "plan", "dispatch", "reference", "ops")
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,18 @@ RULES = (
         ("dsl_backend/runtime",),
         (*(f"dsl_backend.{family}" for family in FAMILIES), "dsl_backend.gemm"),
     ),
+    Rule(
+        "gemm knows no family",
+        ("dsl_backend/gemm",),
+        tuple(f"dsl_backend.{family}" for family in FAMILIES),
+    ),
     *(
         Rule(
             f"{family}'s kernels know neither who plans nor who calls them",
             tuple(f"dsl_backend/{family}/{kernels}" for kernels in KERNELS),
-            tuple(f"dsl_backend.{family}.{module}" for module in ("api", "plan", "dispatch", "reference", "ops"))
+            tuple(
+                f"dsl_backend.{family}.{module}" for module in ("api", "eager", "plan", "dispatch", "reference", "ops")
+            )
             + tuple(f"dsl_backend.{other}" for other in FAMILIES if other != family),
         )
         for family in FAMILIES
@@ -151,6 +160,10 @@ WRONG = {
     "dsl_backend/runtime/target.py": (
         "from dsl_backend.attention.spec import AttentionSpec",
         "the run-time knows no operator",
+    ),
+    "dsl_backend/gemm/configs.py": (
+        "from dsl_backend.linear.spec import LinearSpec",
+        "gemm knows no family",
     ),
     "dsl_backend/testing/inputs.py": (
         "from dsl_backend.vllm_plugin.registration import register",

@@ -197,16 +197,18 @@ class Package:
         """Every so many of the tiles that fit; of an invariant layer, its kernel."""
         import torch
 
-        from dsl_backend.linear.configs import fitting
-        from dsl_backend.linear.cute import host
-        from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+        from dsl_backend.gemm import host
+        from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+        from dsl_backend.gemm.configs import fitting
+        from dsl_backend.gemm.spec import Dtypes
+        from dsl_backend.linear.spec import LinearSpec
         from dsl_backend.linear.tuned import configs_of
 
         kinds = {None: None, "swiglu": Swiglu(), "oai": SWIGLU_OAI, "geglu": Geglu(), "tanh": Geglu(tanh=True)}
         spec = LinearSpec(
             n=4096,
             k=4096,
-            dtype=getattr(torch, dtype),
+            dtypes=Dtypes.of(getattr(torch, dtype)),
             activation=kinds[activation],
             interleaved=activation == "oai",
             bias=added,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work of SM100's GEMM with SwiGLU beside quack's, counted on the emulator: `python -m benchmarks.linear.model`.
 
-One tile of 256 x 256 sums of two blocks that multiply as one, k = 1024, bfloat16: both kernels run once, and what a
-block executed is printed. Nothing here is a measurement: the cycles are the emulator's model from public rates.
+One tile of 256 x 256 accumulators of two CTAs (cta_group::2), k = 1024, bfloat16: both kernels run once, and what a CTA
+executed is printed. Nothing here is a measurement: the cycles are the emulator's model from public rates.
 """
 
 import argparse
@@ -28,19 +28,20 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours() -> None:
+    from dsl_backend.gemm import host
+    from dsl_backend.gemm.activation import Swiglu
+    from dsl_backend.gemm.args import GemmOperands
     from dsl_backend.gemm.sm100.configs import GemmConfig
-    from dsl_backend.linear.cute import host as launch
-    from dsl_backend.linear.kernel import Operands
-    from dsl_backend.linear.spec import LinearSpec, Swiglu
+    from dsl_backend.gemm.spec import Dtypes, GemmSpec
     from dsl_backend.runtime.target import from_arch
     from dsl_backend.runtime.workspace import Workspace
 
-    spec = LinearSpec(n=COLUMNS, k=K, dtype=torch.bfloat16, activation=Swiglu())
-    config = GemmConfig(box_n=128, stages=6, pair=True)
-    function = launch.build(launch.key_of(spec, config), from_arch(ARCH))
+    spec = GemmSpec(n=COLUMNS, k=K, dtypes=Dtypes.of(torch.bfloat16), activation=Swiglu())
+    config = GemmConfig(box_n=128, stages=6, two_cta=True)
+    function = host.build(host.key_of(spec, config), from_arch(ARCH))
     x, weight = operands()
     out = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
-    launch.run(function, config, Operands(x, weight, None, None, out), SMS, Workspace(torch.device("cpu")))
+    host.run(function, config, GemmOperands(x, weight, None, None, out), SMS, Workspace(torch.device("cpu")))
 
 
 def theirs() -> None:

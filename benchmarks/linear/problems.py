@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from dsl_backend.checks import short
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import reference as eager
-from dsl_backend.linear.spec import LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 
 from ..case import Reference
 
@@ -26,7 +28,8 @@ class Problem:
 
     @property
     def spec(self) -> LinearSpec:
-        return LinearSpec(n=self.n, k=self.k, dtype=self.dtype, activation=Swiglu() if self.gated else None)
+        activation = Swiglu() if self.gated else None
+        return LinearSpec(n=self.n, k=self.k, dtypes=Dtypes.of(self.dtype), activation=activation)
 
     @property
     def traffic_bytes(self) -> int:

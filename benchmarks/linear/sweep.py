@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dsl_backend.linear.configs import blocks_of, choose, estimate_us, variants
-from dsl_backend.linear.kernel import Operands
+from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.gemm.configs import choose, estimate_us, variants
+from dsl_backend.gemm.cost import max_ctas
 from dsl_backend.linear.tuned import Unfused, config_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
@@ -30,14 +31,14 @@ from .rows import MAIN, TOKENS
 def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, workspace: Workspace) -> Callable[[int], Any]:
     """Launches a layer."""
     # Imports CuTe DSL.
-    from dsl_backend.linear.cute import host as launch
+    from dsl_backend.gemm import host
 
-    function = launch.build(launch.key_of(problem.spec, config), target)
-    blocks = blocks_of(config, problem.m, target)
+    function = host.build(host.key_of(problem.spec, config), target)
+    ctas = max_ctas(config, problem.m, target)
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
-        launch.run(function, config, Operands(layer.x, layer.weight, None, None, layer.out), blocks, workspace)
+        host.run(function, config, GemmOperands(layer.x, layer.weight, None, None, layer.out), ctas, workspace)
         return layer.out
 
     return run
@@ -62,11 +63,11 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
         return Ready(run_of, outputs, reference(problem, inputs, layers - 1))
 
     def precompile_spec(config: Any) -> PrecompileSpec | None:
-        from dsl_backend.linear.cute import host as launch
+        from dsl_backend.gemm import host
 
         if isinstance(config, Unfused):
             return None
-        return PrecompileSpec("linear", launch.build, launch.key_of(problem.spec, config), target)
+        return PrecompileSpec("linear", host.build, host.key_of(problem.spec, config), target)
 
     def note(config: Any, time_us: float) -> str:
         if isinstance(config, Unfused):

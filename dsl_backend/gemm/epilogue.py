@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import cutlass
 from cutlass import cute
 
-from dsl_backend.linear.spec import Activation, Geglu
+from dsl_backend.gemm.activation import Activation, Geglu
 from dsl_backend.primitives.math import (
     LOG2_E,
     add_pair,

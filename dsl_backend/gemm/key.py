@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code of a CuTe DSL linear layer depends on."""
+"""What the code of a GEMM kernel depends on."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dsl_backend.linear.configs import Config
-from dsl_backend.linear.spec import Activation
+from dsl_backend.gemm.activation import Activation
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 
-Its = TypeVar("Its", bound=Config, covariant=True)
+ConfigT = TypeVar("ConfigT", bound=GemmTiles | SmallMTiles, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearKey(Generic[Its]):
-    """All that a kernel's code depends on; see `spec.LinearSpec`. The configuration's class says which kernel it is."""
+class GemmKey(Generic[ConfigT]):
+    """All that a kernel's code depends on; see `spec.GemmSpec`. The configuration's class says which kernel it is."""
 
-    dtype: str
+    dtypes: Dtypes
     activation: Activation | None
     interleaved: bool
     bias: bool
     residual: bool
-    config: Its
+    config: ConfigT

@@ -3,9 +3,8 @@
 
 WARP = 32
 WARPGROUP = 128
-BLOCK_K = 64  # 128 bytes, the widest swizzle
-ELEMENT_BYTES = 2
-PIECE = 16  # rows of x that are copied at once where a tile has rows of nobody
+BLOCK_K = 64  # elements of k in a stage: 128 bytes of 16-bit elements, the widest swizzle
+TAIL_ROWS = 16  # rows of the TMA boxes of x that fill a tile with rows beyond the end of x
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels for few rows share: weights are streamed once, at the speed of memory, by all SMs alike.
+"""What the GEMMs for few rows share: swap-AB and stream-K, so that all SMs read an equal part of the weights, once.
 
-Operands are swapped: weight rows are the rows of a matrix product, tokens its columns. All work is a list, tile by tile
-and within a tile block of k by block of k, and every thread block gets an equal share of it (stream-K). A tile that
-lies in several shares is summed by the block that has its beginning, which is the last thing that this one does; the
-others have its rest at their start, so that their partial sums are there when they are asked for.
+Swap-AB: weight rows are the M of the matrix product, tokens (rows of x) its N.
 
-With more tokens than a tile holds, every row of tiles has as many blocks, whose shares begin at the same weights: all
-rows read them at the same time, from memory once.
+Stream-K: the iterations of all tiles, one for each k tile, form one list, and each CTA gets an equal contiguous range
+of it. The CTA whose range has a tile's first iteration finishes the tile, which is the last thing that it does. The
+other CTAs of the tile have their part at the beginning of their ranges, so that their partial sums are there by then.
 
-A tile's weights are two boxes of rows: with a gated activation the gate and the up rows of the same output columns,
-whose sums the same thread has.
+With more tokens than a tile holds, every row of tiles has equally many CTAs, whose ranges begin at the same weights:
+all rows of tiles read them at the same time, and memory delivers them once.
+
+A tile's weights are two boxes of rows. With a gated activation these are the gate and the up rows of the same output
+columns, and one thread has the accumulators of both.
 """
 
 from dataclasses import dataclass
@@ -20,250 +21,276 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
+from dsl_backend.gemm.args import GemmOperands, StreamKScratch
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
-from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.gemm.views import NUMERIC, parts_view
-from dsl_backend.linear.configs import Streams
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
 
 # The L2 cache's descriptor of lines to evict first (CUTLASS, TMA::CacheHintSm90).
 EVICT_FIRST = 0x12F0000000000000
-# Named barriers of consumers.
-OWN = 1
+# The first named barrier of the warpgroups that hold accumulators.
+WARPGROUP_BARRIER = 1
 
 
 @dataclass(frozen=True)
-class StreamArgs:
-    """What the kernel's roles work with.
+class SmallMParams:
+    """What the kernel's warps work with.
 
     Attributes:
-        weight_load, x_load: copies of [box, tile_k] and [tokens, tile_k].
-        weight, x: coordinates [n, k, parts] and [m, k].
-        bias: [parts * n]. residual: [m, n]. Either may be missing.
-        out: [m, n].
-        partials, flags: see `kernel.Workspace`; for every block partial sums, and a flag for each consumer.
+        tma_atom_w, tma_atom_x: copies of [box, tile_k] and [tokens, tile_k].
+        mW, mX: coordinates [n, k, parts] and [m, k].
+        mBias: [parts * n]. mResidual: [m, n]. Either may be missing.
+        mOut: [m, n].
+        mPartials, mFlags: see `args.StreamKScratch`.
     """
 
-    weight_load: cute.CopyAtom
-    weight: cute.Tensor
-    x_load: cute.CopyAtom
-    x: cute.Tensor
-    bias: cute.Tensor
-    residual: cute.Tensor
-    out: cute.Tensor
-    partials: cute.Tensor
-    flags: cute.Tensor
+    tma_atom_w: cute.CopyAtom
+    mW: cute.Tensor
+    tma_atom_x: cute.CopyAtom
+    mX: cute.Tensor
+    mBias: cute.Tensor
+    mResidual: cute.Tensor
+    mOut: cute.Tensor
+    mPartials: cute.Tensor
+    mFlags: cute.Tensor
 
 
 @dataclass(frozen=True)
-class Work:
-    """A thread block's share of the list.
+class StreamKWork:
+    """A CTA's range of the list of iterations.
 
     Attributes:
-        blocks: of k, in every tile.
-        beside: tiles of the same tokens.
-        total: items of the list.
-        worker: this thread block's place; the first launched has the last share, since who sums waits for later ones.
-        start, end: of the share.
+        k_tiles: iterations of a tile.
+        n_tiles: tiles of the same tokens.
+        total: iterations of the list.
+        worker: this CTA's place in the list. The CTA launched first has the last range, since a CTA that finishes a
+            tile waits for those behind it.
+        start, end: of the range.
     """
 
-    blocks: cutlass.Int32
-    beside: cutlass.Int32
+    k_tiles: cutlass.Int32
+    n_tiles: cutlass.Int32
     total: cutlass.Int32
     worker: cutlass.Int32
     start: cutlass.Int32
     end: cutlass.Int32
 
 
-class SharedStream:
+class SmallMGemmBase:
     """out [m, n] = activation(x [m, k] @ weight [parts * n, k]^T + bias) + residual; m, n, k > 0.
 
-    A kernel adds who multiplies. Its consumers hold sums of both boxes, `accumulators` a thread.
+    A kernel adds `__call__`, `kernel`, `mma` and the epilogue. Its warpgroups hold the accumulators of both boxes,
+    `accumulators` in a thread.
     """
 
-    def __init__(self, key: LinearKey[Streams], arithmetic: Arithmetic):
+    def __init__(self, key: GemmKey[SmallMTiles], arithmetic: Arithmetic):
         config = key.config
         self.tokens, self.groups, self.accumulators = config.tokens, config.groups, config.accumulators
         self.box, self.tile_tokens, self.tile_k = config.box, config.tile_tokens, config.tile_k
-        self.stages, self.stage_bytes = config.stages, config.stage_bytes
+        self.stages, self.stage_bytes = config.stages, config.stage_bytes(key.dtypes)
         self.gated, self.interleaved = key.activation is not None, key.interleaved
         self.activate = epilogue_of(key.activation, arithmetic)
         self.parts = 2 if self.gated else 1
         self.columns = 2 * self.box // self.parts
-        # Of other blocks' partial sums, as many as 64 registers hold.
-        self.asked_at_once = max(1, 64 // self.accumulators)
-        self.dtype = NUMERIC[key.dtype]
+        # Other CTAs' partial sums are loaded together, as many as 64 registers hold.
+        self.partials_unroll = max(1, 64 // self.accumulators)
+        self.x_dtype, self.weight_dtype = NUMERIC[key.dtypes.x], NUMERIC[key.dtypes.weight]
+        self.out_dtype = NUMERIC[key.dtypes.out]
 
-    def layouts(self):
-        """Of the stages of weights [2 * box, tile_k] and of x [tile_tokens, tile_k]."""
+    def smem_layouts(self):
+        """(sW_layout, sX_layout): stages of weights [2 * box, tile_k] and of x [tile_tokens, tile_k]."""
         tile = (2 * self.box, self.tile_tokens, self.tile_k)
         return (
-            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages),
-            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.stages),
+            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.weight_dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, self.stages),
         )
 
-    def arguments(self, x, weight, bias, residual, out, partials, flags) -> StreamArgs:
-        """Of host code's tensors."""
+    def params(self, operands: GemmOperands, scratch: StreamKScratch | None) -> SmallMParams:
+        """The kernel's, with TMA descriptors."""
+        assert scratch is not None
         tile = (self.box, self.tile_tokens, self.tile_k)
-        box = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
-        tokens = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, 1)
+        sW_box = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.weight_dtype, 1)
+        sX_box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, 1)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        weights = parts_view(weight, self.parts, self.interleaved)
-        weight_load, mW = cpasync.make_tiled_tma_atom(
-            load, weights, cute.slice_(box, (None, None, 0)), (self.box, self.tile_k)
+        weights = parts_view(operands.weight, self.parts, self.interleaved)
+        tma_atom_w, mW = cpasync.make_tiled_tma_atom(
+            load, weights, cute.slice_(sW_box, (None, None, 0)), (self.box, self.tile_k)
         )
-        x_load, mX = cpasync.make_tiled_tma_atom(
-            load, x, cute.slice_(tokens, (None, None, 0)), (self.tile_tokens, self.tile_k)
+        tma_atom_x, mX = cpasync.make_tiled_tma_atom(
+            load, operands.x, cute.slice_(sX_box, (None, None, 0)), (self.tile_tokens, self.tile_k)
         )
-        return StreamArgs(weight_load, mW, x_load, mX, bias, residual, out, partials, flags)
+        return SmallMParams(tma_atom_w, mW, tma_atom_x, mX, operands.bias, operands.residual, operands.out, *scratch)
 
-    def items(self, x: cute.Tensor, out: cute.Tensor):
-        """Of the list."""
+    def total_iterations(self, mX: cute.Tensor, mOut: cute.Tensor):
+        """Of all tiles."""
         return (
-            cute.ceil_div(x.shape[1], self.tile_k)
-            * cute.ceil_div(x.shape[0], self.tile_tokens)
-            * cute.ceil_div(out.shape[1], self.columns)
+            cute.ceil_div(mX.shape[1], self.tile_k)
+            * cute.ceil_div(mX.shape[0], self.tile_tokens)
+            * cute.ceil_div(mOut.shape[1], self.columns)
         )
 
-    def work(self, args: StreamArgs) -> Work:
-        """This thread block's share."""
-        blocks = cute.ceil_div(args.x.shape[1], self.tile_k)
-        beside = cute.ceil_div(args.out.shape[1], self.columns)
-        total = self.items(args.x, args.out)
-        workers = cute.arch.grid_dim()[0]
-        worker = workers - 1 - cute.arch.block_idx()[0]
-        start, end = share(total, workers, worker), share(total, workers, worker + 1)
-        return Work(blocks, beside, total, worker, start, end)
+    def work(self, params: SmallMParams) -> StreamKWork:
+        """This CTA's range."""
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.tile_k)
+        n_tiles = cute.ceil_div(params.mOut.shape[1], self.columns)
+        total = self.total_iterations(params.mX, params.mOut)
+        ctas = cute.arch.grid_dim()[0]
+        worker = ctas - 1 - cute.arch.block_idx()[0]
+        start, end = share(total, ctas, worker), share(total, ctas, worker + 1)
+        return StreamKWork(k_tiles, n_tiles, total, worker, start, end)
 
     @cute.jit
-    def load(self, args: StreamArgs, sW: cute.Tensor, sX: cute.Tensor, ring: Ring, work: Work):
-        """The producer's warp. Weights depend on no kernel before this one: as many as fit are asked for at once."""
+    def load(self, params: SmallMParams, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: StreamKWork):
+        """The load warp. Weights depend on no kernel before this one: as many as fit are loaded before the wait."""
         one = cute.make_layout(1)
-        gW = cute.local_tile(args.weight, (self.box, self.tile_k), (None, None, None))
-        gX = cute.local_tile(args.x, (self.tile_tokens, self.tile_k), (None, None))
+        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None, None, None))
+        gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None, None))
         boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
-        sWIn, gWIn = cpasync.tma_partition(
-            args.weight_load, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+        tWsW, tWgW = cpasync.tma_partition(
+            params.tma_atom_w, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
-        sXIn, gXIn = cpasync.tma_partition(args.x_load, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        tXsX, tXgX = cpasync.tma_partition(
+            params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
         count = work.end - work.start
-        ahead = cutlass.min(count, self.stages)
-        for position in cutlass.range(ahead, unroll=1):
-            self.load_weights(args, sWIn, gWIn, ring, work, position)
+        prologue = cutlass.min(count, self.stages)
+        for position in cutlass.range(prologue, unroll=1):
+            self.load_weights(params, tWsW, tWgW, pipeline, work, position)
         cute.arch.griddepcontrol_wait()
-        for position in cutlass.range(ahead, unroll=1):
-            self.load_x(args, sXIn, gXIn, ring, work, position)
-        for position in cutlass.range(ahead, count, unroll=1):
-            self.load_weights(args, sWIn, gWIn, ring, work, position)
-            self.load_x(args, sXIn, gXIn, ring, work, position)
+        for position in cutlass.range(prologue, unroll=1):
+            self.load_x(params, tXsX, tXgX, pipeline, work, position)
+        for position in cutlass.range(prologue, count, unroll=1):
+            self.load_weights(params, tWsW, tWgW, pipeline, work, position)
+            self.load_x(params, tXsX, tXgX, pipeline, work, position)
 
     @cute.jit
     def load_weights(
-        self, args: StreamArgs, sWIn: cute.Tensor, gWIn: cute.Tensor, ring: Ring, work: Work, position: cutlass.Int32
+        self,
+        params: SmallMParams,
+        tWsW: cute.Tensor,
+        tWgW: cute.Tensor,
+        pipeline: Pipeline,
+        work: StreamKWork,
+        position: cutlass.Int32,
     ):
-        """Both boxes of an item, once its stage is empty."""
-        item = work.start + position
-        block, column = item % work.blocks, item // work.blocks % work.beside
-        arrived = ring.acquire(position, self.stage_bytes)
+        """Both boxes of an iteration, once its stage is empty."""
+        iteration = work.start + position
+        k_tile, n_tile = iteration % work.k_tiles, iteration // work.k_tiles % work.n_tiles
+        pipeline.producer_acquire(position)
+        pipeline.producer_expect(position, self.stage_bytes)
+        mbar_full = pipeline.full(position)
         for i in cutlass.range_constexpr(2):
-            source = gWIn[None, column, block, i] if self.gated else gWIn[None, 2 * column + i, block, 0]
+            source = tWgW[None, n_tile, k_tile, i] if self.gated else tWgW[None, 2 * n_tile + i, k_tile, 0]
             cute.copy(
-                args.weight_load,
+                params.tma_atom_w,
                 source,
-                sWIn[None, i, ring.stage(position)],
-                tma_bar_ptr=arrived,
+                tWsW[None, i, pipeline.stage(position)],
+                tma_bar_ptr=mbar_full,
                 cache_policy=cutlass.Int64(EVICT_FIRST),
             )
 
     @cute.jit
     def load_x(
-        self, args: StreamArgs, sXIn: cute.Tensor, gXIn: cute.Tensor, ring: Ring, work: Work, position: cutlass.Int32
+        self,
+        params: SmallMParams,
+        tXsX: cute.Tensor,
+        tXgX: cute.Tensor,
+        pipeline: Pipeline,
+        work: StreamKWork,
+        position: cutlass.Int32,
     ):
-        item = work.start + position
-        block, row = item % work.blocks, item // work.blocks // work.beside
-        stage = ring.stage(position)
-        cute.copy(args.x_load, gXIn[None, row, block], sXIn[None, stage], tma_bar_ptr=ring.full + stage)
+        """X of an iteration, into the stage of its weights."""
+        iteration = work.start + position
+        k_tile, m_tile = iteration % work.k_tiles, iteration // work.k_tiles // work.n_tiles
+        stage = pipeline.stage(position)
+        cute.copy(
+            params.tma_atom_x, tXgX[None, m_tile, k_tile], tXsX[None, stage], tma_bar_ptr=pipeline.mbar_full + stage
+        )
 
-    def slot(self, worker, group):
-        """A consumer's number among all of the grid."""
+    def flag_index(self, worker, group):
+        """Of a warpgroup among all of the grid."""
         return worker * self.groups + group
 
-    def handed(self, args: StreamArgs, worker, group, thread) -> cute.Tensor:
-        """A thread's partial sums in memory, [accumulators]; neighbours of a warp lie side by side."""
-        start = cutlass.Int64(self.slot(worker, group)) * (self.accumulators * WARPGROUP) + thread
-        return cute.make_tensor(args.partials.iterator + start, cute.make_layout(self.accumulators, stride=WARPGROUP))
+    def partials_of(self, params: SmallMParams, worker, group, thread) -> cute.Tensor:
+        """A thread's partial sums in memory, [accumulators]; those of a warp's lanes are neighbours."""
+        start = cutlass.Int64(self.flag_index(worker, group)) * (self.accumulators * WARPGROUP) + thread
+        layout = cute.make_layout(self.accumulators, stride=WARPGROUP)
+        return cute.make_tensor(params.mPartials.iterator + start, layout)
 
     @cute.jit
-    def hand_over(
+    def store_partials(
         self,
-        args: StreamArgs,
-        first: cute.Tensor,
-        second: cute.Tensor,
+        params: SmallMParams,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
         worker: cutlass.Int32,
         group: cutlass.Int32,
         thread: cutlass.Int32,
     ):
-        """Leave partial sums for the block that has the tile's beginning; once in a launch at most."""
-        place = self.handed(args, worker, group, thread)
+        """Store a tile's accumulators for the CTA that finishes it; at most once in a launch."""
+        partials = self.partials_of(params, worker, group, thread)
         half = cutlass.const_expr(self.accumulators // 2)
         for i in cutlass.range(half, unroll_full=True):
-            place[i] = first[i]
-            place[half + i] = second[i]
-        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+            partials[i] = acc_0[i]
+            partials[half + i] = acc_1[i]
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)
         if thread == 0:
-            flag = args.flags.iterator + self.slot(worker, group)
+            flag = params.mFlags.iterator + self.flag_index(worker, group)
             cute.arch.store(flag, cutlass.Int32(1), sem="release", scope="gpu")
 
     @cute.jit
-    def gather(
+    def add_partials(
         self,
-        args: StreamArgs,
-        first: cute.Tensor,
-        second: cute.Tensor,
-        work: Work,
+        params: SmallMParams,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
+        work: StreamKWork,
         until: cutlass.Int32,
         group: cutlass.Int32,
         thread: cutlass.Int32,
     ):
-        """Add the partial sums of the blocks behind this one, in order, up to the item `until`.
+        """Stream-K fixup: add the partial sums of the CTAs behind this one, in order, up to the iteration `until`.
 
-        All are awaited at once: one after the other took 1 us each.
+        All flags are awaited at once: one after the other took 1 us each.
         """
         half = cutlass.const_expr(self.accumulators // 2)
-        helpers = owner(work.total, cute.arch.grid_dim()[0], until - 1) - work.worker
-        for i in cutlass.range(thread, helpers, WARPGROUP, unroll=1):
-            flag = args.flags.iterator + self.slot(work.worker + 1 + i, group)
-            there = cutlass.Int32(0)
-            while there == 0:
-                there = cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu")
+        peers = owner(work.total, cute.arch.grid_dim()[0], until - 1) - work.worker
+        for i in cutlass.range(thread, peers, WARPGROUP, unroll=1):
+            flag = params.mFlags.iterator + self.flag_index(work.worker + 1 + i, group)
+            stored = cutlass.Int32(0)
+            while stored == 0:
+                stored = cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu")
             # For the next launch.
             cute.arch.store(flag, cutlass.Int32(0), sem="relaxed", scope="gpu")
-        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-        for i in cutlass.range(helpers, unroll=self.asked_at_once):
-            place = self.handed(args, work.worker + 1 + i, group, thread)
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)
+        for i in cutlass.range(peers, unroll=self.partials_unroll):
+            partials = self.partials_of(params, work.worker + 1 + i, group, thread)
             for j in cutlass.range(half, unroll_full=True):
-                first[j] += place[j]
-                second[j] += place[half + j]
+                acc_0[j] += partials[j]
+                acc_1[j] += partials[half + j]
 
     @cute.jit
-    def put(
+    def store(
         self,
-        args: StreamArgs,
+        params: SmallMParams,
         value: cutlass.Float32,
         token: cutlass.Int32,
         column: cutlass.Int32,
         m: cutlass.Int32,
         n: cutlass.Int32,
     ):
-        """One element of the output, where there is one."""
+        """Add the residual to one element of the output and store it, where it is inside."""
         if token < m:
             if column < n:
-                held = cute.make_rmem_tensor(1, self.dtype)
-                if cutlass.const_expr(args.residual is not None):
-                    load_vector(args.residual.iterator, cutlass.Int64(token) * args.residual.stride[0] + column, held)
-                    value += held[0].to(cutlass.Float32)
-                held[0] = value.to(self.dtype)
-                store_vector(held, args.out.iterator, cutlass.Int64(token) * args.out.stride[0] + column)
+                rOut = cute.make_rmem_tensor(1, self.out_dtype)
+                if cutlass.const_expr(params.mResidual is not None):
+                    row = cutlass.Int64(token) * params.mResidual.stride[0]
+                    load_vector(params.mResidual.iterator, row + column, rOut)
+                    value += rOut[0].to(cutlass.Float32)
+                rOut[0] = value.to(self.out_dtype)
+                store_vector(rOut, params.mOut.iterator, cutlass.Int64(token) * params.mOut.stride[0] + column)

@@ -2,13 +2,14 @@
 """How the kernels look at their operands."""
 
 import cutlass
+import torch
 from cutlass import cute
 
-NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+NUMERIC = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
 
 def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tensor:
-    """Weights [parts * n, k] as [n, k, parts]: gate and up halves, or gate and up rows in turn."""
+    """Weights [parts * n, k] as [n, k, parts]: gate and up halves, or alternating gate and up rows."""
     n, k = weight.shape[0] // parts, weight.shape[1]
     stride = weight.stride[0]
     strides = (stride * parts, 1, stride) if interleaved else (stride, 1, n * stride)
@@ -17,13 +18,13 @@ def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tenso
 
 @cute.jit
 def bias_of(
-    bias: cute.Tensor,
+    mBias: cute.Tensor,
     column: cutlass.Int32,
     part: cutlass.Constexpr[int],
     n: cutlass.Int32,
     interleaved: cutlass.Constexpr[bool],
 ):
-    """An output column's bias of its gate (0) or its up (1), float32; any value past the last column."""
+    """The bias of an output column, of its gate (part 0) or its up (1), float32; any value past the last column."""
     inside = cutlass.min(column, n - 1)
-    place = inside * 2 + part if cutlass.const_expr(interleaved) else inside + part * n
-    return bias[place].to(cutlass.Float32)
+    index = inside * 2 + part if cutlass.const_expr(interleaved) else inside + part * n
+    return mBias[index].to(cutlass.Float32)

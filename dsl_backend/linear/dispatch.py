@@ -3,7 +3,7 @@
 
 import torch
 
-from dsl_backend.linear import configs
+from dsl_backend.gemm.configs import ARCH_KERNELS, candidates
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged
@@ -16,26 +16,26 @@ TMA_VECTOR = 8
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
     """What the CuTe DSL kernels need, on any SM that has some."""
-    if reasons := target.arch_objections("sm90", "sm100"):
+    if reasons := target.arch_objections(*ARCH_KERNELS):
         return reasons
-    reasons = [*toolkit.missing()]
+    reasons = [*toolkit.missing(), *spec.dtypes.objections()]
     if spec.vector < TMA_VECTOR:
         reasons.append(
             f"TMA needs rows that start at multiples of {TMA_VECTOR} elements, and n and k that are multiples of "
             f"{TMA_VECTOR}: here it is {spec.vector}"
         )
-    if not configs.candidates(spec, target):
+    if not candidates(spec, target):
         reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for every tile")
     return reasons
 
 
 def triton(spec: LinearSpec, target: Target) -> list[str]:
-    reasons = []
+    reasons = spec.dtypes.objections()
     if target.is_cpu and not target.interpreted:
         reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
     if target.capability is not None and target.capability < (7, 5):
         reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    if spec.dtype == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
+    if spec.dtypes.x == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
         reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
     return reasons
 

@@ -4,8 +4,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import dispatch, precompile
-from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import TUNED_CONFIGS
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
@@ -15,7 +17,8 @@ def typical_layers(target: Target) -> Mapping[str, LinearSpec]:
     """Gate and up projections of published models."""
 
     def usual(activation: Activation | None, **facts: Any) -> LinearSpec:
-        return LinearSpec(n=14336, k=4096, dtype=target.usual_dtype, activation=activation, **facts)
+        dtypes = Dtypes.of(target.usual_dtype)
+        return LinearSpec(n=14336, k=4096, dtypes=dtypes, activation=activation, **facts)
 
     return {
         "product": usual(None),

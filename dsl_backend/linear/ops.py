@@ -5,8 +5,8 @@ from functools import cache
 
 import torch
 
-from dsl_backend.linear import api
-from dsl_backend.linear.spec import Activation, Geglu, Swiglu
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
+from dsl_backend.linear import eager
 from dsl_backend.runtime.op import register_op
 
 
@@ -45,16 +45,17 @@ def linear(
     spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
-    return api.linear(
+    return eager.linear(
         x,
         weight,
         bias,
         residual,
-        activation=decoded(activation, parameters),
-        interleaved=interleaved,
-        batch_invariant=batch_invariant,
-        spare_sms=spare_sms,
-        kernel=kernel,
+        None,
+        decoded(activation, parameters),
+        interleaved,
+        batch_invariant,
+        spare_sms,
+        kernel,
     )
 
 
@@ -70,7 +71,7 @@ def linear_fake(
     spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], api.columns(x, weight, decoded(activation, parameters))))
+    return x.new_empty((x.shape[0], eager.columns(x, weight, decoded(activation, parameters))))
 
 
 def linear_out(
@@ -86,17 +87,17 @@ def linear_out(
     spare_sms: int,
     kernel: str | None,
 ) -> None:
-    api.linear(
+    eager.linear(
         x,
         weight,
         bias,
         residual,
         out,
-        activation=decoded(activation, parameters),
-        interleaved=interleaved,
-        batch_invariant=batch_invariant,
-        spare_sms=spare_sms,
-        kernel=kernel,
+        decoded(activation, parameters),
+        interleaved,
+        batch_invariant,
+        spare_sms,
+        kernel,
     )
 
 
@@ -113,7 +114,7 @@ def linear_out_fake(
     spare_sms: int,
     kernel: str | None,
 ) -> None:
-    api.check_out(out, x.shape[0], api.columns(x, weight, decoded(activation, parameters)), x)
+    eager.check_out(out, x.shape[0], eager.columns(x, weight, decoded(activation, parameters)), x)
 
 
 def linear_add(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from dsl_backend.checks import short
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
+from dsl_backend.gemm.spec import DTYPES, Dtypes
 from dsl_backend.linear import dispatch
-from dsl_backend.linear.spec import DTYPES, Activation, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import configs_of
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
@@ -31,7 +33,11 @@ def layer_specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator
     for size in model.gated_sizes:
         if size % 8 == 0:
             yield LinearSpec(
-                n=size, k=model.hidden_size, dtype=dtype, activation=activation, batch_invariant=batch_invariant
+                n=size,
+                k=model.hidden_size,
+                dtypes=Dtypes.of(dtype),
+                activation=activation,
+                batch_invariant=batch_invariant,
             )
 
 
@@ -46,10 +52,10 @@ def precompile_specs_of(spec: LinearSpec, target: Target) -> Iterator[Precompile
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
-    from dsl_backend.linear.cute import host as launch
+    from dsl_backend.gemm import host
 
     for config in configs_of(spec, target):
-        yield PrecompileSpec("linear", launch.build, launch.key_of(spec, config), target)
+        yield PrecompileSpec("linear", host.build, host.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

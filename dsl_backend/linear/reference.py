@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in eager torch: what kernels are judged by, and what serves a CPU."""
+"""Linear layers in eager torch: the tests' reference, and the kernel of a CPU."""
 
 import math
 from functools import partial
@@ -7,8 +7,11 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from dsl_backend.linear.kernel import Launch, Operands
-from dsl_backend.linear.spec import Activation, Geglu, LinearSpec
+from dsl_backend.gemm.activation import Activation, Geglu
+from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.gemm.spec import Rows
+from dsl_backend.linear.kernel import Launch
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -60,12 +63,13 @@ def exact(
     return out if residual is None else out + residual.to(dtype)
 
 
-def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
-    """The layer for so many rows."""
+def bind(spec: LinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
+    """The layer for any number of rows."""
+    rows.on_host()
     return partial(linear, spec)
 
 
-def linear(spec: LinearSpec, operands: Operands) -> None:
+def linear(spec: LinearSpec, operands: GemmOperands) -> None:
     """Writes operands.out, in float32 arithmetic."""
     result = exact(
         operands.x,

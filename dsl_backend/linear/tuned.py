@@ -11,9 +11,9 @@ import torch
 from pydantic import PositiveInt, model_validator
 
 from dsl_backend.checks import short
+from dsl_backend.gemm.configs import Config, candidates, choose
+from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
-from dsl_backend.linear import configs
-from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
@@ -75,10 +75,10 @@ TUNED_CONFIGS = tuned.TunedConfigs(
     Path(__file__).with_name("tuned.json"),
     ProblemShape,
     {
-        "sm90.GemmConfig": GemmConfig,
-        "sm90.StreamConfig": StreamConfig,
+        "sm90.GemmConfig": sm90.GemmConfig,
+        "sm90.SmallMConfig": sm90.SmallMConfig,
         "sm100.GemmConfig": sm100.GemmConfig,
-        "sm100.StreamConfig": sm100.StreamConfig,
+        "sm100.SmallMConfig": sm100.SmallMConfig,
         "unfused": Unfused,
     },
 )
@@ -103,9 +103,10 @@ def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iter
     Args:
         any_gpu: as in `TunedConfigs.on`; then of any number of SMs too.
     """
-    for record in TUNED_CONFIGS.on(target, any_gpu=any_gpu) if not spec.batch_invariant else ():
+    recorded = spec.dtypes.uniform and not spec.batch_invariant
+    for record in TUNED_CONFIGS.on(target, any_gpu=any_gpu) if recorded else ():
         sm_count = target.sm_count if target.gpu is not None else record.problem.sm_count
-        wanted = problem_of(spec.n, spec.k, spec.parts == 2, spec.dtype, sm_count)
+        wanted = problem_of(spec.n, spec.k, spec.parts == 2, spec.dtypes.x, sm_count)
         if record.problem.of_rows(1, 1) != wanted or isinstance(record.config, Unfused):
             continue
         if not record.config.objections(spec, target.smem_bytes):
@@ -115,7 +116,7 @@ def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iter
 def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
     """The configuration for so many rows: of a tuning record that fits, or the heuristic's."""
     found = (config for problem, config in measured(spec, target) if problem.holds(rows))
-    return next(found, None) or configs.choose(spec, rows, target)
+    return next(found, None) or choose(spec, rows, target)
 
 
 def configs_of(spec: LinearSpec, target: Target) -> list[Config]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.linear import api, reference
-from dsl_backend.linear.spec import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.testing.numerics import assert_within_budget
 
 F16, BF16 = torch.float16, torch.bfloat16

@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import registry
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
 
@@ -118,7 +120,7 @@ LAYERS = (
     (mla(16, q_lens=(1,), kv_lens=(1,), fp8=True), "mla16-fp8"),
     (mla(128, q_lens=(1,), kv_lens=(1,), fp8=True), "mla128-fp8"),
 )
-SIZES = {"n": 4096, "k": 4096, "dtype": torch.bfloat16}
+SIZES = {"n": 4096, "k": 4096, "dtypes": Dtypes.of(torch.bfloat16)}
 ALL = SIZES | {"bias": True, "residual": True}
 LINEAR_LAYERS: dict[str, dict[str, Any]] = {
     "product": SIZES,
@@ -185,13 +187,13 @@ def linear_subjects() -> Iterator[Subject]:
 
 
 def linear_kernels(arch: str, spec: LinearSpec) -> Iterator[Made]:
-    from dsl_backend.linear.configs import fitting
-    from dsl_backend.linear.cute import host as launch
+    from dsl_backend.gemm import host
+    from dsl_backend.gemm.configs import fitting
     from dsl_backend.runtime.target import from_arch
 
     target = from_arch(arch)
     for config in fitting(spec, target):
-        build = partial(launch.build, launch.key_of(spec, config), target)
+        build = partial(host.build, host.key_of(spec, config), target)
         yield Made(config, build)
 
 

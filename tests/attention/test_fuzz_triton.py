@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.linear.spec import Geglu, Swiglu
+from dsl_backend.gemm.activation import Geglu, Swiglu
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.softmax.configs import RowConfig

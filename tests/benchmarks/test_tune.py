@@ -27,7 +27,7 @@ from benchmarks.linear.sweep import contest
 from benchmarks.runner import DeviceLostError
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
-from dsl_backend.linear.configs import GemmConfig, StreamConfig
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.linear.tuned import TUNED_CONFIGS, Unfused, problem_of
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
@@ -300,7 +300,7 @@ def test_kernels_run_as_they_do_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "tuned.json"
     small = dataclasses.replace(TARGET, sm_count=2)
     whole = contest(Problem(m=3, n=40, k=64), small, torch.device("cpu"))
-    streams = [config for config in whole.configs if isinstance(config, StreamConfig)]
+    streams = [config for config in whole.configs if isinstance(config, SmallMConfig)]
     few = dataclasses.replace(whole, configs=(streams[0], streams[1], whole.configs[-1]))
     assert isinstance(few.configs[-1], Unfused)
     assert len(list(few.precompile_specs)) == 2
@@ -310,7 +310,7 @@ def test_kernels_run_as_they_do_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert tune.tune([one], small, SHARED, path, console, 0.0) == 0
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "FAILED" not in text
-    assert "StreamConfig" not in text.partition("Beside")[0], "a configuration is wrong"
+    assert "SmallMConfig" not in text.partition("Beside")[0], "a configuration is wrong"
     assert len(saved(path)) == text.count(" kept ")
 
 

@@ -11,9 +11,11 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.linear import api, dispatch, ops, plan, precompile, reference
-from dsl_backend.linear.configs import choose
-from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.configs import choose
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear import api, dispatch, eager, ops, plan, precompile, reference
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, reset_all
@@ -128,7 +130,7 @@ def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, m
         (lambda: Swiglu(beta="1"), "Swiglu's beta is '1': a finite number is needed"),
         (lambda: Swiglu(limit=float("inf")), "Swiglu's limit is inf: a finite number is needed"),
         (lambda: Geglu(tanh="yes"), "Geglu's tanh is 'yes': True or False is needed"),
-        (lambda: LinearSpec(n=8, k=8, dtype="bf16"), "dtype is 'bf16': a torch.dtype is needed"),
+        (lambda: Dtypes.of("bf16"), "dtype of x is 'bf16': a torch.dtype is needed"),
     ],
 )
 def test_activations_refuse(make: Callable[[], object], message: str) -> None:
@@ -144,12 +146,12 @@ def test_activations_refuse(make: Callable[[], object], message: str) -> None:
     ],
 )
 def test_who_serves(arch: str, kernel: str) -> None:
-    spec = LinearSpec(n=14336, k=4096, dtype=BF16, activation=Swiglu())
+    spec = LinearSpec(n=14336, k=4096, dtypes=Dtypes.of(BF16), activation=Swiglu())
     assert dispatch.choose(spec, targets.from_arch(arch)).name == kernel
 
 
 def test_rows_that_tma_cannot_read_go_to_triton() -> None:
-    spec = LinearSpec(n=14336, k=4096, dtype=BF16, vector=4)
+    spec = LinearSpec(n=14336, k=4096, dtypes=Dtypes.of(BF16), vector=4)
     assert dispatch.choose(spec, targets.from_arch("sm_90a")).name == "triton"
     with pytest.raises(Unsupported, match=r"TMA needs rows that start at multiples of 8 elements.*here it is 4"):
         dispatch.choose(spec, targets.from_arch("sm_90a"), "cute")
@@ -160,7 +162,7 @@ def test_a_model_names_every_kernel_that_its_mlp_may_need(arch: str) -> None:
     config = {"num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     target = targets.from_arch(arch)
     found = {one.key.config for one in precompile.precompile_specs(model.shape_of(config, tensor_parallel=2), target)}
-    spec = LinearSpec(n=7168, k=4096, dtype=BF16, activation=Swiglu())
+    spec = LinearSpec(n=7168, k=4096, dtypes=Dtypes.of(BF16), activation=Swiglu())
     assert {choose(spec, rows, target) for rows in (1, 9, 20, 64, 100, 200, 1000, 8192)} <= found
     assert not list(precompile.precompile_specs(model.shape_of(config), targets.from_arch("sm_80")))
 
@@ -213,11 +215,11 @@ def test_a_call_like_an_earlier_one_is_still_looked_at() -> None:
 
 
 def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "LAYOUTS", 4)
+    monkeypatch.setattr(eager, "LAYOUTS", 4)
     for rows in range(1, 20):
         x, weight = torch.ones(rows, 8, dtype=BF16), torch.ones(2, 8, dtype=BF16)
         assert api.linear(x, weight).tolist() == [[8.0, 8.0]] * rows
-        assert len(api._known) <= 4
+        assert len(eager._known) <= 4
 
 
 def test_activations_that_are_none() -> None:
@@ -226,10 +228,10 @@ def test_activations_that_are_none() -> None:
 
 
 def test_old_gpus_have_no_bfloat16() -> None:
-    spec = LinearSpec(n=8, k=8, dtype=BF16)
+    spec = LinearSpec(n=8, k=8, dtypes=Dtypes.of(BF16))
     with pytest.raises(Unsupported, match=r"bfloat16 needs compute capability 8\.0"):
         dispatch.choose(spec, targets.from_arch("sm_75"))
-    assert dispatch.choose(replace(spec, dtype=F16), targets.from_arch("sm_75")).name == "triton"
+    assert dispatch.choose(replace(spec, dtypes=Dtypes.of(F16)), targets.from_arch("sm_75")).name == "triton"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

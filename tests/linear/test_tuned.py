@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_backend.gemm import configs
+from dsl_backend.gemm.activation import Geglu, Swiglu
+from dsl_backend.gemm.configs import Config, candidates, variants
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
-from dsl_backend.linear import configs, precompile
-from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig, candidates, variants
-from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear import precompile
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import (
     TUNED_CONFIGS,
     ProblemShape,
@@ -29,13 +33,13 @@ from dsl_backend.runtime.target import from_arch
 
 GPU = "NVIDIA Test"
 TARGET = replace(from_arch("sm_90a"), gpu=GPU)
-SPEC = LinearSpec(n=14336, k=4096, dtype=torch.bfloat16, activation=Swiglu())
+SPEC = LinearSpec(n=14336, k=4096, dtypes=Dtypes.of(torch.bfloat16), activation=Swiglu())
 BETTER = GemmConfig(tile_m=128, box_n=96, stages=3)
-BETTER_FEW = StreamConfig(tokens=16, tile_k=64, stages=5)
+BETTER_FEW = SmallMConfig(tokens=16, tile_k=64, stages=5)
 
 
 def rows(least: int, most: int) -> ProblemShape:
-    return problem_of(SPEC.n, SPEC.k, True, SPEC.dtype, TARGET.sm_count).of_rows(least, most)
+    return problem_of(SPEC.n, SPEC.k, True, SPEC.dtypes.x, TARGET.sm_count).of_rows(least, most)
 
 
 def record(problem: ProblemShape, config: Any, **changes: Any) -> Any:
@@ -88,7 +92,7 @@ def test_a_record_changes_the_chosen_config(measured: Callable[..., None]) -> No
         (SPEC, replace(TARGET, smem_bytes=100_000)),
         (replace(SPEC, n=14336 + 8), TARGET),
         (replace(SPEC, k=4096 + 8), TARGET),
-        (replace(SPEC, dtype=torch.float16), TARGET),
+        (replace(SPEC, dtypes=Dtypes.of(torch.float16)), TARGET),
         (replace(SPEC, activation=None), TARGET),
         (replace(SPEC, batch_invariant=True), TARGET),
     ],
@@ -151,7 +155,7 @@ def test_rows_that_are_worth_a_kernel(measured: Callable[..., None]) -> None:
     measured(record(rows(65, 700), Unfused()), record(rows(193, 256), BETTER))
 
     def fused(count: int, **changes: Any) -> bool:
-        facts = {"n": SPEC.n, "k": SPEC.k, "dtype": SPEC.dtype, "target": TARGET}
+        facts = {"n": SPEC.n, "k": SPEC.k, "dtype": SPEC.dtypes.x, "target": TARGET}
         return fused_is_faster(count, **(facts | changes))
 
     assert [fused(count) for count in (0, 1, 64, 65, 256, 700, 701, 8192)] == [True] * 3 + [False] * 3 + [True] * 2
@@ -163,7 +167,7 @@ def test_rows_that_are_worth_a_kernel(measured: Callable[..., None]) -> None:
     # Whoever calls the kernel all the same gets the best of ours.
     assert config_of(SPEC, 256, TARGET) == BETTER
     assert config_of(SPEC, 300, TARGET) == configs.choose(SPEC, 300, TARGET)
-    assert unfused(SPEC.n, SPEC.k, SPEC.dtype, TARGET) == [rows(65, 700)]
+    assert unfused(SPEC.n, SPEC.k, SPEC.dtypes.x, TARGET) == [rows(65, 700)]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +214,10 @@ def test_candidates_fit_and_are_no_two_alike(count: int) -> None:
     for config in found:
         assert config.objections(SPEC, TARGET.smem_bytes) == []
     assert any(isinstance(config, GemmConfig) for config in found) == (count >= 64)
-    assert any(isinstance(config, StreamConfig) for config in found) == (count <= 200)
+    assert any(isinstance(config, SmallMConfig) for config in found) == (count <= 200)
 
 
-@pytest.mark.parametrize(("count", "kind"), [(16, sm100.StreamConfig), (600, sm100.GemmConfig)])
+@pytest.mark.parametrize(("count", "kind"), [(16, sm100.SmallMConfig), (600, sm100.GemmConfig)])
 def test_sm100_has_candidates_and_tuned_configs_of_its_own(
     measured: Callable[..., None], count: int, kind: type[Config]
 ) -> None:
@@ -224,7 +228,7 @@ def test_sm100_has_candidates_and_tuned_configs_of_its_own(
     for config in found:
         assert config.objections(SPEC, target.smem_bytes) == []
     better = next(config for config in found if config != configs.choose(SPEC, count, target))
-    problem = problem_of(SPEC.n, SPEC.k, True, SPEC.dtype, target.sm_count).of_rows(count, count)
+    problem = problem_of(SPEC.n, SPEC.k, True, SPEC.dtypes.x, target.sm_count).of_rows(count, count)
     measured(record(rows(1, 8192), BETTER), record(problem, better, arch="sm_100a"))
     assert config_of(SPEC, count, target) == better
     assert better in configs_of(SPEC, target)

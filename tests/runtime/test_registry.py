@@ -8,7 +8,8 @@ import torch
 
 import dsl_backend
 from dsl_backend.errors import InvalidInput
-from dsl_backend.linear import configs
+from dsl_backend.gemm import configs
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import registry
 from dsl_backend.runtime.target import from_arch
@@ -49,7 +50,7 @@ def test_kernels_of_another_sm_are_never_chosen(arch: str) -> None:
     assert target.kernel_arch is None
     with pytest.raises(InvalidInput, match=f"serves GPUs of sm_90a, sm_100a, sm_103a, this is {arch}"):
         target.by_kernel_arch({"sm90": 1, "sm100": 2})
-    spec = LinearSpec(n=4096, k=4096, dtype=torch.bfloat16)
+    spec = LinearSpec(n=4096, k=4096, dtypes=Dtypes.of(torch.bfloat16))
     with pytest.raises(InvalidInput, match=f"this is {arch}"):
         configs.candidates(spec, target)
 

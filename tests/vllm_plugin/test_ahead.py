@@ -16,9 +16,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dsl_backend.attention import api
 from dsl_backend.attention.cute import host as launch
+from dsl_backend.gemm.activation import Geglu, Swiglu
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.precompile import layer_specs as linear_specs
 from dsl_backend.linear.precompile import precompile_specs_of
-from dsl_backend.linear.spec import Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import compile as compilation
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
@@ -161,7 +163,7 @@ def test_one_kind_of_layer_is_begun_once(config: VllmConfig, begun: Recorder) ->
 def test_linear_layers_are_predicted(config: VllmConfig, begun: Recorder) -> None:
     """As they are fused: each kernel that warm-up asks for was begun before."""
     make_impl()
-    spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Swiglu())
+    spec = LinearSpec(n=512, k=256, dtypes=Dtypes.of(torch.bfloat16), activation=Swiglu())
     assert {str(one) for one in precompile_specs_of(spec, SM90)} == {
         str(one) for one in begun.calls[0][0] if one.family == "linear"
     }
@@ -226,7 +228,7 @@ def test_what_goes_wrong_is_a_warning(
 
 def test_what_is_fused_is_added(config: VllmConfig, begun: Recorder) -> None:
     """Whatever was predicted."""
-    spec = LinearSpec(n=512, k=256, dtype=torch.bfloat16, activation=Geglu(), bias=True)
+    spec = LinearSpec(n=512, k=256, dtypes=Dtypes.of(torch.bfloat16), activation=Geglu(), bias=True)
     ahead.compile_linear(config, [spec, spec])
     ((specs, _, beside),) = begun.calls
     assert {str(one) for one in specs} == {str(one) for one in precompile_specs_of(spec, SM90)}

@@ -26,8 +26,10 @@ from vllm.model_executor.layers.activation import (
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import reload
 
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import api
-from dsl_backend.linear.spec import LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import compat, warm_up
@@ -615,7 +617,7 @@ def test_what_this_relies_on() -> None:
 
 def test_warm_up_compiles_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    spec = LinearSpec(n=256, k=512, dtype=BF16, activation=Swiglu(), bias=True)
+    spec = LinearSpec(n=256, k=512, dtypes=Dtypes.of(BF16), activation=Swiglu(), bias=True)
     monkeypatch.setattr(fuse, "_fused", [{"a": spec, "b": spec}, {}])
     monkeypatch.setattr(targets, "detect", lambda: targets.from_arch("sm_90a"))
     text = {"num_attention_heads": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 1000}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of many rows for SM100: a persistent GEMM whose sums live twice in tensor memory.
+"""The persistent GEMM on SM100, with two stages of accumulators in tensor memory.
 
-One warp copies tiles by TMA, one issues products, and a warpgroup takes a tile's sums through the epilogue while the
-next tile's are made. A thread has a row of the tile: gate and up of a column are box_n columns apart in its lane. With
-pairs, two blocks multiply as one: each has 128 rows of x and of the sums, and a box of the weights for both.
+One warp loads by TMA, one issues products, and a warpgroup runs a tile's epilogue during the next tile's mainloop. An
+epilogue thread has a row of the tile: gate and up of a column are box_n columns apart in its tmem lane. With two_cta,
+two CTAs execute one tcgen05.mma: each has 128 rows of x and of the accumulators, and one box of the weights for both.
 """
 
 import cutlass
@@ -11,20 +11,21 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 
+from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import Pairs
-from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.gemm.sm100.configs import BUFFERS, LOAD, MMA_K, MULTIPLY, ROWS, GemmConfig
-from dsl_backend.gemm.tiled import GemmArgs, TiledGemm
+from dsl_backend.gemm.sm100.configs import ACC_STAGES, LOAD_WARP, MMA_K, MMA_M, MMA_WARP, GemmConfig
+from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.primitives import tensor_memory
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.math import add_pair, in_pairs
-from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 from dsl_backend.primitives.schedule import raster
 
 VECTOR = 8  # elements
 VECTOR_BYTES = 16
-MOST_HELD = 32  # columns of each box in a thread's registers at a time
+MOST_COLUMNS = 32  # columns of each box in a thread's registers at a time
 
 
 def swizzled(address: cutlass.Int32, width: int):
@@ -33,48 +34,43 @@ def swizzled(address: cutlass.Int32, width: int):
     return address ^ (address >> 7 & mask) * VECTOR_BYTES
 
 
-class Gemm(TiledGemm):
+class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
-    def __init__(self, key: LinearKey[GemmConfig]):
+    def __init__(self, key: GemmKey[GemmConfig]):
         super().__init__(key, Pairs())
         config = key.config
-        self.weight_rows, self.tensor_columns, self.threads = config.weight_rows, config.tensor_columns, config.threads
-        self.piece = config.piece(self.parts)
-        self.held = min(self.piece, MOST_HELD)
-        self.pair = config.pair
-        self.group = tcgen05.CtaGroup.TWO if self.pair else tcgen05.CtaGroup.ONE
+        self.weight_rows, self.tmem_columns, self.threads = config.weight_rows, config.tmem_columns, config.threads
+        self.epilogue_n = config.epilogue_n(self.parts)
+        self.register_columns = min(self.epilogue_n, MOST_COLUMNS)
+        self.two_cta = config.two_cta
+        self.cta_group = tcgen05.CtaGroup.TWO if self.two_cta else tcgen05.CtaGroup.ONE
+        self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)
+        # The epilogue warps of both CTAs arrive at the leader's barrier.
+        self.acc_edge = Edge("accumulators", UMMA, warps(WARPGROUP // WARP, self.cluster), ACC_STAGES)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        out: cute.Tensor,
-        blocks: cutlass.Int32,
-        stream,
-    ):
-        """At most `blocks` blocks, a multiple of the cluster's."""
-        product = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+    def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
+        """Launch; see `args.launch_args`."""
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+            self.x_dtype,
+            self.weight_dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
-            self.group,
-            (ROWS * self.cluster, 2 * self.box_n),
+            self.cta_group,
+            (MMA_M * self.cluster, 2 * self.box_n),
         )
-        out_staged = hopper_helpers.make_smem_layout_epi(
-            self.dtype, LayoutEnum.ROW_MAJOR, (WARP, self.piece), 2 * WARPGROUP // WARP
+        epi_tile = cutlass.const_expr((WARP, self.epilogue_n))
+        sOut_layout = hopper_helpers.make_smem_layout_epi(
+            self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
         )
-        load = cpasync.CopyBulkTensorTileG2SOp(self.group)
-        args = self.arguments(x, weight, bias, residual, out, load, load, out_staged, (WARP, self.piece))
-        self.kernel(args, product, *self.layouts(self.weight_rows), out_staged).launch(
-            grid=self.grid(x, out, blocks),
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
+        params = self.params(args.operands, load, load, sOut_layout, epi_tile)
+        self.kernel(params, tiled_mma, *self.smem_layouts(self.weight_rows), sOut_layout).launch(
+            grid=self.grid(args.operands, args.max_ctas),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1) if self.pair else None,
+            cluster=(self.cluster, 1, 1) if self.two_cta else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -83,231 +79,243 @@ class Gemm(TiledGemm):
     @cute.kernel
     def kernel(
         self,
-        args: GemmArgs,
-        product: cute.TiledMma,
-        x_staged: cute.ComposedLayout,
-        weight_staged: cute.ComposedLayout,
-        out_staged: cute.ComposedLayout,
+        params: GemmParams,
+        tiled_mma: cute.TiledMma,
+        sX_layout: cute.ComposedLayout,
+        sW_layout: cute.ComposedLayout,
+        sOut_layout: cute.ComposedLayout,
     ):
-        shared = cutlass.utils.SmemAllocator()
-        sX = shared.allocate_tensor(self.dtype, x_staged.outer, byte_alignment=1024, swizzle=x_staged.inner)
-        sW = shared.allocate_tensor(self.dtype, weight_staged.outer, byte_alignment=1024, swizzle=weight_staged.inner)
-        sOut = shared.allocate_tensor(self.dtype, out_staged.outer, byte_alignment=1024, swizzle=out_staged.inner)
-        full, empty = (shared.allocate_array(cutlass.Int64, self.stages) for _ in range(2))
-        made, stored = (shared.allocate_array(cutlass.Int64, BUFFERS) for _ in range(2))
-        place = shared.allocate_array(cutlass.Int32, 1)
-        # Products arrive once; who stores, by a lane of each warp, at the block that multiplies.
-        ring = Ring(full, empty, self.stages, 1)
-        sums = Ring(made, stored, BUFFERS, self.cluster * WARPGROUP // WARP)
+        smem = cutlass.utils.SmemAllocator()
+        sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
+        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
+        pipeline = self.load_edge.allocate(smem)
+        acc_pipeline = self.acc_edge.allocate(smem)
+        tmem_address = smem.allocate_array(cutlass.Int32, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         role = warp - WARPGROUP // WARP
-        if role == LOAD:
+        if role == LOAD_WARP:
             with cute.arch.elect_one():
-                ring.open()
-                sums.open()
+                pipeline.init()
+                acc_pipeline.init()
             cute.arch.mbarrier_init_fence()
-            for atom in (args.x_load, args.piece_load, args.weight_load, args.out_store):
+            for atom in (params.tma_atom_x, params.tma_atom_x_tail, params.tma_atom_w, params.tma_atom_out):
                 cpasync.prefetch_descriptor(atom)
-        if role == MULTIPLY:
-            cute.arch.alloc_tmem(self.tensor_columns, place, is_two_cta=self.pair)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
-        self.clear(args, sX, rank, cute.arch.thread_idx()[0], self.threads)
+        if role == MMA_WARP:
+            cute.arch.alloc_tmem(self.tmem_columns, tmem_address, is_two_cta=self.two_cta)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.two_cta)
+        self.zero_fill(params, sX, cta_rank, cute.arch.thread_idx()[0], self.threads)
         cute.arch.sync_threads()
-        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
-        self.meet()
-        # The next kernel's blocks may come once this one has its tensor memory: they would keep it from it.
+        tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
+        self.cluster_sync()
+        # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        if role == LOAD:
-            self.load(args, sX, sW, ring)
-        if role == MULTIPLY and rank == 0:
-            self.multiply(args, product, sX, sW, ring, sums, base)
+        if role == LOAD_WARP:
+            self.load(params, sX, sW, pipeline)
+        if role == MMA_WARP and cta_rank == 0:
+            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
         if role < 0:
-            self.store(args, sOut, sums, base, rank)
-        # A block's memory and barriers are there until the other has done with them.
+            self.epilogue(params, sOut, acc_pipeline, tmem_ptr, cta_rank)
+        # A CTA's memory and barriers stay until its peer is done with them.
         cute.arch.sync_threads()
-        self.meet()
-        if role == MULTIPLY:
-            cute.arch.dealloc_tmem(base, self.tensor_columns, is_two_cta=self.pair)
+        self.cluster_sync()
+        if role == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns, is_two_cta=self.two_cta)
 
-    def meet(self):
-        """All threads of a pair."""
-        if self.pair:
+    def cluster_sync(self):
+        """All threads of both CTAs."""
+        if self.two_cta:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def arriving(self, args: GemmArgs, row, rank):
-        """Of pairs, the first block counts both blocks' bytes."""
-        if self.pair:
-            return sum(super(Gemm, self).arriving(args, row, one) for one in range(self.cluster))
-        return super().arriving(args, row, rank)
+    def tx_bytes(self, params: GemmParams, m_tile, cta_rank):
+        """With two_cta the leader's barrier counts the bytes of both CTAs."""
+        if self.two_cta:
+            return sum(super(Gemm, self).tx_bytes(params, m_tile, rank) for rank in range(self.cluster))
+        return super().tx_bytes(params, m_tile, cta_rank)
 
     @cute.jit
-    def acquire(self, ring: Ring, position, rank, arriving):
-        stage = ring.stage(position)
-        cute.arch.mbarrier_wait(ring.empty + stage, ring.phase(position) ^ 1)
-        if rank == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, arriving)
-        return ring.full + stage
+    def acquire(self, pipeline: Pipeline, position, cta_rank, tx_bytes):
+        """Wait for an empty stage; the barrier of what is loaded into it. The leader expects the bytes."""
+        pipeline.producer_acquire(position)
+        if cta_rank == 0:
+            pipeline.producer_expect(position, tx_bytes)
+        return pipeline.full(position)
 
-    def load_boxes(self, args: GemmArgs, gWIn: cute.Tensor, sWIn: cute.Tensor, column, block, stage, rank, arrived):
-        """Both boxes of weights, or of a pair the block's."""
-        if self.pair:
-            box = self.box(gWIn, column, block, rank)
-            cute.copy(args.weight_load, box, sWIn[None, 0, stage], tma_bar_ptr=arrived)
+    def load_boxes(
+        self, params: GemmParams, tWgW: cute.Tensor, tWsW: cute.Tensor, n_tile, k_tile, stage, cta_rank, mbar
+    ):
+        """Both boxes of weights, or with two_cta this CTA's."""
+        if self.two_cta:
+            box = self.box(tWgW, n_tile, k_tile, cta_rank)
+            cute.copy(params.tma_atom_w, box, tWsW[None, 0, stage], tma_bar_ptr=mbar)
         else:
-            self.load_both(args, gWIn, sWIn, column, block, stage, arrived)
+            self.load_both_boxes(params, tWgW, tWsW, n_tile, k_tile, stage, mbar)
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
-        args: GemmArgs,
-        product: cute.TiledMma,
+        params: GemmParams,
+        tiled_mma: cute.TiledMma,
         sX: cute.Tensor,
         sW: cute.Tensor,
-        ring: Ring,
-        sums: Ring,
-        base: cute.Pointer,
+        pipeline: Pipeline,
+        acc_pipeline: Pipeline,
+        tmem_ptr: cute.Pointer,
     ):
-        """The warp that issues products, of pairs in the first block."""
-        height, width, blocks = self.extent(args)
-        _, _, turns = self.turns(height, width)
-        fX = product.make_fragment_A(cute.tiled_divide(sX, (ROWS, MMA_K)))
-        fW = product.make_fragment_B(cute.tiled_divide(sW, (self.weight_rows, MMA_K)))
-        shape = product.get_slice(0).partition_shape_C((ROWS * self.cluster, 2 * self.box_n))
-        layout = product.make_fragment_C(shape).layout
-        for turn in cutlass.range(turns, unroll=1):
-            cute.arch.mbarrier_wait(sums.empty + sums.stage(turn), sums.phase(turn) ^ 1)
+        """The MMA warp, with two_cta that of the leader."""
+        m_tiles, n_tiles, k_tiles = self.tile_counts(params)
+        _, _, tiles = self.schedule(m_tiles, n_tiles)
+        tCrX = tiled_mma.make_fragment_A(cute.tiled_divide(sX, (MMA_M, MMA_K)))
+        tCrW = tiled_mma.make_fragment_B(cute.tiled_divide(sW, (self.weight_rows, MMA_K)))
+        shape = tiled_mma.get_slice(0).partition_shape_C((MMA_M * self.cluster, 2 * self.box_n))
+        acc_layout = tiled_mma.make_fragment_C(shape).layout
+        for tile in cutlass.range(tiles, unroll=1):
+            acc_pipeline.producer_acquire(tile)
             tensor_memory.after_sync()
-            tile = cute.make_tensor(base + sums.stage(turn) * (2 * self.box_n), layout)
-            for block in cutlass.range(blocks, unroll=1):
-                position = turn * blocks + block
-                stage = ring.stage(position)
-                ring.wait(position)
-                adding = product.with_()
-                for i in cutlass.range_constexpr(BLOCK_K // MMA_K):
-                    adding.set(tcgen05.Field.ACCUMULATE, block > 0 if cutlass.const_expr(i == 0) else True)
-                    cute.gemm(adding, tile, fX[None, None, i, stage], fW[None, None, i, stage], tile)
-                self.commit(ring.empty + stage)
-            self.commit(sums.full + sums.stage(turn))
+            tCtAcc = cute.make_tensor(tmem_ptr + acc_pipeline.stage(tile) * (2 * self.box_n), acc_layout)
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                position = tile * k_tiles + k_tile
+                stage = pipeline.stage(position)
+                pipeline.consumer_wait(position)
+                accumulating = tiled_mma.with_()
+                for k in cutlass.range_constexpr(BLOCK_K // MMA_K):
+                    accumulating.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if cutlass.const_expr(k == 0) else True)
+                    cute.gemm(accumulating, tCtAcc, tCrX[None, None, k, stage], tCrW[None, None, k, stage], tCtAcc)
+                self.commit(pipeline.mbar_empty + stage)
+            self.commit(acc_pipeline.full(tile))
 
     @cute.jit
-    def commit(self, barrier: cute.Pointer):
-        """Products so far arrive at the barrier when they are done, of pairs in both blocks."""
+    def commit(self, mbar: cute.Pointer):
+        """All products so far arrive at the barrier when they are done; with two_cta at both CTAs' barriers."""
         with cute.arch.elect_one():
-            if cutlass.const_expr(self.pair):
-                tcgen05.commit(barrier, (1 << self.cluster) - 1, self.group)
+            if cutlass.const_expr(self.two_cta):
+                tcgen05.commit(mbar, (1 << self.cluster) - 1, self.cta_group)
             else:
-                tcgen05.commit(barrier)
+                tcgen05.commit(mbar)
 
     @cute.jit
-    def store(self, args: GemmArgs, sOut: cute.Tensor, sums: Ring, base: cute.Pointer, rank: cutlass.Int32):
-        """A warp of those that store: its 32 rows of every tile, a piece of columns at a time."""
-        height, width, _ = self.extent(args)
-        first, clusters, turns = self.turns(height, width)
+    def epilogue(
+        self,
+        params: GemmParams,
+        sOut: cute.Tensor,
+        acc_pipeline: Pipeline,
+        tmem_ptr: cute.Pointer,
+        cta_rank: cutlass.Int32,
+    ):
+        """An epilogue warp: its 32 rows of every tile, `epilogue_n` columns at a time."""
+        m_tiles, n_tiles, _ = self.tile_counts(params)
+        first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        gOut = cute.local_tile(args.out, (WARP, self.piece), (None, None))
-        sOutOut, gOutOut = cpasync.tma_partition(
-            args.out_store, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
+        gOut = cute.local_tile(params.mOut, (WARP, self.epilogue_n), (None, None))
+        tOsO, tOgO = cpasync.tma_partition(
+            params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
-        pieces = cutlass.const_expr(self.columns // self.piece)
-        for turn in cutlass.range(turns, unroll=1):
-            row, column = raster(first + turn * clusters, height, width, self.band)
-            top = (row * self.cluster + rank) * self.tile_m + warp * WARP
-            sums.wait(turn)
+        epi_tiles = cutlass.const_expr(self.columns // self.epilogue_n)
+        for tile in cutlass.range(tiles, unroll=1):
+            m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
+            first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + warp * WARP
+            acc_pipeline.consumer_wait(tile)
             tensor_memory.after_sync()
-            tile = sums.stage(turn) * (2 * self.box_n)
-            for piece in cutlass.range(pieces, unroll=1):
-                left = column * self.columns + piece * self.piece
-                place = warp * 2 + (turn * pieces + piece) % 2
-                # The copy out of this place, the last but one, has read it.
+            tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
+            for epi in cutlass.range(epi_tiles, unroll=1):
+                first_column = n_tile * self.columns + epi * self.epilogue_n
+                stage = warp * 2 + (tile * epi_tiles + epi) % 2
+                # The TMA store from this stage, the last but one, has read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 cute.arch.sync_warp()
-                at = swizzled(sOut.iterator.toint() + (place * WARP + lane) * (2 * self.piece), self.piece)
-                # Of a piece of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
-                for start in cutlass.range(0, self.piece, self.held, unroll=1):
-                    columns = tile + piece * self.piece + start
-                    self.results(args, at ^ start * 2, base, columns, top + lane, left + start)
+                row_address = swizzled(
+                    sOut.iterator.toint() + (stage * WARP + lane) * (2 * self.epilogue_n), self.epilogue_n
+                )
+                # Of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
+                for start in cutlass.range(0, self.epilogue_n, self.register_columns, unroll=1):
+                    columns = tmem_column + epi * self.epilogue_n + start
+                    self.convert(
+                        params, row_address ^ start * 2, tmem_ptr, columns, first_row + lane, first_column + start
+                    )
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.copy(args.out_store, sOutOut[None, place], gOutOut[None, top // WARP, left // self.piece])
+                    source = tOsO[None, stage]
+                    target = tOgO[None, first_row // WARP, first_column // self.epilogue_n]
+                    cute.copy(params.tma_atom_out, source, target)
                     cute.arch.cp_async_bulk_commit_group()
             tensor_memory.before_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                if cutlass.const_expr(self.pair):
-                    cute.arch.mbarrier_arrive(sums.empty + sums.stage(turn), 0)
+                if cutlass.const_expr(self.two_cta):
+                    cute.arch.mbarrier_arrive(acc_pipeline.empty(tile), 0)
                 else:
-                    cute.arch.mbarrier_arrive(sums.empty + sums.stage(turn))
+                    cute.arch.mbarrier_arrive(acc_pipeline.empty(tile))
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def results(
+    def convert(
         self,
-        args: GemmArgs,
-        first: cutlass.Int32,
-        base: cute.Pointer,
-        sums: cutlass.Int32,
+        params: GemmParams,
+        smem_address: cutlass.Int32,
+        tmem_ptr: cute.Pointer,
+        tmem_column: cutlass.Int32,
         row: cutlass.Int32,
-        left: cutlass.Int32,
+        first_column: cutlass.Int32,
     ):
-        """Neighbours of a row through bias, activation and residual, into shared memory.
+        """Neighbouring columns of a row through bias, activation and residual, into shared memory.
 
         Args:
-            first: where the first of them lies in shared memory.
-            base, sums: tensor memory and the first column there, of the first box.
-            row, left: in the whole output.
+            smem_address: of the first of them.
+            tmem_ptr, tmem_column: tensor memory, and the first column there, of the first box.
+            row, first_column: of the whole output.
         """
         thread = cute.arch.thread_idx()[0]
-        boxes = [cute.make_rmem_tensor(self.held, cutlass.Float32) for _ in range(self.parts)]
+        acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
-            tensor_memory.load(base, sums + part * self.box_n, boxes[part], thread)
+            tensor_memory.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
         cute.arch.fence_view_async_tmem_load()
-        rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
-        for i in cutlass.range_constexpr(self.held // VECTOR):
-            column = left + i * VECTOR
-            values = [[box[i * VECTOR + j] for j in range(VECTOR)] for box in boxes]
-            if cutlass.const_expr(args.bias is not None):
-                self.add_bias(args, values, column)
+        rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+        for i in cutlass.range_constexpr(self.register_columns // VECTOR):
+            column = first_column + i * VECTOR
+            values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
+            if cutlass.const_expr(params.mBias is not None):
+                self.add_bias(params, values, column)
             found = values[0]
             if cutlass.const_expr(self.gated):
                 found = self.activate(*values)
-            if cutlass.const_expr(args.residual is not None):
-                found = self.with_residual(args, found, row, column)
+            if cutlass.const_expr(params.mResidual is not None):
+                found = self.with_residual(params, found, row, column)
             for j in cutlass.range_constexpr(VECTOR):
-                rounded[j] = found[j].to(self.dtype)
-            # Vectors of a swizzled row differ from its first in some bits of their places.
-            place = first ^ (i * VECTOR_BYTES)
-            to = cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-            cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(VECTOR)))
+                rOut[j] = found[j].to(self.out_dtype)
+            # The swizzle flips bits of a vector's place in its row.
+            address = smem_address ^ (i * VECTOR_BYTES)
+            vector = cute.make_ptr(self.out_dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+            cute.autovec_copy(rOut, cute.make_tensor(vector, cute.make_layout(VECTOR)))
 
-    def add_bias(self, args: GemmArgs, values: list, column):
-        """To 8 neighbours of each part, the bias; any values past the last column."""
-        n = args.out.shape[1]
+    def add_bias(self, params: GemmParams, values: list, column):
+        """Add the bias to 8 neighbouring columns of each part; any values past the last column."""
+        n = params.mOut.shape[1]
         inside = cutlass.min(column, n - VECTOR)
-        held = [cute.make_rmem_tensor(VECTOR, self.dtype) for _ in values]
-        for part, vector in enumerate(held):
+        rBias = [cute.make_rmem_tensor(VECTOR, self.out_dtype) for _ in values]
+        for part, vector in enumerate(rBias):
             # Gate and up of 4 columns in a vector, or one part of 8.
             start = inside * 2 + part * VECTOR if self.interleaved else inside + part * n
-            load_vector(args.bias.iterator, start, vector)
+            load_vector(params.mBias.iterator, start, vector)
         for part in range(self.parts):
             places = [2 * j + part if self.interleaved else part * VECTOR + j for j in range(VECTOR)]
-            biases = [held[place // VECTOR][place % VECTOR].to(cutlass.Float32) for place in places]
+            biases = [rBias[place // VECTOR][place % VECTOR].to(cutlass.Float32) for place in places]
             values[part] = in_pairs(add_pair, values[part], biases)
 
     @cute.jit
-    def residual_of(self, args: GemmArgs, row: cutlass.Int32, column: cutlass.Int32, held: cute.Tensor):
-        """8 neighbours of the residual; zeros outside."""
-        m, n = args.out.shape
-        held.fill(0.0)
+    def load_residual(self, params: GemmParams, row: cutlass.Int32, column: cutlass.Int32, rResidual: cute.Tensor):
+        """8 neighbouring columns of the residual; zeros outside."""
+        m, n = params.mOut.shape
+        rResidual.fill(0.0)
         if row < m and column < n:
-            load_vector(args.residual.iterator, cutlass.Int64(row) * args.residual.stride[0] + column, held)
+            load_vector(params.mResidual.iterator, cutlass.Int64(row) * params.mResidual.stride[0] + column, rResidual)
 
-    def with_residual(self, args: GemmArgs, values: list, row, column) -> list:
-        held = cute.make_rmem_tensor(VECTOR, self.dtype)
-        self.residual_of(args, row, column, held)
-        return in_pairs(add_pair, values, [held[j].to(cutlass.Float32) for j in range(VECTOR)])
+    def with_residual(self, params: GemmParams, values: list, row, column) -> list:
+        """8 values plus the residual."""
+        rResidual = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+        self.load_residual(params, row, column, rResidual)
+        return in_pairs(add_pair, values, [rResidual[j].to(cutlass.Float32) for j in range(VECTOR)])

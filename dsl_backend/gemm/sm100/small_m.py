@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of few rows for SM100: one warp issues products into tensor memory, one or two warpgroups store.
+"""The GEMM for few rows on SM100: one MMA warp with accumulators in tensor memory, one or two epilogue warpgroups.
 
-A thread that stores has a row of each box of weights: a warp's neighbours have neighbouring columns of the output.
+An epilogue thread has a row of each box of weights: the lanes of a warp have neighbouring columns of the output.
 """
 
 import cutlass
@@ -9,60 +9,54 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
+from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import Singles
-from dsl_backend.gemm.key import LinearKey
+from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import (
-    BUFFERS,
-    LOAD,
+    ACC_STAGES,
+    EPILOGUE_REGISTERS,
+    LOAD_WARP,
     MMA_K,
-    MULTIPLY,
+    MMA_M,
+    MMA_WARP,
     OTHER_REGISTERS,
-    ROWS,
-    STORE_REGISTERS,
-    StreamConfig,
+    SmallMConfig,
 )
-from dsl_backend.gemm.small_m import SharedStream, StreamArgs, Work
+from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import tensor_memory
-from dsl_backend.primitives.ring import Ring
+from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
 
-class Stream(SharedStream):
+class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
 
-    def __init__(self, key: LinearKey[StreamConfig]):
-        # A thread holds up to 128 sums, and what pairs need beside them spilled up to 32 bytes (64 tokens, residual).
+    def __init__(self, key: GemmKey[SmallMConfig]):
+        # Packed arithmetic needs registers beside a thread's up to 128 accumulators: ptxas spilled up to 32 bytes (64
+        # tokens, residual).
         super().__init__(key, Singles())
-        self.tensor_columns, self.threads = key.config.tensor_columns, key.config.threads
-        self.held, self.trades_registers = self.accumulators // 2, key.config.trades_registers
+        self.tmem_columns, self.threads = key.config.tmem_columns, key.config.threads
+        self.thread_tokens, self.trades_registers = self.accumulators // 2, key.config.trades_registers
+        self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)
+        self.acc_edge = Edge("accumulators", UMMA, warps(self.groups * WARPGROUP // WARP), ACC_STAGES)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        out: cute.Tensor,
-        partials: cute.Tensor,
-        flags: cute.Tensor,
-        blocks: cutlass.Int32,
-        stream,
-    ):
-        """At most `blocks` thread blocks, which need not run at the same time."""
-        product = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+    def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
+        """Launch; see `args.launch_args`. The CTAs need not run at the same time."""
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+            self.weight_dtype,
+            self.x_dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
             tcgen05.CtaGroup.ONE,
-            (ROWS, self.tokens),
+            (MMA_M, self.tokens),
         )
-        args = self.arguments(x, weight, bias, residual, out, partials, flags)
-        self.kernel(args, product, *self.layouts()).launch(
-            grid=(cutlass.min(self.items(x, out), blocks), 1, 1),
+        params = self.params(args.operands, args.scratch)
+        total = self.total_iterations(args.operands.x, args.operands.out)
+        self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
+            grid=(cutlass.min(total, args.max_ctas), 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -72,152 +66,166 @@ class Stream(SharedStream):
     @cute.kernel
     def kernel(
         self,
-        args: StreamArgs,
-        product: cute.TiledMma,
-        weight_staged: cute.ComposedLayout,
-        x_staged: cute.ComposedLayout,
+        params: SmallMParams,
+        tiled_mma: cute.TiledMma,
+        sW_layout: cute.ComposedLayout,
+        sX_layout: cute.ComposedLayout,
     ):
-        shared = cutlass.utils.SmemAllocator()
-        sW = shared.allocate_tensor(self.dtype, weight_staged.outer, byte_alignment=1024, swizzle=weight_staged.inner)
-        sX = shared.allocate_tensor(self.dtype, x_staged.outer, byte_alignment=1024, swizzle=x_staged.inner)
-        full, empty = (shared.allocate_array(cutlass.Int64, self.stages) for _ in range(2))
-        made, stored = (shared.allocate_array(cutlass.Int64, BUFFERS) for _ in range(2))
-        place = shared.allocate_array(cutlass.Int32, 1)
-        # Products arrive once, who stores by a lane of each warp.
-        ring = Ring(full, empty, self.stages, 1)
-        sums = Ring(made, stored, BUFFERS, self.groups * WARPGROUP // WARP)
+        smem = cutlass.utils.SmemAllocator()
+        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
+        pipeline = self.load_edge.allocate(smem)
+        acc_pipeline = self.acc_edge.allocate(smem)
+        tmem_address = smem.allocate_array(cutlass.Int32, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         role = warp - self.groups * (WARPGROUP // WARP)
-        if role == LOAD:
+        if role == LOAD_WARP:
             with cute.arch.elect_one():
-                ring.open()
-                sums.open()
+                pipeline.init()
+                acc_pipeline.init()
             cute.arch.mbarrier_init_fence()
-            for atom in (args.weight_load, args.x_load):
+            for atom in (params.tma_atom_w, params.tma_atom_x):
                 cpasync.prefetch_descriptor(atom)
-        if role == MULTIPLY:
-            cute.arch.alloc_tmem(self.tensor_columns, place)
+        if role == MMA_WARP:
+            cute.arch.alloc_tmem(self.tmem_columns, tmem_address)
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
-        base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, place)
-        # The next kernel's blocks may come once this one has its tensor memory: they would keep it from it.
+        tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
+        # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
         cute.arch.griddepcontrol_launch_dependents()
-        work = self.work(args)
+        work = self.work(params)
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
-                cute.arch.setmaxregister_increase(STORE_REGISTERS)
-            self.store(args, sums, work, base, warp // (WARPGROUP // WARP))
+                cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+            self.epilogue(params, acc_pipeline, work, tmem_ptr, warp // (WARPGROUP // WARP))
         else:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if role == LOAD:
-                self.load(args, sW, sX, ring, work)
-            if role == MULTIPLY:
-                self.multiply(product, sW, sX, ring, sums, work, base)
+            if role == LOAD_WARP:
+                self.load(params, sW, sX, pipeline, work)
+            if role == MMA_WARP:
+                self.mma(tiled_mma, sW, sX, pipeline, acc_pipeline, work, tmem_ptr)
         cute.arch.sync_threads()
-        if role == MULTIPLY:
-            cute.arch.dealloc_tmem(base, self.tensor_columns)
+        if role == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
 
-    def tiles(self, work: Work):
-        """(first tile of a share, how many)."""
-        first = work.start // work.blocks
-        return first, (work.end - 1) // work.blocks + 1 - first
+    def tile_range(self, work: StreamKWork):
+        """(first tile of the CTA's range, number of tiles)."""
+        first = work.start // work.k_tiles
+        return first, (work.end - 1) // work.k_tiles + 1 - first
 
-    def within(self, work: Work, tile):
-        """(items of a tile from ... to, of those in the share from ... to)."""
-        top = tile * work.blocks
-        bottom = top + work.blocks
-        return top, bottom, cutlass.max(work.start, top), cutlass.min(work.end, bottom)
+    def iterations(self, work: StreamKWork, tile):
+        """(first, end) of a tile's iterations, (first, end) of those in the CTA's range."""
+        tile_start = tile * work.k_tiles
+        tile_end = tile_start + work.k_tiles
+        return tile_start, tile_end, cutlass.max(work.start, tile_start), cutlass.min(work.end, tile_end)
 
     @cute.jit
-    def multiply(
+    def mma(
         self,
-        product: cute.TiledMma,
+        tiled_mma: cute.TiledMma,
         sW: cute.Tensor,
         sX: cute.Tensor,
-        ring: Ring,
-        sums: Ring,
-        work: Work,
-        base: cute.Pointer,
+        pipeline: Pipeline,
+        acc_pipeline: Pipeline,
+        work: StreamKWork,
+        tmem_ptr: cute.Pointer,
     ):
-        """The warp that issues products."""
+        """The MMA warp."""
         boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
-        fW = [product.make_fragment_A(cute.tiled_divide(boxes[None, None, i, None], (ROWS, MMA_K))) for i in range(2)]
-        fX = product.make_fragment_B(cute.tiled_divide(sX, (self.tokens, MMA_K)))
-        shape = product.get_slice(0).partition_shape_C((ROWS, self.tokens))
-        layout = product.make_fragment_C(shape).layout
-        first, count = self.tiles(work)
-        for turn in cutlass.range(count, unroll=1):
-            _, _, begin, end = self.within(work, first + turn)
-            cute.arch.mbarrier_wait(sums.empty + sums.stage(turn), sums.phase(turn) ^ 1)
+        tCrW = [
+            tiled_mma.make_fragment_A(cute.tiled_divide(boxes[None, None, i, None], (MMA_M, MMA_K))) for i in range(2)
+        ]
+        tCrX = tiled_mma.make_fragment_B(cute.tiled_divide(sX, (self.tokens, MMA_K)))
+        shape = tiled_mma.get_slice(0).partition_shape_C((MMA_M, self.tokens))
+        acc_layout = tiled_mma.make_fragment_C(shape).layout
+        first_tile, tiles = self.tile_range(work)
+        for tile in cutlass.range(tiles, unroll=1):
+            _, _, start, end = self.iterations(work, first_tile + tile)
+            acc_pipeline.producer_acquire(tile)
             tensor_memory.after_sync()
-            place = base + sums.stage(turn) * (2 * self.tokens)
-            tiles = [cute.make_tensor(place + i * self.tokens, layout) for i in range(2)]
-            for item in cutlass.range(begin, end, unroll=1):
-                stage = ring.stage(item - work.start)
-                ring.wait(item - work.start)
-                adding = product.with_()
+            acc_ptr = tmem_ptr + acc_pipeline.stage(tile) * (2 * self.tokens)
+            tCtAcc = [cute.make_tensor(acc_ptr + i * self.tokens, acc_layout) for i in range(2)]
+            for iteration in cutlass.range(start, end, unroll=1):
+                stage = pipeline.stage(iteration - work.start)
+                pipeline.consumer_wait(iteration - work.start)
+                accumulating = tiled_mma.with_()
                 for k in cutlass.range_constexpr(self.tile_k // MMA_K):
-                    adding.set(tcgen05.Field.ACCUMULATE, item > begin if cutlass.const_expr(k == 0) else True)
+                    accumulating.set(
+                        tcgen05.Field.ACCUMULATE, iteration > start if cutlass.const_expr(k == 0) else True
+                    )
                     for i in cutlass.range_constexpr(2):
-                        cute.gemm(adding, tiles[i], fW[i][None, None, k, stage], fX[None, None, k, stage], tiles[i])
+                        cute.gemm(
+                            accumulating,
+                            tCtAcc[i],
+                            tCrW[i][None, None, k, stage],
+                            tCrX[None, None, k, stage],
+                            tCtAcc[i],
+                        )
                 with cute.arch.elect_one():
-                    tcgen05.commit(ring.empty + stage)
+                    tcgen05.commit(pipeline.mbar_empty + stage)
             with cute.arch.elect_one():
-                tcgen05.commit(sums.full + sums.stage(turn))
+                tcgen05.commit(acc_pipeline.full(tile))
 
     @cute.jit
-    def store(self, args: StreamArgs, sums: Ring, work: Work, base: cute.Pointer, group: cutlass.Int32):
-        """A warpgroup that has the sums of every tile in the share, of some tokens."""
+    def epilogue(
+        self,
+        params: SmallMParams,
+        acc_pipeline: Pipeline,
+        work: StreamKWork,
+        tmem_ptr: cute.Pointer,
+        group: cutlass.Int32,
+    ):
+        """An epilogue warpgroup: some tokens' accumulators of every tile in the CTA's range."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        first_sums, second_sums = (cute.make_rmem_tensor(self.held, cutlass.Float32) for _ in range(2))
-        # The residual is another kernel's, and what it read may be what this one writes.
+        acc_0, acc_1 = (cute.make_rmem_tensor(self.thread_tokens, cutlass.Float32) for _ in range(2))
+        # A kernel before this one may write the residual, or read what this one writes.
         cute.arch.griddepcontrol_wait()
-        first, count = self.tiles(work)
-        for turn in cutlass.range(count, unroll=1):
-            tile = first + turn
-            top, bottom, begin, end = self.within(work, tile)
-            sums.wait(turn)
+        first_tile, tiles = self.tile_range(work)
+        for i in cutlass.range(tiles, unroll=1):
+            tile = first_tile + i
+            tile_start, tile_end, start, end = self.iterations(work, tile)
+            acc_pipeline.consumer_wait(i)
             tensor_memory.after_sync()
-            place = sums.stage(turn) * (2 * self.tokens) + group * self.held
-            tensor_memory.load(base, place, first_sums, thread)
-            tensor_memory.load(base, place + self.tokens, second_sums, thread)
+            tmem_column = acc_pipeline.stage(i) * (2 * self.tokens) + group * self.thread_tokens
+            tensor_memory.load(tmem_ptr, tmem_column, acc_0, thread)
+            tensor_memory.load(tmem_ptr, tmem_column + self.tokens, acc_1, thread)
             cute.arch.fence_view_async_tmem_load()
             tensor_memory.before_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(sums.empty + sums.stage(turn))
-            if begin > top:
-                self.hand_over(args, first_sums, second_sums, work.worker, group, thread)
+                cute.arch.mbarrier_arrive(acc_pipeline.empty(i))
+            if start > tile_start:
+                self.store_partials(params, acc_0, acc_1, work.worker, group, thread)
             else:
-                if end < bottom:
-                    self.gather(args, first_sums, second_sums, work, bottom, group, thread)
-                column = tile % work.beside * self.columns + thread
-                token = tile // work.beside * self.tokens + group * self.held
-                self.finish(args, first_sums, second_sums, column, token)
+                if end < tile_end:
+                    self.add_partials(params, acc_0, acc_1, work, tile_end, group, thread)
+                column = tile % work.n_tiles * self.columns + thread
+                token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
+                self.store_columns(params, acc_0, acc_1, column, token)
 
     @cute.jit
-    def finish(
+    def store_columns(
         self,
-        args: StreamArgs,
-        first: cute.Tensor,
-        second: cute.Tensor,
+        params: SmallMParams,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
         column: cutlass.Int32,
-        top: cutlass.Int32,
+        first_token: cutlass.Int32,
     ):
-        """Sums of tokens from `top` on to the output: to one column, or of a plain product to two, a box apart."""
-        m, n = args.out.shape
+        """A thread's accumulators to the output: to one column, or without an activation to two, a box apart."""
+        m, n = params.mOut.shape
         biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
-        if cutlass.const_expr(args.bias is not None):
+        if cutlass.const_expr(params.mBias is not None):
             for i in cutlass.range_constexpr(2):
                 if cutlass.const_expr(self.gated):
-                    biases[i] = bias_of(args.bias, column, i, n, self.interleaved)
+                    biases[i] = bias_of(params.mBias, column, i, n, self.interleaved)
                 else:
-                    biases[i] = bias_of(args.bias, column + i * self.box, 0, n, False)
-        for j in cutlass.range(self.held, unroll_full=True):
-            one, other = first[j] + biases[0], second[j] + biases[1]
+                    biases[i] = bias_of(params.mBias, column + i * self.box, 0, n, False)
+        for j in cutlass.range(self.thread_tokens, unroll_full=True):
+            value_0, value_1 = acc_0[j] + biases[0], acc_1[j] + biases[1]
             if cutlass.const_expr(self.gated):
-                self.put(args, self.activate([one], [other])[0], top + j, column, m, n)
+                self.store(params, self.activate([value_0], [value_1])[0], first_token + j, column, m, n)
             else:
-                self.put(args, one, top + j, column, m, n)
-                self.put(args, other, top + j, column + self.box, m, n)
+                self.store(params, value_0, first_token + j, column, m, n)
+                self.store(params, value_1, first_token + j, column + self.box, m, n)

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix product with bias, gated activation and residual: a program a tile."""
+"""A GEMM with bias, gated activation and residual; one program for each tile."""
 
 from functools import partial
 
 import triton
 import triton.language as tl
 
-from dsl_backend.linear.kernel import Launch, Operands
-from dsl_backend.linear.spec import Geglu, LinearSpec
+from dsl_backend.gemm.activation import Geglu
+from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.gemm.spec import Rows
+from dsl_backend.linear.kernel import Launch
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target, triton_interpreted
 from dsl_backend.runtime.workspace import Workspace
 
 INTERPRETED = tl.constexpr(triton_interpreted())
 NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)
-# Tiles of a column of tiles that run side by side, so that their weights are in L2.
+# Tiles of a column of tiles that run at the same time, so that their weights are in L2.
 GROUP = 8
 
 
 @triton.jit
 def dot(a, b, acc):
-    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is widened."""
+    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is converted."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -84,7 +87,7 @@ def gemm_kernel(
     column = within // height * N + tl.arange(0, N)
     inner = tl.arange(0, K)
     in_rows, in_columns = row < rows, column < n
-    # Rows and columns that are not there follow the last one.
+    # Rows and columns past the end read the last one.
     x_ptrs = x_ptr + tl.minimum(row, rows - 1)[:, None] * x_stride + inner[None, :]
     gate_ptrs = weight_ptr + tl.minimum(column, n - 1)[None, :] * weight_stride + inner[:, None]
     gate = tl.zeros((M, N), tl.float32)
@@ -126,12 +129,13 @@ def part_stride(spec: LinearSpec, row_stride: int) -> tuple[int, int]:
     return row_stride, spec.n * row_stride
 
 
-def bind(spec: LinearSpec, rows: int, target: Target, workspace: Workspace) -> Launch:
-    """The kernel for so many rows, at least one."""
+def bind(spec: LinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
+    """The kernel for any number of rows, at least one."""
+    rows.on_host()
     return partial(linear, spec)
 
 
-def linear(spec: LinearSpec, operands: Operands) -> None:
+def linear(spec: LinearSpec, operands: GemmOperands) -> None:
     """Writes operands.out."""
     x, weight, bias, residual, out = (
         operands.x,

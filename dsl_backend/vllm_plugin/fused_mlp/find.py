@@ -10,6 +10,7 @@ from torch import nn
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
@@ -106,7 +107,7 @@ def spec_of(layer: Any, activation: Any, interleaved: bool) -> LinearSpec:
     return LinearSpec(
         n=n,
         k=k,
-        dtype=layer.weight.dtype,
+        dtypes=Dtypes.of(layer.weight.dtype),
         activation=activation,
         interleaved=interleaved,
         bias=layer.bias is not None,

@@ -101,7 +101,7 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
     for spec, count in served.items():
         by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
         logger.info("dsl serves %d gated linear layers, %s, on %s: by %s", count, spec, target.arch, by)
-        slower = [] if spec.batch_invariant else tuned.unfused(spec.n, spec.k, spec.dtype, target)
+        slower = [] if spec.batch_invariant else tuned.unfused(spec.n, spec.k, spec.dtypes.x, target)
         for rows in slower:
             limits = (rows.least_rows, rows.most_rows)
             logger.info("vLLM serves these linear layers for %d to %d rows: it was measured to be faster", *limits)

@@ -9,8 +9,9 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul, SiluAn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.utils.torch_utils import aux_stream
 
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.linear import api, ops
-from dsl_backend.linear.spec import Activation, Geglu, LinearSpec, Swiglu
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import fused_is_faster
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.op import register_op

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 import emulator
+from dsl_backend.gemm import host
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.gemm.configs import Config
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
-from dsl_backend.linear.configs import Config, GemmConfig, StreamConfig
-from dsl_backend.linear.cute import host as launch
-from dsl_backend.linear.kernel import Operands
-from dsl_backend.linear.spec import SWIGLU_OAI, Geglu, LinearSpec, Swiglu
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.linear import F16, LinearCase, Tensors, expected, judge, random_case, tensors
@@ -27,7 +30,7 @@ class Emulated:
 
     Attributes:
         why: what this case alone would find.
-        sms: thread blocks at most.
+        sms: CTAs at most.
     """
 
     id: str
@@ -39,14 +42,14 @@ class Emulated:
     @property
     def arch(self) -> str:
         """Whose kernel the configuration is."""
-        return "sm_100a" if isinstance(self.config, sm100.GemmConfig | sm100.StreamConfig) else "sm_90a"
+        return "sm_100a" if isinstance(self.config, sm100.GemmConfig | sm100.SmallMConfig) else "sm_90a"
 
 
 def spec_of(case: LinearCase) -> LinearSpec:
     return LinearSpec(
         n=case.n,
         k=case.k,
-        dtype=case.dtype,
+        dtypes=Dtypes.of(case.dtype),
         activation=case.activation,
         interleaved=case.interleaved,
         bias=case.bias,
@@ -66,8 +69,8 @@ def emulate(one: Emulated, schedule: str, seed: int = 0, machine: Machine | None
     assert one.config.objections(spec, SMEM_BYTES) == []
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch=one.arch, sms=one.sms, schedule=schedule, seed=seed, strict=True, machine=machine):
-        function = launch.build(launch.key_of(spec, one.config), from_arch(one.arch))
-        launch.run(function, one.config, Operands(*given), one.sms, workspace)
+        function = host.build(host.key_of(spec, one.config), from_arch(one.arch))
+        host.run(function, one.config, GemmOperands(*given), one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"
     judge(one.case, given, wanted)
     return given
@@ -79,7 +82,7 @@ GATED = replace(PLAIN, activation=SWIGLU)
 # Two stages and six blocks of k: every pipeline comes round three times a tile.
 SMALL = GemmConfig(tile_m=128, box_n=16, stages=2)
 TALL = GemmConfig(tile_m=64, box_n=32, stages=2, pingpong=True)
-STREAM = StreamConfig(tokens=16, stages=2)
+SMALL_M = SmallMConfig(tokens=16, stages=2)
 
 CASES = [
     # --- many rows ---
@@ -143,84 +146,85 @@ CASES = [
     ),
     # --- few rows ---
     Emulated(
-        id="stream", why="a tile of several shares; all edges ragged", case=replace(GATED, rows=13), config=STREAM
+        id="small-m", why="a tile of several shares; all edges ragged", case=replace(GATED, rows=13), config=SMALL_M
     ),
-    Emulated(id="stream-plain", why="neighbouring boxes", case=replace(PLAIN, rows=13, n=200), config=STREAM),
+    Emulated(id="small-m-plain", why="neighbouring boxes", case=replace(PLAIN, rows=13, n=200), config=SMALL_M),
     Emulated(
-        id="stream-many-shares",
+        id="small-m-many-shares",
         why="one tile in more than two shares",
         case=replace(GATED, rows=2, n=8, k=1032),
-        config=replace(STREAM, tokens=8),
+        config=replace(SMALL_M, tokens=8),
         sms=6,
     ),
     Emulated(
-        id="stream-early",
+        id="small-m-early",
         why="sums of other blocks are there before a block's last tile begins; also in its last items",
         case=replace(GATED, rows=27, n=440, k=320, bias=True, residual=True),
-        config=replace(STREAM, tokens=32),
+        config=replace(SMALL_M, tokens=32),
         sms=3,
     ),
     Emulated(
-        id="stream-early-tokens",
+        id="small-m-early-tokens",
         why="the same with two consumers, copies of 48 rows, two rows of tiles",
         case=replace(GATED, rows=70, n=264, k=320),
-        config=StreamConfig(tokens=24, groups=2, split_tokens=True, stages=3),
+        config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=3),
         sms=4,
     ),
-    Emulated(id="stream-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=STREAM),
+    Emulated(id="small-m-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=SMALL_M),
     Emulated(
-        id="stream-groups",
+        id="small-m-groups",
         why="consumers with rows of weights of their own, partial sums of both",
         case=replace(GATED, rows=30, n=136, k=1032, interleaved=True, bias=True, residual=True, in_place=True),
-        config=StreamConfig(tokens=32, groups=2, stages=3),
+        config=SmallMConfig(tokens=32, groups=2, stages=3),
     ),
     Emulated(
-        id="stream-tokens",
+        id="small-m-tokens",
         why="consumers with tokens of their own; several rows of tiles",
         case=replace(PLAIN, rows=40, n=136, dtype=F16, bias=True, residual=True, pad_out=8),
-        config=StreamConfig(tokens=16, groups=2, split_tokens=True, stages=2),
+        config=SmallMConfig(tokens=16, groups=2, split_tokens=True, stages=2),
     ),
     Emulated(
-        id="stream-registers",
+        id="small-m-registers",
         why="registers are traded; 256 tokens",
         case=replace(GATED, rows=140, n=72, k=200),
-        config=StreamConfig(tokens=128, groups=2, split_tokens=True, stages=2),
+        config=SmallMConfig(tokens=128, groups=2, split_tokens=True, stages=2),
     ),
     Emulated(
-        id="stream-wide",
+        id="small-m-wide",
         why="256 bytes of weights at a time",
         case=replace(GATED, rows=8, activation=SWIGLU_OAI, gain=5),
-        config=StreamConfig(tokens=8, tile_k=128, stages=2),
+        config=SmallMConfig(tokens=8, tile_k=128, stages=2),
     ),
     Emulated(
-        id="stream-special",
+        id="small-m-special",
         why="NaN and infinities through partial sums",
         case=replace(GATED, rows=12, special=True, activation=Geglu()),
-        config=STREAM,
+        config=SMALL_M,
     ),
 ]
 
 # Two stages and six blocks of k; tiles are 128 rows high, and the output leaves in pieces of 32 or 64 columns.
-TENSOR = sm100.GemmConfig(box_n=32, stages=2)
-PAIR = sm100.GemmConfig(box_n=32, stages=2, pair=True)
-TENSOR_STREAM = sm100.StreamConfig(tokens=16, stages=2)
+SM100 = sm100.GemmConfig(box_n=32, stages=2)
+TWO_CTA = sm100.GemmConfig(box_n=32, stages=2, two_cta=True)
+SMALL_M_SM100 = sm100.SmallMConfig(tokens=16, stages=2)
 GATES = {"swiglu": SWIGLU, "geglu": Geglu(), "geglu-tanh": Geglu(tanh=True), "swiglu-oai": SWIGLU_OAI}
 
 CASES_SM100 = [
     # --- many rows ---
+    Emulated(id="gemm", why="sums of two tiles in turn; all edges ragged", case=replace(GATED, rows=300), config=SM100),
+    Emulated(id="gemm-plain", why="neighbouring boxes, pieces of 64 columns", case=PLAIN, config=SM100),
+    Emulated(id="gemm-exact", why="no edge", case=replace(GATED, rows=256, n=64, k=256, dtype=F16), config=SM100),
     Emulated(
-        id="gemm", why="sums of two tiles in turn; all edges ragged", case=replace(GATED, rows=300), config=TENSOR
-    ),
-    Emulated(id="gemm-plain", why="neighbouring boxes, pieces of 64 columns", case=PLAIN, config=TENSOR),
-    Emulated(id="gemm-exact", why="no edge", case=replace(GATED, rows=256, n=64, k=256, dtype=F16), config=TENSOR),
-    Emulated(
-        id="gemm-one", why="one element of each tile is inside", case=replace(GATED, rows=1, n=8, k=8), config=TENSOR
+        id="gemm-one",
+        why="one element of each tile is inside",
+        case=replace(GATED, rows=1, n=8, k=8),
+        config=SM100,
     ),
     Emulated(
         id="gemm-turns",
         why="a block has more tiles than there are sums; a band ends in the middle; three stages",
         case=replace(GATED, rows=700, n=200, k=136),
-        config=replace(TENSOR, stages=3, band=2),
+        config=replace(SM100, stages=3, band=2),
         sms=2,
     ),
     Emulated(
@@ -234,7 +238,7 @@ CASES_SM100 = [
         id="gemm-all",
         why="bias and residual in place, rows apart",
         case=replace(PLAIN, dtype=F16, bias=True, residual=True, in_place=True, pad_x=8, pad_weight=16, pad_out=40),
-        config=TENSOR,
+        config=SM100,
     ),
     Emulated(
         id="gemm-interleaved",
@@ -249,24 +253,24 @@ CASES_SM100 = [
         config=sm100.GemmConfig(box_n=112, stages=2),
         sms=2,
     ),
-    Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=TENSOR),
+    Emulated(id="gemm-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=SM100),
     Emulated(
-        id="pair",
+        id="two-cta",
         why="two blocks multiply as one; the second one's last rows are outside",
         case=replace(GATED, rows=300),
-        config=PAIR,
+        config=TWO_CTA,
     ),
     Emulated(
-        id="pair-plain",
+        id="two-cta-plain",
         why="neighbouring boxes, one a block; the second block has no row",
         case=replace(PLAIN, rows=100, bias=True),
-        config=PAIR,
+        config=TWO_CTA,
     ),
     Emulated(
-        id="pair-turns",
+        id="two-cta-turns",
         why="more tiles than there are sums, for two blocks; three stages",
         case=replace(GATED, rows=700, n=136, k=264, interleaved=True, bias=True, residual=True, in_place=True),
-        config=replace(PAIR, stages=3, band=1),
+        config=replace(TWO_CTA, stages=3, band=1),
         sms=2,
     ),
     *(
@@ -274,63 +278,63 @@ CASES_SM100 = [
             id=f"gemm-special-{name}",
             why="NaN and infinities in gate, in up, in both",
             case=replace(GATED, rows=20, k=72, special_weights=True, activation=activation),
-            config=TENSOR,
+            config=SM100,
         )
         for name, activation in GATES.items()
     ),
     # --- few rows ---
     Emulated(
-        id="stream",
+        id="small-m",
         why="a tile of several shares; all edges ragged",
         case=replace(GATED, rows=13, n=200),
-        config=TENSOR_STREAM,
+        config=SMALL_M_SM100,
     ),
     Emulated(
-        id="stream-plain",
+        id="small-m-plain",
         why="neighbouring boxes; shares of several tiles",
         case=replace(PLAIN, rows=13, n=1304, k=136),
-        config=TENSOR_STREAM,
+        config=SMALL_M_SM100,
         sms=2,
     ),
     Emulated(
-        id="stream-many-shares",
+        id="small-m-many-shares",
         why="one tile in more than two shares",
         case=replace(GATED, rows=2, n=8, k=1032),
-        config=TENSOR_STREAM,
+        config=SMALL_M_SM100,
         sms=6,
     ),
-    Emulated(id="stream-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=TENSOR_STREAM),
+    Emulated(id="small-m-one", why="one item of work", case=replace(GATED, rows=1, n=8, k=8), config=SMALL_M_SM100),
     Emulated(
-        id="stream-all",
+        id="small-m-all",
         why="all that there is, several rows of tiles, tokens in more than one access",
         case=replace(GATED, rows=70, n=136, interleaved=True, bias=True, residual=True, in_place=True, pad_out=8),
-        config=replace(TENSOR_STREAM, tokens=48, stages=3),
+        config=replace(SMALL_M_SM100, tokens=48, stages=3),
     ),
     Emulated(
-        id="stream-groups",
+        id="small-m-groups",
         why="two warpgroups store, partial sums of both; shares of more tiles than there are sums",
         case=replace(GATED, rows=110, n=392, k=200, bias=True, residual=True, pad_out=8),
-        config=replace(TENSOR_STREAM, tokens=96),
+        config=replace(SMALL_M_SM100, tokens=96),
         sms=3,
     ),
     Emulated(
-        id="stream-wide",
+        id="small-m-wide",
         why="256 bytes of weights at a time; a plain bias",
         case=replace(PLAIN, rows=60, n=264, dtype=F16, bias=True, residual=True),
-        config=sm100.StreamConfig(tokens=64, tile_k=128, stages=2),
+        config=sm100.SmallMConfig(tokens=64, tile_k=128, stages=2),
     ),
     Emulated(
-        id="stream-special",
+        id="small-m-special",
         why="NaN and infinities through partial sums",
         case=replace(GATED, rows=12, special=True, activation=Geglu()),
-        config=TENSOR_STREAM,
+        config=SMALL_M_SM100,
     ),
     *(
         Emulated(
-            id=f"stream-special-{name}",
+            id=f"small-m-special-{name}",
             why="NaN and infinities in gate, in up, in both",
             case=replace(GATED, rows=12, k=72, special_weights=True, activation=activation),
-            config=TENSOR_STREAM,
+            config=SMALL_M_SM100,
         )
         for name, activation in GATES.items()
     ),
@@ -344,7 +348,7 @@ def random_sm100(seed: int) -> Emulated:
         config: Config = sm100.GemmConfig(
             box_n=draw.choice((16, 32, 64, 96)),
             stages=draw.randint(2, 4),
-            pair=draw.random() < 0.5,
+            two_cta=draw.random() < 0.5,
             band=draw.randint(1, 4),
         )
         case = random_case(draw, 320, aligned=True)
@@ -352,7 +356,7 @@ def random_sm100(seed: int) -> Emulated:
         tile_k = draw.choice((64, 128))
         tokens = draw.choice((16, 32, 48, 96) if tile_k == 64 else (16, 32, 48))
         stages = draw.randint(2, 3) if tile_k == 64 else 2
-        config = sm100.StreamConfig(tokens=tokens, tile_k=tile_k, stages=stages)
+        config = sm100.SmallMConfig(tokens=tokens, tile_k=tile_k, stages=stages)
         case = replace(random_case(draw, 400, aligned=True), rows=draw.randint(1, 100))
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
@@ -376,7 +380,7 @@ def random_emulated(seed: int) -> Emulated:
     else:
         groups = draw.choice((1, 2))
         split = groups == 2 and draw.random() < 0.5
-        config = StreamConfig(
+        config = SmallMConfig(
             tokens=draw.choice((8, 16, 24, 32, 40, 48) if split else (8, 16, 32, 48)),
             groups=groups,
             split_tokens=split,
@@ -385,7 +389,7 @@ def random_emulated(seed: int) -> Emulated:
         )
         most = 400
     case = random_case(draw, most, aligned=True)
-    if isinstance(config, StreamConfig):
+    if isinstance(config, SmallMConfig):
         case = replace(case, rows=draw.randint(1, 100))
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))

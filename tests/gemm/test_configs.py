@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles serve a problem, and what cannot run is refused in words."""
+"""Which tiles serve a problem, and why others cannot."""
 
 from dataclasses import replace
 
@@ -7,30 +7,30 @@ import pytest
 import torch
 
 from dsl_backend.errors import Unsupported
-from dsl_backend.gemm.sm100 import configs as sm100
-from dsl_backend.linear import dispatch
-from dsl_backend.linear.configs import (
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.configs import (
     MOST_STAGES,
     Config,
-    GemmConfig,
-    Gemms,
-    StreamConfig,
-    Streams,
-    blocks_of,
+    arch_kernels,
     candidates,
     choose,
     estimate_us,
     fitting,
-    tiles_of,
     variants,
 )
-from dsl_backend.linear.spec import LinearSpec, Swiglu
+from dsl_backend.gemm.cost import max_ctas
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.gemm.sm100 import configs as sm100
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+from dsl_backend.linear import dispatch
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target, from_arch
 
 SMEM_BYTES = 227 * 1024
 H200, B200 = from_arch("sm_90a"), from_arch("sm_100a")
 TARGETS = pytest.mark.parametrize("target", [H200, B200], ids=lambda target: target.arch)
-LLAMA = LinearSpec(n=14336, k=4096, dtype=torch.bfloat16, activation=Swiglu())
+LLAMA = LinearSpec(n=14336, k=4096, dtypes=Dtypes.of(torch.bfloat16), activation=Swiglu())
 SHAPES = [(14336, 4096), (25600, 5120), (10880, 4096), (8, 8), (4096, 14336), (1536, 2048), (100000, 64)]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 256, 257, 700, 1024, 8192, 100000)
 
@@ -38,7 +38,7 @@ ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 256, 257, 700, 1024, 8192, 100000)
 @TARGETS
 @pytest.mark.parametrize("activation", [None, Swiglu()], ids=["plain", "gated"])
 def test_every_candidate_serves_something(activation: Swiglu | None, target: Target) -> None:
-    specs = [LinearSpec(n=n, k=k, dtype=torch.bfloat16, activation=activation) for n, k in SHAPES]
+    specs = [LinearSpec(n=n, k=k, dtypes=Dtypes.of(torch.bfloat16), activation=activation) for n, k in SHAPES]
     served = {config for spec in specs for config in candidates(spec, target)}
     chosen = {choose(spec, rows, target) for spec in specs for rows in ROWS}
     assert chosen <= served
@@ -50,29 +50,29 @@ def test_every_candidate_serves_something(activation: Swiglu | None, target: Tar
 
 @TARGETS
 def test_shared_memory_is_filled(target: Target) -> None:
-    streams, gemms = tiles_of(target)
+    arch = arch_kernels(target)
     for spec in (LLAMA, replace(LLAMA, activation=None)):
-        assert len(fitting(spec, target)) == len(streams) + len(gemms)
+        assert len(fitting(spec, target)) == len(arch.small_m) + len(arch.gemms)
         for config in fitting(spec, target):
             deeper = replace(config, stages=config.stages + 1)
             assert config.stages >= 3, config
             assert config.stages == MOST_STAGES or deeper.objections(spec, target.smem_bytes), config
 
 
-def test_pairs_need_an_even_number_of_blocks() -> None:
+def test_clusters_of_two_need_an_even_number_of_ctas() -> None:
     odd = replace(B200, sm_count=147)
-    assert [blocks_of(config, 64, odd) for config in (sm100.GemmConfig(pair=True), sm100.GemmConfig())] == [146, 147]
+    assert [max_ctas(config, 64, odd) for config in (sm100.GemmConfig(two_cta=True), sm100.GemmConfig())] == [146, 147]
 
 
-def test_spared_sms_have_no_blocks() -> None:
+def test_spared_sms_have_no_ctas() -> None:
     few = H200.sparing(17)
-    tiles = (StreamConfig(tokens=8), GemmConfig(), GemmConfig(cluster=2))
-    assert [blocks_of(config, 8, few) for config in tiles] == [115, 115, 114]
-    assert blocks_of(GemmConfig(cluster=2), 64, H200.sparing(131)) == 2, "a cluster at least"
+    tiles = (SmallMConfig(tokens=8), GemmConfig(), GemmConfig(cluster=2))
+    assert [max_ctas(config, 8, few) for config in tiles] == [115, 115, 114]
+    assert max_ctas(GemmConfig(cluster=2), 64, H200.sparing(131)) == 2, "a cluster at least"
 
 
 def test_sparing_sms_takes_no_other_kernels() -> None:
-    """What was compiled ahead serves: the choice among it may be another, as 44 blocks of 88 tiles take two turns."""
+    """What was compiled ahead serves. The choice may be another: 88 tiles on 44 CTAs take two waves."""
     spec = replace(LLAMA, n=2816, k=2048)
     for spare in (16, 100):
         for rows in ROWS:
@@ -82,7 +82,7 @@ def test_sparing_sms_takes_no_other_kernels() -> None:
 
 
 def test_tensor_memory_is_had_in_powers_of_two() -> None:
-    columns = [config.tensor_columns for config in (*sm100.GEMMS, *sm100.STREAMS)]
+    columns = [config.tmem_columns for config in (*sm100.GEMMS, *sm100.SMALL_M)]
     assert columns == [512, 512, 512, 512, 512, 256, 64, 128, 256, 512]
 
 
@@ -94,13 +94,13 @@ def test_too_little_shared_memory_is_an_objection() -> None:
 
 
 @pytest.mark.parametrize(("target", "least", "most"), [(H200, 8, 16), (B200, 16, 32)])
-def test_few_rows_are_streamed_with_the_smallest_tile_that_holds_them(target: Target, least: int, most: int) -> None:
+def test_few_rows_get_the_smallest_tile_that_holds_them(target: Target, least: int, most: int) -> None:
     for rows in (1, 8, 9, 16, 32, 64):
         config = choose(LLAMA, rows, target)
         if rows <= most:
-            assert isinstance(config, Streams), rows
+            assert isinstance(config, SmallMTiles), rows
             assert config.tile_tokens == max(least, 1 << (rows - 1).bit_length()), rows
-    assert isinstance(choose(LLAMA, 8192, target), Gemms)
+    assert isinstance(choose(LLAMA, 8192, target), GemmTiles)
 
 
 @TARGETS
@@ -112,14 +112,14 @@ def test_there_is_a_variant_for_any_number_of_rows(activation: Swiglu | None, ta
         assert tried, f"nothing to try for {rows} rows"
         assert all(config.objections(spec, target.smem_bytes) == [] for config in tried)
         default = choose(spec, rows, target)
-        if isinstance(default, Streams):
+        if isinstance(default, SmallMTiles):
             assert default in tried, rows
 
 
 @TARGETS
 def test_batch_invariance_leaves_one_kernel(target: Target) -> None:
     (only,) = candidates(replace(LLAMA, batch_invariant=True), target)
-    assert isinstance(only, Gemms)
+    assert isinstance(only, GemmTiles)
 
 
 @pytest.mark.parametrize(("target", "bandwidth", "rate"), [(H200, 4.52e6, 790e6), (B200, 8.0e6, 2250e6)])
@@ -139,31 +139,31 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (GemmConfig(tile_m=64), "tile_m 64: each consumer needs a multiple of 64 rows"),
         (GemmConfig(box_n=20), "box_n 20 is not a multiple of 8 from 16 to 128"),
         (GemmConfig(stages=1), "1 stages: 2 are the least"),
-        (GemmConfig(cluster=4), "clusters of 4 blocks: 1 or 2 are possible"),
+        (GemmConfig(cluster=4), "clusters of 4 CTAs: 1 or 2 are possible"),
         (GemmConfig(band=0), "band 0 is not positive"),
         (GemmConfig(tile_m=256), "256 accumulators a thread: 192 are the most"),
         (GemmConfig(stages=5), "bytes of shared memory: 232448 are the most"),
-        (StreamConfig(tokens=24), "24 rows of a tile are neither 8 nor a multiple of 16"),
-        (StreamConfig(tokens=20), "20 tokens are not a multiple of 8 up to 128"),
-        (StreamConfig(tokens=136), "136 tokens are not a multiple of 8 up to 128"),
-        (StreamConfig(groups=3), "3 consumers: 1 or 2 are possible"),
-        (StreamConfig(split_tokens=True), "one consumer has no tokens to split"),
-        (StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
-        (StreamConfig(stages=1), "1 stages: 2 are the least"),
-        (StreamConfig(stages=20), "bytes of shared memory: 232448 are the most"),
+        (SmallMConfig(tokens=24), "24 rows of a tile are neither 8 nor a multiple of 16"),
+        (SmallMConfig(tokens=20), "20 tokens are not a multiple of 8 up to 128"),
+        (SmallMConfig(tokens=136), "136 tokens are not a multiple of 8 up to 128"),
+        (SmallMConfig(groups=3), "3 consumers: 1 or 2 are possible"),
+        (SmallMConfig(split_tokens=True), "one consumer has no tokens to split"),
+        (SmallMConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
+        (SmallMConfig(stages=1), "1 stages: 2 are the least"),
+        (SmallMConfig(stages=20), "bytes of shared memory: 232448 are the most"),
         (sm100.GemmConfig(box_n=120), "box_n 120 is not a multiple of 16 from 16 to 128"),
         (sm100.GemmConfig(stages=1), "1 stages: 2 are the least"),
         (sm100.GemmConfig(band=0), "band 0 is not positive"),
-        (sm100.GemmConfig(pair=True, stages=7), "bytes of shared memory: 232448 are the most"),
-        (sm100.StreamConfig(tokens=8), "8 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
-        (sm100.StreamConfig(tokens=80), "80 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
-        (sm100.StreamConfig(tokens=160), "160 tokens are neither"),
-        (sm100.StreamConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
-        (sm100.StreamConfig(stages=1), "1 stages: 2 are the least"),
-        (sm100.StreamConfig(stages=7), "bytes of shared memory: 232448 are the most"),
+        (sm100.GemmConfig(two_cta=True, stages=7), "bytes of shared memory: 232448 are the most"),
+        (sm100.SmallMConfig(tokens=8), "8 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
+        (sm100.SmallMConfig(tokens=80), "80 tokens are neither a multiple of 16 up to 64 nor of 32 up to 128"),
+        (sm100.SmallMConfig(tokens=160), "160 tokens are neither"),
+        (sm100.SmallMConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
+        (sm100.SmallMConfig(stages=1), "1 stages: 2 are the least"),
+        (sm100.SmallMConfig(stages=7), "bytes of shared memory: 232448 are the most"),
     ],
 )
 def test_what_is_refused(config: Config, message: str) -> None:
-    for fine in (GemmConfig(), StreamConfig(), sm100.GemmConfig(), sm100.StreamConfig()):
+    for fine in (GemmConfig(), SmallMConfig(), sm100.GemmConfig(), sm100.SmallMConfig()):
         assert fine.objections(LLAMA, SMEM_BYTES) == []
     assert any(message in reason for reason in config.objections(LLAMA, SMEM_BYTES))

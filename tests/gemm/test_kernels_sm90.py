@@ -4,10 +4,11 @@
 from dataclasses import replace
 
 import pytest
-from linear_kernels import CASES, Emulated, emulate, random_emulated, spec_of
+from gemm_cases import CASES, Emulated, emulate, random_emulated, spec_of
 
-from dsl_backend.linear.configs import GEMMS, STREAMS, StreamConfig, fitting
-from dsl_backend.linear.spec import Swiglu
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.configs import fitting
+from dsl_backend.gemm.sm90.configs import GEMMS, SMALL_M, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 
@@ -38,13 +39,13 @@ def test_fuzz(seed: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", [Swiglu(), None], ids=["gated", "plain"])
-@pytest.mark.parametrize("place", range(len(STREAMS) + len(GEMMS)))
+@pytest.mark.parametrize("place", range(len(SMALL_M) + len(GEMMS)))
 def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> None:
     """At full size, on two and a half rounds of its stages."""
     target = from_arch("sm_90a")
     case = LinearCase(rows=1, n=200, k=8, activation=activation)
     config = fitting(spec_of(case), target)[place]
-    if isinstance(config, StreamConfig):
+    if isinstance(config, SmallMConfig):
         case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
     else:
         case = replace(case, rows=config.tile_m * 2 - 3, k=64 * config.stages * 5 // 2 - 24)

@@ -4,11 +4,11 @@
 from dataclasses import replace
 
 import pytest
-from linear_kernels import CASES_SM100, PAIR, TENSOR_STREAM, Emulated, emulate, random_sm100, spec_of
+from gemm_cases import CASES_SM100, SMALL_M_SM100, TWO_CTA, Emulated, emulate, random_sm100, spec_of
 
-from dsl_backend.gemm.sm100.configs import GEMMS, STREAMS, StreamConfig
-from dsl_backend.linear.configs import Config, fitting
-from dsl_backend.linear.spec import Swiglu
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.configs import Config, fitting
+from dsl_backend.gemm.sm100.configs import GEMMS, SMALL_M, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 from emulator.host.launch import Launch
@@ -48,11 +48,12 @@ class Reader(Machine):
         super().launch(launch)
 
 
-# Who loads x waits for the kernel before, and where weights are asked for before that, who stores waits too.
-@pytest.mark.parametrize(("config", "waits"), [(PAIR, 1), (TENSOR_STREAM, 2)], ids=["gemm", "stream"])
+# The load warp waits for the kernel before. Where it loads weights before that, the epilogue waits too.
+@pytest.mark.parametrize(("config", "waits"), [(TWO_CTA, 1), (SMALL_M_SM100, 2)], ids=["gemm", "small-m"])
 def test_order_of_launches(config: Config, waits: int) -> None:
-    """Launches overlap on a GPU alone. The next kernel's blocks would take this one's tensor memory and wait for its
-    end: it has it before they may come.
+    """A kernel allocates its tensor memory before the next kernel may start, which would take it and wait for this one.
+
+    Launches overlap on a GPU only, so the order of the instructions is tested.
     """
     one = Emulated(id="order", why="launches that overlap", case=LinearCase(rows=1, n=8, k=8), config=config)
     machine = Reader(one.arch, one.sms, "eager")
@@ -64,13 +65,13 @@ def test_order_of_launches(config: Config, waits: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", [Swiglu(), None], ids=["gated", "plain"])
-@pytest.mark.parametrize("place", range(len(STREAMS) + len(GEMMS)))
+@pytest.mark.parametrize("place", range(len(SMALL_M) + len(GEMMS)))
 def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> None:
     """At full size, on two and a half rounds of its stages."""
     target = from_arch("sm_100a")
     case = LinearCase(rows=1, n=200, k=8, activation=activation)
     config = fitting(spec_of(case), target)[place]
-    if isinstance(config, StreamConfig):
+    if isinstance(config, SmallMConfig):
         case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
     else:
         case = replace(case, rows=config.tile_m * config.cluster - 3, k=64 * config.stages * 5 // 2 - 24)

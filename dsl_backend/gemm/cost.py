@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of the kernels' time: the CTA with the most work at a GPU's rates, and what does not overlap with it."""
+
+from dataclasses import dataclass
+
+from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, ceil_div
+from dsl_backend.gemm.spec import GemmSpec
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+from dsl_backend.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A GPU's rates, for each of its SMs.
+
+    Attributes:
+        memory, l2: bytes in a nanosecond; what idle SMs do not use, the others get.
+        flops: 16-bit operations in a nanosecond.
+    """
+
+    memory: float
+    l2: float
+    flops: float
+
+
+# Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
+# a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
+# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/performance.md).
+SM90_RATES = Rates(memory=35.16, l2=104.4, flops=5770.0)
+# From public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
+SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
+# The persistent GEMM: the share of memory's rate that it reaches; what a k tile takes beyond its products for each row
+# of the tile; the least that a k tile takes, alone and in a cluster; what one of its TMA copies takes; elements that a
+# CTA stores in a nanosecond; the rest of a launch.
+GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.91, 0.3, 10.73, 1409.0
+STEP_NS, CLUSTER_STEP_NS, COPY_NS = 176.0, 181.0, 38.4
+# The GEMM for few rows: the share of the rate of products, which are small; how much faster than weights x comes; what
+# 1024 bytes of partial sums take that a CTA stores, and those of another CTA that it waits for; the rest of a launch.
+SMALL_M_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, SMALL_M_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
+# How causes of a time add up: about the slowest one, and more where another is about as slow.
+GEMM_POWER, SMALL_M_POWER = 4.16, 7.0
+
+
+def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
+    """CTAs that the target runs at once: whole clusters, or for few rows equally many for each row of tiles."""
+    if isinstance(config, SmallMTiles):
+        m_tiles = ceil_div(rows, config.tile_tokens)
+        return target.used_sms // m_tiles * m_tiles or target.used_sms
+    return max(target.used_sms // config.cluster, 1) * config.cluster
+
+
+def estimated_us(config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, target: Target) -> float:
+    """Microseconds of a launch."""
+    ctas = max_ctas(config, rows, target)
+    if isinstance(config, SmallMTiles):
+        return small_m_ns(config, spec, rows, rates, ctas) / 1000
+    return gemm_ns(config, spec, rows, rates, target.sm_count, ctas) / 1000
+
+
+def combined(power: float, *causes_ns: float) -> float:
+    """What causes take of which the slowest decides, or several that are about as slow."""
+    return float(sum(cause**power for cause in causes_ns) ** (1 / power))
+
+
+def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int) -> float:
+    """Of the GEMM for few rows."""
+    k_tiles = ceil_div(spec.k, config.tile_k)
+    # k tiles of a CTA.
+    iterations = ceil_div(config.tiles(spec, rows) * k_tiles, ctas)
+    weight_bytes, x_bytes = spec.dtypes.weight.itemsize, spec.dtypes.x.itemsize
+    bytes_read = (2 * config.box * weight_bytes + config.tile_tokens * x_bytes / X_FASTER) * config.tile_k
+    flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
+    iteration_ns = combined(SMALL_M_POWER, bytes_read / rates.memory, flops / (SMALL_M_FLOPS * rates.flops))
+    # A tile with more k tiles than a CTA has is summed up from several CTAs' partial sums, at the end.
+    fixup_ns = PARTIALS_NS + (AWAITED_NS * k_tiles / iterations if k_tiles > iterations else 0)
+    return iterations * iteration_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
+
+
+def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int) -> float:
+    """Of the persistent GEMM."""
+    m_tiles = ceil_div(rows, config.tile_m * config.cluster)
+    tiles, clusters = m_tiles * ceil_div(spec.n, config.columns(spec.parts)), ctas // config.cluster
+    waves = ceil_div(tiles, clusters)
+    box_bytes = 2 * config.box_n * BLOCK_K * spec.dtypes.weight.itemsize
+    x_bytes = config.tile_m * BLOCK_K * spec.dtypes.x.itemsize
+    flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
+    # Both boxes of weights, and x, whose last tile comes in smaller boxes.
+    tail_boxes = ceil_div(rows % config.tile_m, TAIL_ROWS)
+    copies = 2 + (tail_boxes if 0 < tail_boxes * TAIL_ROWS < config.tile_m else 1)
+
+    def step_ns(active: int) -> float:
+        """Of a k tile while so many clusters run."""
+        return combined(
+            GEMM_POWER,
+            flops / rates.flops + config.tile_m * STEP_NS_PER_ROW,
+            # A cluster reads its weights once.
+            (x_bytes + box_bytes / config.cluster) * active * config.cluster / (rates.l2 * sms),
+            # Tiles of a column have the same weights.
+            box_bytes * max(active / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
+            STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
+            copies * COPY_NS,
+        )
+
+    last = tiles - (waves - 1) * clusters
+    products_ns = ceil_div(spec.k, BLOCK_K) * ((waves - 1) * step_ns(clusters) + step_ns(last))
+    # All weights come from memory once.
+    weights_ns = spec.weight_rows * spec.k * spec.dtypes.weight.itemsize / (GEMM_MEMORY * rates.memory * sms)
+    epilogues = 1 if config.overlaps_epilogue else waves
+    stored_ns = epilogues * config.tile_m * config.columns(spec.parts) / STORED_PER_NS
+    return max(products_ns, weights_ns) + stored_ns + GEMM_NS

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles and stages of the SM90 kernels."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.spec import GemmSpec
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+
+CONSUMERS = 2  # consumer warpgroups of the GEMM kernel
+MMA_M = 64  # rows of a wgmma
+# setmaxnreg: what consumers take, of which some are addresses and the epilogue's.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# With less to spare, ptxas spilled 16 to 200 bytes where there is a bias or a residual.
+SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig(GemmTiles):
+    """The persistent GEMM: a producer warp and two consumer warpgroups.
+
+    Attributes:
+        tile_m: rows of x; 64 or a multiple.
+        pingpong: consumers alternate between tiles, so that one's epilogue overlaps the other's products; else they
+            split every tile (cooperative).
+        cluster: 1 or 2 CTAs; of 2 each loads a box of weights for both by multicast.
+    """
+
+    tile_m: int = 128
+    pingpong: bool = False
+    cluster: int = 1
+
+    @property
+    def overlaps_epilogue(self) -> bool:
+        return self.pingpong
+
+    @property
+    def consumer_m(self) -> int:
+        """Rows of a consumer's accumulators."""
+        return self.tile_m if self.pingpong else self.tile_m // CONSUMERS
+
+    @property
+    def mma_tiles_m(self) -> int:
+        """Wgmma tiles among them."""
+        return self.consumer_m // MMA_M
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer's thread."""
+        return self.consumer_m * 2 * self.box_n // WARPGROUP
+
+    def epilogue_elements(self, parts: int) -> int:
+        """A buffer of 64 rows for each consumer."""
+        return CONSUMERS * MMA_M * self.columns(parts)
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if self.tile_m < MMA_M or self.tile_m % MMA_M or self.consumer_m % MMA_M:
+            reasons.append(f"tile_m {self.tile_m}: each consumer needs a multiple of {MMA_M} rows")
+        if not 16 <= self.box_n <= 128 or self.box_n % 8:
+            reasons.append(f"box_n {self.box_n} is not a multiple of 8 from 16 to 128")
+        if self.cluster not in (1, 2):
+            reasons.append(f"clusters of {self.cluster} CTAs: 1 or 2 are possible")
+        most = CONSUMER_REGISTERS - SPARE_REGISTERS - (EXTRAS_REGISTERS if spec.bias or spec.residual else 0)
+        if self.accumulators > most:
+            reasons.append(f"{self.accumulators} accumulators a thread: {most} are the most")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallMConfig(SmallMTiles):
+    """The GEMM for few rows: the weights are wgmma's M.
+
+    Attributes:
+        tokens: rows of x of a consumer's wgmma, its N; a multiple of 8 up to 128. A tile has 8 or a multiple of 16.
+        groups: consumer warpgroups, 1 or 2.
+        split_tokens: two consumers have the same weights and different tokens, instead of the reverse.
+    """
+
+    groups: int = 1
+    split_tokens: bool = False
+    stages: int = 10
+
+    @property
+    def box(self) -> int:
+        return MMA_M if self.split_tokens else MMA_M * self.groups
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens * self.groups if self.split_tokens else self.tokens
+
+    @property
+    def accumulators(self) -> int:
+        return 2 * MMA_M * self.tokens // WARPGROUP
+
+    @property
+    def trades_registers(self) -> bool:
+        """Whether consumers need more registers than an equal share, which setmaxnreg moves between warpgroups."""
+        return self.groups > 1 and self.accumulators > 96
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: consumers, and a producer warp, which is a whole warpgroup where registers are traded."""
+        return self.groups * WARPGROUP + (WARPGROUP if self.trades_registers else 32)
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if not 8 <= self.tokens <= 128 or self.tokens % 8:
+            reasons.append(f"{self.tokens} tokens are not a multiple of 8 up to 128")
+        # CuTe DSL 4.6.0 aborts the process while it compiles copies of 24 or 40 rows.
+        if self.tile_tokens != 8 and self.tile_tokens % 16:
+            reasons.append(f"{self.tile_tokens} rows of a tile are neither 8 nor a multiple of 16")
+        if self.groups not in (1, 2):
+            reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
+        if self.split_tokens and self.groups == 1:
+            reasons.append("one consumer has no tokens to split")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+# Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The best of all that were timed
+# on an H200 is 1 % faster on average than the best of these (docs/performance.md).
+SMALL_M = (
+    *(SmallMConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
+    *(SmallMConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in range(32, 113, 8)),
+)
+GEMMS = (
+    GemmConfig(tile_m=128, box_n=128, cluster=2),
+    GemmConfig(tile_m=128, box_n=112, cluster=2),
+    *(GemmConfig(tile_m=128, box_n=box_n, cluster=2, pingpong=True) for box_n in (96, 88, 80, 72, 56)),
+    *(GemmConfig(tile_m=128, box_n=box_n, pingpong=True) for box_n in (88, 72, 64, 56, 48)),
+    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (112, 88, 64, 56, 48)),
+    GemmConfig(tile_m=64, box_n=64, cluster=2, pingpong=True),
+    GemmConfig(tile_m=192, box_n=56, pingpong=True),
+    GemmConfig(tile_m=256, box_n=64, cluster=2),
+)
+# What `dsl-backend tune` tries besides: (tile_m, box_n, pingpong), and tokens.
+TRIED_GEMMS = (
+    *((128, box_n, False) for box_n in (96, 112, 120, 128)),
+    *((256, box_n, False) for box_n in (64, 96)),
+    *((128, box_n, True) for box_n in (40, 48, 56, 64, 72, 80, 88, 96)),
+    *((64, box_n, True) for box_n in (32, 48, 56, 64, 80, 88, 112)),
+    *((192, box_n, True) for box_n in (48, 56, 64)),
+)
+TRIED_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 120, 128)
+
+
+def tried() -> Iterator[GemmConfig | SmallMConfig]:
+    """Configurations worth a measurement besides SMALL_M and GEMMS."""
+    for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
+        yield GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band)
+    for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
+        yield SmallMConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k)
