@@ -226,7 +226,6 @@ PACKAGES = ("dsl_backend", "emulator", "benchmarks", "loadtests")
 # Circles of imports between files that are known, those for type checkers included. One that goes is taken from this
 # list; none is added.
 CIRCLES: tuple[tuple[str, ...], ...] = (
-    ("dsl_backend.linear.api", "dsl_backend.linear.ops"),
     # For type checkers alone: handlers, profilers and watchers are given the machine that they work on.
     (
         "emulator.machine.cluster",

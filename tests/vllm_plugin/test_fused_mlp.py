@@ -459,7 +459,7 @@ def without_projection() -> nn.Module:
         ),
         (lambda: MLP(MulAndSilu()), "MulAndSilu is not a known activation"),
         (lambda: MLP(type("Other", (SiluAndMul,), {})()), "Other is not a known activation"),
-        (lambda: MLP(dtype=torch.float32), "dtype is float32: one of float16, bfloat16 is needed"),
+        (lambda: MLP(dtype=torch.float32), "dtype of x is float32: one of float16, bfloat16 is needed"),
         (gathering, "gather_output collects what the ranks' projections return"),
         (lambda: MLP(skip_bias_add=True, bias=True), "skip_bias_add leaves the bias to the model"),
         (lambda: changed("gate_up_proj.output_sizes", [N, N // 2]), f"outputs of [{N}, {N // 2}] are not a gate and"),
