@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of sums before they are rounded: bias, gated activation, residual. On float32 registers, for any SM."""
+"""Gated activations of accumulators, in float32 registers, for any SM."""
 
 import math
 from collections.abc import Sequence
@@ -19,53 +19,53 @@ from dsl_backend.primitives.math import (
     smaller_or_nan,
 )
 
-TOGETHER = 4
+SHARED = 4  # values that share a reciprocal
 
 
-class Singles:
-    """A value an instruction, for any SM."""
+class ScalarArithmetic:
+    """One value for each instruction, for any SM."""
 
     def products(self, *factors: Sequence) -> list:
-        """Of each place, from left to right."""
+        """Elementwise, from left to right."""
         return [math.prod(rest, start=first) for first, *rest in zip(*factors, strict=True)]
 
     def shifted(self, xs: Sequence, by: float) -> list:
         return [x + by for x in xs]
 
-    def with_cubes(self, xs: Sequence, share: float) -> list:
-        """Of each x + share x^3."""
-        return [x + share * (x * x * x) for x in xs]
+    def plus_cubes(self, xs: Sequence, factor: float) -> list:
+        """X + factor x^3 of each."""
+        return [x + factor * (x * x * x) for x in xs]
 
     def at_most(self, xs: Sequence, limit: float) -> list:
-        """The minima; NaN stays NaN, which the instruction does not keep."""
+        """Minima with the limit; NaN stays NaN, which the instruction for a minimum would lose."""
         return [at_most(x, limit) for x in xs]
 
     def within(self, xs: Sequence, limit: float) -> list:
-        """From -limit to limit; NaN stays NaN."""
+        """Clamped to [-limit, limit]; NaN stays NaN."""
         return [at_least(at_most(x, limit), -limit) for x in xs]
 
     def sigmoids(self, xs: Sequence, scale: float = 1.0) -> list:
         """1 / (1 + e^(-scale x)) of each, by approximate units (relative error 2^-21); 0 for -inf.
 
-        Four share a reciprocal, of their denominators' product: the unit that makes it and the exponential is what an
-        epilogue waits for, 16 values a cycle. Denominators are 1 + e^-|x|, at most 2: no product overflows, so that
-        nothing is decided and no registers are held for another way.
+        Four values share one reciprocal, that of their denominators' product: the MUFU unit, which computes reciprocals
+        and exponentials, limits the epilogue with 16 values a cycle. Denominators are 1 + e^-|x|, at most 2, so that no
+        product overflows and no branch or fallback is needed.
         """
         if scale != 1:
             xs = [x * scale for x in xs]
         found: list = []
-        for first in range(0, len(xs), TOGETHER):
-            some = xs[first : first + TOGETHER]
+        for first in range(0, len(xs), SHARED):
+            some = xs[first : first + SHARED]
             powers = [exp2(cute.math.absf(x) * -LOG2_E) for x in some]
-            # The smaller of NaN and 1 is 1: a NaN stays its own, as the power that it is multiplied with.
+            # fmin(NaN, 1) is 1, which keeps a NaN away from the other three; its own power is NaN all the same.
             sums = [cute.arch.fmin(power, 1.0) + 1.0 for power in powers]
-            inverses = reciprocals(*sums) if len(sums) == TOGETHER else [cute.arch.rcp_approx(one) for one in sums]
+            inverses = reciprocals(*sums) if len(sums) == SHARED else [cute.arch.rcp_approx(one) for one in sums]
             found += [numerator(x, power) * inverse for x, power, inverse in zip(some, powers, inverses, strict=True)]
         return found
 
 
-class Pairs:
-    """Two neighbours an instruction (SM100); there is an even number of values."""
+class PackedArithmetic:
+    """Two values for each instruction (f32x2 of SM100); there is an even number of values."""
 
     def products(self, *factors: Sequence) -> list:
         found, *rest = factors
@@ -76,9 +76,9 @@ class Pairs:
     def shifted(self, xs: Sequence, by: float) -> list:
         return in_pairs(add_pair, xs, [by] * len(xs))
 
-    def with_cubes(self, xs: Sequence, share: float) -> list:
+    def plus_cubes(self, xs: Sequence, factor: float) -> list:
         count = len(xs)
-        return self.products(in_pairs(fma_pair, self.products(xs, xs), [share] * count, [1.0] * count), xs)
+        return self.products(in_pairs(fma_pair, self.products(xs, xs), [factor] * count, [1.0] * count), xs)
 
     def at_most(self, xs: Sequence, limit: float) -> list:
         return [smaller_or_nan(x, limit) for x in xs]
@@ -87,24 +87,24 @@ class Pairs:
         return [larger_or_nan(x, -limit) for x in self.at_most(xs, limit)]
 
     def sigmoids(self, xs: Sequence, scale: float = 1.0) -> list:
-        """The same, with a reciprocal each: to share one takes magnitudes, minima and choices, which no instruction has
-        for two values. 0 also where e^(-scale x) is no float32.
+        """The same, with one reciprocal for each value: sharing needs absolute values, minima and selections, for which
+        there are no packed instructions. 0 also where e^(-scale x) overflows.
         """
         powers = [exp2(x) for x in self.products(xs, [-scale * LOG2_E] * len(xs))]
         return [cute.arch.rcp_approx(one) for one in self.shifted(powers, 1.0)]
 
 
-Arithmetic = Singles | Pairs
+Arithmetic = ScalarArithmetic | PackedArithmetic
 
 
 @cute.jit
 def numerator(x: cutlass.Float32, power: cutlass.Float32):
-    """Of x's sigmoid over 1 + e^-|x|: e^-|x| below 0, and of NaN."""
+    """The numerator of sigmoid(x) over 1 + e^-|x|: 1, or e^-|x| where x is below 0 or NaN."""
     return cutlass.Float32(1.0) if x >= 0.0 else power
 
 
 def reciprocals(a, b, c, d) -> list:
-    """Of numbers from 1 to 2."""
+    """Reciprocals of four numbers from 1 to 2, by one division."""
     low, high = a * b, c * d
     shared = cute.arch.rcp_approx(low * high)
     of_low, of_high = shared * high, shared * low
@@ -122,7 +122,7 @@ def at_least(x: cutlass.Float32, limit: cutlass.Constexpr[float]):
 
 
 class SwigluEpilogue:
-    """`spec.Swiglu` of gates and ups."""
+    """`activation.Swiglu` of gates and ups."""
 
     def __init__(self, alpha: float, beta: float, limit: float | None, arithmetic: Arithmetic):
         self.alpha, self.beta, self.limit = alpha, beta, limit
@@ -138,7 +138,7 @@ class SwigluEpilogue:
 
 
 class GegluEpilogue:
-    """`spec.Geglu` of gates and ups."""
+    """`activation.Geglu` of gates and ups."""
 
     def __init__(self, tanh: bool, arithmetic: Arithmetic):
         self.tanh, self.arithmetic = tanh, arithmetic
@@ -147,7 +147,7 @@ class GegluEpilogue:
         using = self.arithmetic
         if self.tanh:
             # (1 + tanh(u)) / 2 is sigmoid(2 u).
-            factors = using.sigmoids(using.with_cubes(gates, 0.044715), 2 * math.sqrt(2 / math.pi))
+            factors = using.sigmoids(using.plus_cubes(gates, 0.044715), 2 * math.sqrt(2 / math.pi))
         else:
             factors = [0.5 * (1.0 + cute.math.erf(gate * math.sqrt(0.5))) for gate in gates]
         return using.products(gates, factors, ups)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs
-from dsl_backend.gemm.epilogue import Pairs
+from dsl_backend.gemm.epilogue import PackedArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import ACC_STAGES, LOAD_WARP, MMA_K, MMA_M, MMA_WARP, GemmConfig
@@ -38,7 +38,7 @@ class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
     def __init__(self, key: GemmKey[GemmConfig]):
-        super().__init__(key, Pairs())
+        super().__init__(key, PackedArithmetic())
         config = key.config
         self.weight_rows, self.tmem_columns, self.threads = config.weight_rows, config.tmem_columns, config.threads
         self.epilogue_n = config.epilogue_n(self.parts)

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.gemm.args import GemmArgs
-from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import (
@@ -35,7 +35,7 @@ class SmallMGemm(SmallMGemmBase):
     def __init__(self, key: GemmKey[SmallMConfig]):
         # Packed arithmetic needs registers beside a thread's up to 128 accumulators: ptxas spilled up to 32 bytes (64
         # tokens, residual).
-        super().__init__(key, Singles())
+        super().__init__(key, ScalarArithmetic())
         self.tmem_columns, self.threads = key.config.tmem_columns, key.config.threads
         self.thread_tokens, self.trades_registers = self.accumulators // 2, key.config.trades_registers
         self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs
-from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
@@ -31,7 +31,7 @@ class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
     def __init__(self, key: GemmKey[GemmConfig]):
-        super().__init__(key, Singles())
+        super().__init__(key, ScalarArithmetic())
         config = key.config
         self.pingpong, self.consumer_m, self.mma_tiles_m = config.pingpong, config.consumer_m, config.mma_tiles_m
         self.biased, self.threads = key.bias, (CONSUMERS + 1) * WARPGROUP

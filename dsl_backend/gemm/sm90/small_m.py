@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs
-from dsl_backend.gemm.epilogue import Singles
+from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, SmallMConfig
@@ -25,7 +25,7 @@ class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
 
     def __init__(self, key: GemmKey[SmallMConfig]):
-        super().__init__(key, Singles())
+        super().__init__(key, ScalarArithmetic())
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
         self.trades_registers = config.trades_registers
