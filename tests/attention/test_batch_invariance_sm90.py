@@ -137,7 +137,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(case: Case, way: Way, speculative_max: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = made(case)
     whole = rows_of(problem, NOT_SPLIT, speculative_max[0], 1)
-    monkeypatch.setattr(shared_launch, "MOST_PARTIALS_BYTES", way.slots_bytes)
+    monkeypatch.setattr(shared_launch, "MAX_PARTIALS_BYTES", way.slots_bytes)
     other = rows_of(problem, way, speculative_max[1], 2)
     assert other
     for row, (out, lse) in other.items():

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.host import fake_args, fake_mla_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
 from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV

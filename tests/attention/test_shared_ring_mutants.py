@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.host import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm100 import dense_correction as correct
 from dsl_backend.attention.cute.sm100 import dense_kernel as forward
 from dsl_backend.attention.cute.sm100 import dense_mma as multiply

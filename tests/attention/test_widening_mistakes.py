@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute import dequant as widen
-from dsl_backend.attention.cute.host import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90 import dense_kernel as forward
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill

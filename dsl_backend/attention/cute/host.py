@@ -5,13 +5,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import cutlass
 import torch
-from cutlass import cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, int32s
+from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
 from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
+from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
@@ -19,7 +17,7 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, ScoreModKey
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded, v_splits
-from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
+from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.tuned import config_of
@@ -29,17 +27,17 @@ from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-# Of a request's key range where its shares are its own: more would take more room for every request, and more merging.
-MOST_SHARES = 32
-# And of the room for the partial results of a token and a unit: 64 heads of 512 columns have 8 shares.
-MOST_SHARES_BYTES = 1 << 20
-# For partial results of splits that begin at fixed keys, of all requests: what finds no room is not split.
-MOST_PARTIALS_BYTES = 128 << 20
-ALIGNMENT = 16  # bytes: of the addresses and strides that tensor copies take
+# Splits of a request's key range, where a request is split by its own length. More splits take more scratch for every
+# request, and more time in the combine kernel.
+MAX_SPLITS = 32
+# Scratch for the partial results of one token and one head block: 64 heads of 512 columns get 8 splits.
+MAX_SPLITS_BYTES = 1 << 20
+# Scratch for all partial results of splits at fixed keys. A request that finds no room is not split.
+MAX_PARTIALS_BYTES = 128 << 20
 
 
 def window(width: int | None) -> int:
-    """A window as the kernel takes it; what int32 positions could not be added to is unbounded."""
+    """A window as kernels take it. It is clamped, so that its sum with a position stays in int32."""
     return 0 if width is None else min(width, 1 << 30)
 
 
@@ -76,121 +74,17 @@ def facts_of(
     }
 
 
-def fake_rows(numeric: Any, dim: int, heads: int, *lead: Any) -> Any:
-    """[*lead, heads, dim]."""
-    strides = tuple(cute.sym_int64(divisibility=ALIGNMENT * 8 // numeric.width) for _ in (*lead, heads))
-    return make_fake_tensor(numeric, (*lead, heads, dim), (*strides, 1), assumed_align=ALIGNMENT)
-
-
-def fake_pages(key: LayerKey) -> tuple[Any, ...]:
-    """The leading dimensions of keys."""
-    return (cute.sym_int(), key.page_size) if key.page_size else (cute.sym_int(),)
-
-
-def fake_scheduler_workspace(key: LayerKey) -> Any:
-    """What blocks leave each other: what to merge of split key ranges, or how many row tiles were claimed."""
-    if key.split and key.tiles_per_split:
-        return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=ALIGNMENT)
-    if key.split and not key.max_splits:
-        return make_fake_tensor(
-            cutlass.Int32, (cute.sym_int(), SPLIT_RANGE_FIELDS), (SPLIT_RANGE_FIELDS, 1), assumed_align=ALIGNMENT
-        )
-    return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.claims else None
-
-
-def fake_scale(heads_kv: int) -> Any:
-    """Of each key head, at any stride: 0 where all have the same."""
-    stride = 1 if heads_kv == 1 else cute.sym_int64()
-    return make_fake_tensor(cutlass.Float32, (heads_kv,), (stride,), assumed_align=4)
-
-
-def fake_vector(numeric: Any, length: Any, align: int = 4) -> Any:
-    return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
-
-
-def fake_requests(key: LayerKey) -> Requests:
-    many = cute.sym_int
-    page_table = make_fake_tensor(cutlass.Int32, (many(), many()), (cute.sym_int64(), 1), assumed_align=4)
-    return Requests(
-        fake_vector(cutlass.Int32, many()),
-        fake_vector(cutlass.Int32, many()),
-        page_table if key.page_size else None,
-        None if key.page_size else fake_vector(cutlass.Int32, many()),
-        fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
-        *int32s(5),
-    )
-
-
-def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
-    sinks = key.scores.sinks
-    return ScoreModArgs(
-        cutlass.Float32(1.0),
-        cutlass.Float32(1.0),
-        fake_vector(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
-        fake_vector(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
-    )
-
-
-def fake_args(key: LayerKey, tensors: DenseTensors | MlaTensors) -> tuple[Any, ...]:
-    """What a kernel's `__call__` takes."""
-    partials = fake_vector(cutlass.Float32, cute.sym_int(), ALIGNMENT) if key.split or key.tiles_per_split else None
-    return (
-        tensors,
-        *fake_outputs(key),
-        partials,
-        fake_scheduler_workspace(key),
-        fake_requests(key),
-        fake_score_mod_args(key),
-        *int32s(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-
-
-def fake_outputs(key: LayerKey) -> tuple[Any, Any]:
-    """`out` and `lse`."""
-    out = fake_rows(NUMERIC[key.dtype], key.head_dim_v, key.heads_q, cute.sym_int())
-    if not key.lse:
-        return out, None
-    strides = (cute.sym_int64(), cute.sym_int64())
-    return out, make_fake_tensor(cutlass.Float32, (cute.sym_int(), key.heads_q), strides, assumed_align=4)
-
-
-SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
-
-
-def fake_dense_tensors(key: LayerKey) -> DenseTensors:
-    lead = fake_pages(key)
-    numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.kv.fp8 else numeric
-    return DenseTensors(
-        fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
-        fake_rows(stored, key.head_dim, key.heads_kv, *lead),
-        fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
-    )
-
-
-def fake_mla_tensors(key: LayerKey) -> MlaTensors:
-    numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.kv.fp8 else numeric
-    return MlaTensors(
-        fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(stored, key.head_dim, key.heads_kv, *fake_pages(key)),
-    )
-
-
 Build = Callable[[Any, Target], Function]
 
 
 @cache
 def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> Function:
-    """The function of a key, kept by what host code is linked with."""
+    """The compiled function of a key, for the libraries that its host code is linked with."""
     return build(key, target)
 
 
 def check_alignment(**tensors: torch.Tensor) -> None:
-    """Raises Misaligned where a tensor copy could not take a tensor."""
+    """Raises Misaligned if TMA cannot take a tensor."""
     for name, tensor in tensors.items():
         elements = 0
         for stride in tensor.stride()[:-1]:
@@ -204,7 +98,7 @@ def check_alignment(**tensors: torch.Tensor) -> None:
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """The scales of fp8 keys and values, each [heads_kv]; other layers' mean nothing."""
+    """The scales of fp8 keys and values, each (heads_kv,); None for caches of 16 bits."""
     if not spec.is_fp8_kv:
         return None, None
     assert operands.k_scale is not None
@@ -213,24 +107,19 @@ def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | N
 
 
 def by_head(scale: torch.Tensor, heads_kv: int) -> torch.Tensor:
-    """A scale as kernels take it, [heads_kv]; one that all heads share has a stride of 0."""
+    """A scale as kernels take it, (heads_kv,). A scale that all heads share gets a stride of 0."""
     if scale.dim() == 1 and scale.shape[0] == heads_kv:
         return scale
     return scale.as_strided((heads_kv,), (1 if heads_kv == 1 else 0,))
 
 
 def stored(spec: AttentionSpec, rows: torch.Tensor) -> torch.Tensor:
-    """Keys or values as kernels take them: fp8 as bytes."""
+    """Keys or values as kernels take them: fp8 ones as bytes."""
     return rows.view(torch.uint8) if spec.is_fp8_kv else rows
 
 
-def fake_flags() -> Any:
-    """A byte for each request, at any stride."""
-    return make_fake_tensor(cutlass.Uint8, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=1)
-
-
 def flags_of(causal: torch.Tensor) -> torch.Tensor:
-    """0 or 1 for each request, of an int32 its lowest byte. A view, so that a captured graph reads it again."""
+    """One byte for each request, 0 or 1; of an int32 its lowest. A view, so that a captured graph reads it again."""
     return causal.view(torch.uint8)[:: causal.itemsize]
 
 
@@ -239,14 +128,14 @@ def nothing(operands: Operands) -> None:
 
 
 class LayerKernel:
-    """Attention of one layer spec by a kernel that a subclass names.
+    """Launches one attention kernel for layers of one spec. A subclass names the kernel.
 
     Attributes:
         build: compiles the kernel of a key.
-        key_type: the key's.
-        default: the configuration for a spec, where none was measured to be faster.
-        split: key ranges are cut into equal shares.
-        claims: query tiles are claimed by the workspace's counters.
+        key_type: the class of the kernel's key.
+        default: chooses the configuration for a spec, unless a tuned one is on record.
+        split: whether key ranges are split among CTAs.
+        dynamic_scheduler: whether CTAs take query tiles by a counter in the workspace.
     """
 
     build: Build
@@ -258,84 +147,86 @@ class LayerKernel:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or config_of(spec, target, self.default)
         self.num_ctas, self.pack_gqa, self.tile_m = self.sizes()
-        self.claims = self.key(lse=False, sinks=None).claims
-        if self.claims:
+        self.dynamic_scheduler = self.key(lse=False, sinks=None).dynamic_scheduler
+        if self.dynamic_scheduler:
             # Now, and not while a graph is captured.
             workspace.flags(COUNTERS)
         self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 
     def sizes(self) -> tuple[int, int, int]:
-        """Blocks of the grid, heads packed into a tile's rows, rows of a tile."""
+        """CTAs of the grid, query heads packed into a tile, rows of a tile."""
         raise NotImplementedError
 
     def max_query_len_served(self) -> int | None:
         raise NotImplementedError
 
     def tensors(self, operands: Operands) -> DenseTensors | MlaTensors:
-        """The tensors of a layer as the kernel takes them, fit for tensor copies."""
+        """The tensors of a layer as the kernel takes them. Raises Misaligned if TMA cannot take one."""
         raise NotImplementedError
 
     @property
     def v_splits(self) -> int:
-        """Of a value row, each with row tiles of its own; as the kernel's key has it."""
+        """Parts of head_dim_v, each computed by row tiles of its own."""
         return 1
 
     @property
     def head_blocks(self) -> int:
-        """Row tiles of a token."""
+        """Row tiles of one token: packed heads times parts of head_dim_v."""
         return self.spec.heads_q // self.pack_gqa * self.v_splits
 
     @property
     def columns(self) -> int:
-        """Of a partial result."""
+        """Columns of a partial result."""
         return padded(self.spec.head_dim_v // self.v_splits)
 
     @property
     def max_splits(self) -> int:
-        """Into how many shares of its own a request's key range is cut at most; 0: into equal shares of the batch."""
+        """The most splits of a request's key range, by its own length; 0 for an even split of the batch's key tiles."""
         if self.tiles_per_split or not (self.split and self.spec.batch_invariant):
             return 0
-        held = MOST_SHARES_BYTES // (4 * self.pack_gqa * self.columns)
-        return max(1, min(MOST_SHARES, held, self.num_ctas // self.head_blocks))
+        affordable = MAX_SPLITS_BYTES // (4 * self.pack_gqa * self.columns)
+        return max(1, min(MAX_SPLITS, affordable, self.num_ctas // self.head_blocks))
 
     @property
     def tiles_per_split(self) -> int:
-        """Key tiles of a split that begins at fixed keys; 0 where splits depend on lengths."""
+        """Key tiles of a split, where splits begin at fixed keys; 0 where they depend on lengths."""
         return 0
 
     @property
-    def folding(self) -> int:
-        """float32s of what all blocks fold; 0 where splits do not begin at fixed keys."""
+    def fold_workspace(self) -> int:
+        """float32s in which CTAs keep the splits that they have combined; 0 without splits at fixed keys."""
         return self.num_ctas * fold_workspace_size(self.tile_m, self.columns) if self.tiles_per_split else 0
 
     def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results that blocks fold, then partial results of splits; and each request's first of these."""
+        """The fold workspace and the partial results of splits at fixed keys, and room for each request's first one."""
         splits = -(-batch.max_seq_len // (self.tiles_per_split * self.config.tile_n)) + 1
         row_tiles = max_row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack_gqa))
         wanted = row_tiles * self.head_blocks * splits * partial_size(rows, self.columns)
-        count = self.folding + min(wanted, MOST_PARTIALS_BYTES // 4)
+        count = self.fold_workspace + min(wanted, MAX_PARTIALS_BYTES // 4)
         bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
         return self.workspace.partials(count)[:count], bases
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Partial results of so many rows, and the ledger of the blocks."""
+        """`partials` of so many rows, and `scheduler_workspace`; see `args.py`."""
         if not self.split:
-            folding = self.workspace.partials(self.folding)[: self.folding] if self.folding else None
-            return folding, self.workspace.flags(COUNTERS)[:COUNTERS] if self.claims else None
+            folded = (
+                self.workspace.partials(self.fold_workspace)[: self.fold_workspace] if self.fold_workspace else None
+            )
+            return folded, self.workspace.flags(COUNTERS)[:COUNTERS] if self.dynamic_scheduler else None
         if self.tiles_per_split:
             return self.fixed_scratch(batch, rows)
         columns = self.columns
         if self.max_splits:
             tokens = self.tile_m // self.pack_gqa if self.max_query_len_served() is None else None
-            slots = max_row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
-            return self.workspace.partials(slots * partial_size(rows, columns)), None
+            count = max_row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
+            return self.workspace.partials(count * partial_size(rows, columns)), None
         split_ranges = self.workspace.integers(self.num_ctas * SPLIT_RANGE_FIELDS)[: self.num_ctas * SPLIT_RANGE_FIELDS]
-        # Of whole row tiles: the same for every batch.
+        # Whole row tiles, so that the size is the same for every batch.
         partials = self.workspace.partials(2 * self.num_ctas * partial_size(self.tile_m, columns))
         return partials, split_ranges.view(self.num_ctas, SPLIT_RANGE_FIELDS)
 
     def grid(self, batch: Batch, min_seqlen_q: int) -> int:
-        """Blocks to launch for the requests of so many queries or more."""
+        """CTAs to launch for the requests of min_seqlen_q queries or more."""
         return self.num_ctas
 
     def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
@@ -351,11 +242,11 @@ class LayerKernel:
         return self.key_type(config=self.config, **facts)
 
     def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
-        """Of all that launches may need which ask for lse or not, and have sinks of a dtype or none."""
+        """The keys of all kernels that launches may need, with or without LSE, with sinks of a dtype or none."""
         return [self.key(lse, sinks)]
 
     def function(self, lse: bool, sinks: torch.dtype | None) -> Function:
-        """What serves such operands, compiled when it is first asked for."""
+        """The compiled function for such operands. The first call compiles it."""
         facts = (lse, sinks, toolkit.libraries())
         if facts not in self._functions:
             self._functions[facts] = function_of(self.build, self.key(lse, sinks), self.target, facts[-1])
@@ -368,7 +259,7 @@ class LayerKernel:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return nothing
         spec, tensors = self.spec, self.tensors
-        # One at least: a grid has no dimension of 0.
+        # At least one: a grid cannot have a dimension of 0.
         rows = max(1, min(self.tile_m, min(max_seqlen_q, batch.max_query_len) * self.pack_gqa))
         causal = None if spec.causality is not Causality.PER_REQUEST else batch.causal
         requests = Requests(
@@ -396,25 +287,25 @@ class LayerKernel:
 
 
 class DenseKernel(LayerKernel):
-    """Keys and values of their own.
+    """Attention over keys and values, as opposed to MLA's latent rows.
 
     Attributes:
-        other: serves some batches in this one's place; None where this kernel serves all.
+        other: a second configuration, which serves some batches; None where one serves all.
     """
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         super().__init__(spec, target, workspace, config)
-        # A configuration that was asked for, or measured to be the best, is for all batches.
+        # A configuration that was asked for, or that a tuning record names, serves all batches.
         usual = config is None and self.config == self.default(spec)
         other = self.other_config() if usual else None
         self.other: DenseKernel | None = None if other is None else type(self)(spec, target, workspace, other)
 
     def other_config(self) -> Any:
-        """Of the kernel for some batches; None where there is none."""
+        """The second configuration; None where there is none."""
         return None
 
     def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
-        """Whether the other kernel serves a batch; longest: of the queries that are asked of this one."""
+        """Whether `other` serves a batch whose served requests have at most max_seqlen_q queries."""
         raise NotImplementedError
 
     def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
@@ -448,7 +339,7 @@ class DenseKernel(LayerKernel):
 
 
 class MlaKernel(LayerKernel):
-    """Absorbed MLA: values are the first elements of keys."""
+    """Absorbed MLA: a value is the latent part of a key."""
 
     key_type = MlaKey
 

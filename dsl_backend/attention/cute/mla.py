@@ -30,7 +30,7 @@ class MlaKey(LayerKey):
     config: MlaTileConfig
 
     @property
-    def claims(self) -> bool:
+    def dynamic_scheduler(self) -> bool:
         """Blocks of a cluster work on the same tile: tiles are dealt out in turn."""
         return False
 

@@ -67,7 +67,7 @@ class LayerKey:
     tiles_per_split: int = 0
 
     @property
-    def claims(self) -> bool:
+    def dynamic_scheduler(self) -> bool:
         """Whether whole query tiles are claimed by counters in memory."""
         return not self.split
 

@@ -8,7 +8,8 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.cute.host import by_head, fake_scale
+from dsl_backend.attention.cute.fake_args import fake_scale
+from dsl_backend.attention.cute.host import by_head
 from dsl_backend.attention.cute.tiles import NUMERIC, VECTOR
 from dsl_backend.attention.cute.write_kv import WriteKey, WriteRows
 from dsl_backend.attention.protocol import Writes

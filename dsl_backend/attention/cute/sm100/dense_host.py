@@ -3,7 +3,8 @@
 
 from dataclasses import replace
 
-from dsl_backend.attention.cute.host import DenseKernel, fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,

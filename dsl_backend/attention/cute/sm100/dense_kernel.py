@@ -54,8 +54,8 @@ class DenseKey(LayerKey):
             raise InvalidInput("pairs of blocks have whole query tiles, and key ranges are split: leave them off")
 
     @property
-    def claims(self) -> bool:
-        return super().claims and not self.config.use_clc
+    def dynamic_scheduler(self) -> bool:
+        return super().dynamic_scheduler and not self.config.use_clc
 
 
 class Barriers(NamedTuple):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernel of absorbed MLA for one layer spec."""
 
-from dsl_backend.attention.cute.host import MlaKernel, fake_args, fake_mla_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
+from dsl_backend.attention.cute.host import MlaKernel
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernels of dense attention for one layer spec."""
 
-from dsl_backend.attention.cute.host import DenseKernel, fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.sm90.dense_configs import (
     LONG_QUERY,
     DenseConfig,
