@@ -45,7 +45,7 @@ def ours() -> None:
 
 
 def theirs() -> None:
-    """In a process of its own. Gate and up rows take turns, and the product itself is not stored."""
+    """In a process of its own. Gate and up rows alternate, and the product itself is not stored."""
     pretend(ARCH)
     chosen = import_module("cases_quack").config(ARCH, tile_m=256, tile_n=256, cluster_m=2)
     x, weight = operands()
@@ -54,7 +54,7 @@ def theirs() -> None:
 
 
 def amounts(kernels: list[Kernel]) -> dict[str, float]:
-    """Of one block."""
+    """Of one CTA."""
     from emulator.profile.summary import charged
 
     main = main_kernel(kernels)
@@ -76,7 +76,7 @@ def amounts(kernels: list[Kernel]) -> dict[str, float]:
 def table() -> Iterator[str]:
     """Lines of a table in Markdown."""
     ours, theirs = (amounts(in_child(MODULE, provider)) for provider in PROVIDERS)
-    yield "| a tile of 256 x 256 sums, of one block | dsl | quack | ratio |"
+    yield "| a tile of 256 x 256 accumulators, of one CTA | dsl | quack | ratio |"
     yield "| --- | ---: | ---: | ---: |"
     for what, amount in ours.items():
         other = theirs.get(what, 0.0)

@@ -100,7 +100,7 @@ class Cublas(Column):
 
 
 class Quack(Column):
-    """quack's GEMM. Its gated epilogue wants gate and up rows in turn, which it is given: in a model that is repacking.
+    """quack's GEMM. Its gated epilogue needs alternating gate and up rows, as it gets here; a model would have to repack.
 
     Args:
         tuned: its autotuner chooses among its configurations, which compiles them all; else its default.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CuTe DSL linear layers of all SMs share: launches, tiles and who loads them, shares of a list of work."""
+"""GEMMs in CuTe DSL with bias, gated activation and residual; linear layers use them."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: a matrix product with what follows it, a gated activation above all, in one kernel."""
+"""Linear layers: a GEMM with bias, gated activation and residual in one kernel."""

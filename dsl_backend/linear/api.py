@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers, forward: a product with bias, gated activation and residual in one kernel.
+"""Linear layers, forward: a GEMM with bias, gated activation and residual in one kernel.
 
     hidden = api.linear(x, gate_up_weight, activation=Swiglu())
     api.linear(hidden, down_weight, residual=x, out=x)
 
-Sums, bias, activation and residual are float32, rounded once to the output's dtype. NaN and infinities propagate as in
-torch.
+Products are summed in float32; bias, activation and residual are float32 too. The result is rounded once, to the
+output's dtype. NaN and infinities propagate as in torch.
 """
 
 import torch
@@ -36,13 +36,14 @@ def linear(
         weight: [n, k]; with an activation [2 n, k], all gate rows first.
         bias: one for each row of the weight.
         residual: [rows, n], added behind the activation; may be out itself.
-        out: [rows, n], written in place and returned; may overlap no other tensor but as said. New by default.
+        out: [rows, n], written in place and returned; it may overlap no other tensor, except that it may be the residual. New by
+            default.
         activation: Swiglu(...) or Geglu(...); None is the plain product.
-        interleaved: the weight's and the bias' gate and up rows take turns: gate 0, up 0, gate 1, ...
-        batch_invariant: a row's result is the same bits whatever rows are beside it, on the same GPU. Few rows are
-            slower so.
-        spare_sms: streaming multiprocessors that the kernels in CuTe DSL leave to what runs at the same time on another
-            stream: from 0 to one less than the GPU has. Their blocks have whole ones to themselves.
+        interleaved: the weight's and the bias' gate and up rows alternate: gate 0, up 0, gate 1, ...
+        batch_invariant: a row's result has the same bits whatever the other rows are, on the same GPU. Few rows are
+            slower with it.
+        spare_sms: streaming multiprocessors that the CuTe DSL kernels leave to kernels on another stream: from 0 to one
+            less than the GPU has. A CTA of these kernels fills an SM.
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
 
     Rows of all tensors that start at multiples of 16 bytes, and n and k that are multiples of 8, are served fastest.

@@ -20,7 +20,7 @@ from dsl_backend.runtime import target as targets
 def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
     """Raises InvalidInput unless it has the shape (None is any), x's dtype and device, and neighbours side by side.
 
-    Asked for every tensor of every layer, so messages are put together where they are needed alone.
+    This runs for every tensor of every new layout, so messages are formatted only when they are raised.
     """
     checks.tensor(name, tensor)
     held = tensor.shape
@@ -63,7 +63,7 @@ def check_out(out: torch.Tensor, rows: int, n: int, x: torch.Tensor) -> None:
 
 
 def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
-    """The same matrix with strides that kernels expect: of a single column, or of a single row, any is allowed."""
+    """The same matrix with the strides that kernels expect; torch allows any stride of a single row or column."""
     rows, width = tensor.shape
     if (width > 1 or tensor.stride(1) == 1) and (rows > 1 or tensor.stride(0) == width):
         return tensor
@@ -97,7 +97,7 @@ def linear(
     facts = (facts_of(x), facts_of(weight), facts_of(bias), facts_of(residual), facts_of(out), *asked)
     try:
         known = _known.get(facts)
-    except TypeError:  # an option that cannot be a key: refused below
+    except TypeError:  # an unhashable option, which is refused below
         known = None
     if known is None:
         check_options(interleaved, batch_invariant, spare_sms, kernel)
@@ -125,7 +125,7 @@ def linear(
 
 
 def facts_of(tensor: torch.Tensor | None) -> object:
-    """All that is looked at in a tensor, but for its values: what a call's checks and its plan depend on."""
+    """All facts of a tensor that the checks and the plan depend on; its values are not among them."""
     if not isinstance(tensor, torch.Tensor):
         return type(tensor)
     gradient = tensor.requires_grad and torch.is_grad_enabled()
@@ -133,13 +133,13 @@ def facts_of(tensor: torch.Tensor | None) -> object:
 
 
 class Known(NamedTuple):
-    """What was found out about calls whose tensors lie alike: columns of the output, and plans by stream."""
+    """What is cached for calls with the same facts: columns of the output, and plans by stream."""
 
     n: int
     plans: dict[int, plan.LinearPlan]
 
 
-# A model asks with the same few layouts in every step, on the host's time: they are looked at once.
+# A model calls with the same few layouts in every step: they are checked once.
 LAYOUTS = 1 << 14
 _known: dict[object, Known] = {}
 
@@ -162,7 +162,7 @@ def check(
     """Columns of the output; raises InvalidInput where a tensor does not fit."""
     n = columns(x, weight, activation)
     rows = x.shape[0]
-    # Here and not with x's other checks: while torch.compile traces, nobody may know it.
+    # Not among the other checks of x: while torch.compile traces, the number of rows may be unknown.
     if rows > MOST:
         raise InvalidInput(f"x has {rows} rows: {MOST} are the most")
     if bias is not None:

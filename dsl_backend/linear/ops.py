@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers as operators that torch.compile sees as one node: `torch.ops.dsl_backend.linear` and two that write."""
+"""Linear layers as operators, each one node for torch.compile: `torch.ops.dsl_backend.linear` and in-place variants."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ from dsl_backend.runtime.op import register_op
 
 
 def encoded(activation: Activation | None) -> tuple[str, list[float]]:
-    """An activation as what an operator's schema can hold; `decoded` takes it back."""
+    """An activation in types that an operator's schema allows; `decoded` is the inverse."""
     if activation is None:
         return "none", []
     if isinstance(activation, Geglu):
@@ -129,7 +129,7 @@ def linear_add(
     spare_sms: int,
     kernel: str | None,
 ) -> None:
-    """Adds to out."""
+    """Adds the layer to out."""
     linear_out(x, weight, bias, out, out, activation, parameters, interleaved, batch_invariant, spare_sms, kernel)
 
 

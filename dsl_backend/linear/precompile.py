@@ -16,7 +16,7 @@ from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 
-# Of gates, in transformers' words. SiLU is what a model that says nothing has.
+# By the names of transformers. A model whose configuration names none has SiLU.
 ACTIVATIONS: Mapping[Any, Activation] = {
     "gelu": Geglu(),
     "gelu_new": Geglu(tanh=True),
@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[Any, Activation] = {
 
 
 def layer_specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator[LinearSpec]:
-    """Gate and up projections with their activation, of all of a decoder's layers, each once."""
+    """The gate and up projections of all layers of a decoder, with their activation; equal ones once."""
     dtype, text = getattr(torch, model.dtype), text_of(model.config)
     if dtype not in DTYPES or model.hidden_size % 8:
         return
@@ -48,7 +48,7 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 
 
 def precompile_specs_of(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of a layer, for any number of rows; none where others than CuTe DSL's serve it."""
+    """The kernels of a layer, for any number of rows; none where no CuTe DSL kernel serves it."""
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration a linear layer's CuTe DSL kernel gets for so many rows, and where another product is faster."""
+"""Which configuration the CuTe DSL kernel of a linear layer gets, and where an unfused product is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class ProblemShape(tuned.ProblemShape):
     """A layer's sizes, for a range of rows.
 
     Attributes:
-        least_rows, most_rows: of x, both within.
+        least_rows, most_rows: of x, both inclusive.
         n, k: columns of the output and of x.
         gated: with an activation, whose weight is [2 n, k].
-        sm_count: of the GPU, which may lend fewer than its name promises.
+        sm_count: of the GPU; a partition of it has fewer.
     """
 
     least_rows: PositiveInt
@@ -67,7 +67,7 @@ class ProblemShape(tuned.ProblemShape):
 
 @dataclass(frozen=True)
 class Unfused:
-    """No kernel of ours: the product by cuBLAS, then the activation by a kernel of its own."""
+    """No fused kernel: the product by cuBLAS, then the activation by another kernel."""
 
 
 TUNED_CONFIGS = tuned.TunedConfigs(
@@ -85,7 +85,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
 
 
 def problem_of(n: int, k: int, gated: bool, dtype: torch.dtype, sm_count: int) -> ProblemShape:
-    """A layer's, for one row."""
+    """The problem of a layer, for one row."""
     return ProblemShape(
         least_rows=1,
         most_rows=1,
@@ -120,7 +120,7 @@ def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
 
 
 def configs_of(spec: LinearSpec, target: Target) -> list[Config]:
-    """All that may be chosen for some number of rows: what is compiled before serving."""
+    """All configurations that some number of rows may get; these are compiled before serving."""
     found = (config for _, config in measured(spec, target, any_gpu=True))
     return list(dict.fromkeys((*candidates(spec, target), *found)))
 
@@ -136,5 +136,5 @@ def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemS
 
 @lru_cache(maxsize=1 << 16)
 def fused_is_faster(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> bool:
-    """Whether a gated layer is worth a kernel of its own, by what was measured; where nothing was, it is."""
+    """Whether the fused kernel of a gated layer is faster, by the tuning records; true where there are none."""
     return not any(problem.holds(rows) for problem in unfused(n, k, dtype, target))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers as test cases: their tensors, their oracle, random ones."""
+"""Test cases of linear layers: their tensors, their reference, random cases."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ ACTIVATIONS: tuple[Activation | None, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCase:
-    """A layer, and how it lies in memory.
+    """A layer, and the layout of its tensors.
 
     Attributes:
         pad_x, pad_weight, pad_out: elements between rows.
-        offset: elements that x begins after an aligned address.
-        gain: of x; products are of about this size.
+        offset: elements from an aligned address to x.
+        gain: scale of x, and roughly of the products.
         special: rows of x get NaN, infinities and zeros.
-        special_weights: rows of weights get them, gate and up rows in every combination from 25 columns on.
+        special_weights: rows of weights get them; with 25 columns or more in every combination of gate and up.
         in_place: the residual is the output.
     """
 
@@ -62,7 +62,7 @@ class LinearCase:
 
 
 class Tensors(NamedTuple):
-    """A case's tensors on a device; `api.linear` has the shapes. Between rows lie sentinels."""
+    """The tensors of a case on a device; shapes as in `api.linear`. The gaps between rows hold sentinels."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -72,7 +72,7 @@ class Tensors(NamedTuple):
 
 
 def strided(values: torch.Tensor, pad: int, offset: int, device: str) -> torch.Tensor:
-    """A matrix in a buffer with gaps between its rows, full of sentinels."""
+    """A matrix in a buffer whose gaps between rows hold sentinels."""
     rows, width = values.shape
     buffer = torch.full((offset + rows * (width + pad),), SENTINEL, dtype=values.dtype, device=device)
     view = buffer[offset:].view(rows, width + pad)[:, :width]
@@ -117,31 +117,31 @@ KINDS: tuple[Callable[[torch.Tensor], object], ...] = (
 
 
 def plant(rows: torch.Tensor, each: int = 1) -> None:
-    """A kind of trouble in `each` rows, then the next one, as often as there are rows; some rows have none."""
+    """Put special values into rows: `each` rows of one kind, then of the next; one kind changes nothing."""
     for index, row in enumerate(rows):
         KINDS[index // each % len(KINDS)](row)
 
 
 class Expected(NamedTuple):
-    """What a case's output is in float64, and what torch makes of it in the case's dtype."""
+    """The output of a case in float64, and what torch computes in the dtype of the case."""
 
     exact: torch.Tensor
     naive: torch.Tensor
 
 
 def expected(case: LinearCase, given: Tensors) -> Expected:
-    """To be taken before the case runs: its residual may be its output."""
+    """The expected output; compute it before the case runs, because the residual may be the output."""
     operands = (given.x, given.weight, given.bias, given.residual)
     how = {"activation": case.activation, "interleaved": case.interleaved}
     exact = reference.exact(*operands, **how)  # type: ignore[arg-type]
     naive = reference.exact(*operands, **how, dtype=case.dtype)  # type: ignore[arg-type]
-    # What the output's type cannot hold is an infinity there.
+    # Values that overflow the output's type become infinities.
     rounded = exact.to(torch.float32).to(case.dtype).double()
     return Expected(torch.where(rounded.isinf(), rounded, exact), naive)
 
 
 def judge(case: LinearCase, given: Tensors, wanted: Expected) -> None:
-    """The output's error fits, and nothing beside it was written."""
+    """Check that the error is within budget, and that nothing between rows was written."""
     out = given.out
     assert_within_budget(out, wanted.exact, wanted.naive, what=str(case))
     stride = case.n + case.pad_out
@@ -199,8 +199,8 @@ def random_case(
     """A random layer.
 
     Args:
-        most: rows, n and k are up to about so many.
-        facts: draws what kernels are compiled for, so that several cases may share it; by default `draw`.
+        most: rows, n and k are up to about this number.
+        facts: draws what kernels are compiled for, so that several cases can share a kernel; `draw` by default.
         aligned: rows start at multiples of 16 bytes, and n and k are multiples of 8.
     """
 

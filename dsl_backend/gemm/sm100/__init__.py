@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuTe DSL kernels of linear layers for SM100 and SM103: tcgen05 fed by TMA, sums in tensor memory."""
+"""GEMM kernels for SM100 and SM103: tcgen05 with accumulators in tensor memory, loads by TMA."""

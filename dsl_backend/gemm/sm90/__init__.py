@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuTe DSL kernels of linear layers for SM90: wgmma fed by TMA."""
+"""GEMM kernels for SM90: wgmma, loads by TMA."""

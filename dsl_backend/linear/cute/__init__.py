@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in CuTe DSL: keys and launches of the kernels in `gemm/`."""
+"""Linear layers by the CuTe DSL kernels in `gemm/`."""

@@ -36,7 +36,7 @@ def sigmoid(x):
 
 @triton.jit
 def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """Float32 tiles; LIMIT None clamps nothing, and a comparison keeps NaN where a minimum might not."""
+    """The activation of float32 tiles. LIMIT None clamps nothing; comparisons keep NaN, which a minimum may lose."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -77,7 +77,7 @@ def gemm_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Strides are of rows; weights of a part lie part_stride apart: gate and up."""
+    """Strides are those of rows. A gate row and its up row are part_stride apart."""
     tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(n, N)
     program = tl.program_id(0).to(tl.int64)
     first = program // (GROUPED * tiles_n) * GROUPED
