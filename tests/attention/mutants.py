@@ -225,7 +225,7 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM90",
-        "(parity|drop): .*mbarrier.try_wait.* in wait_read",
+        "(parity|drop): .*mbarrier.try_wait.* in wait_consumed",
         "it is about balance, when the next item is claimed: whoever posts it waits for its place",
     ),
     (
@@ -252,7 +252,7 @@ UNSEEN: Rows = [
     ),
     (
         "SM",
-        "drop: .*fence.acq_rel.gpu.* in leave",
+        "drop: .*fence.acq_rel.gpu.* in reset_semaphore",
         "the block that leaves last has also claimed last, and of a word's writers only the last one is known",
     ),
 ]

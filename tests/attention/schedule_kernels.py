@@ -112,6 +112,14 @@ class Sharing:
     def kernel(self, requests: Requests, split_ranges: cute.Tensor, posts: cute.Tensor):
         key, posted, tokens = self.key, Record(posts), self.tokens_per_tile
         scheduler = BalancedSplitKVTileScheduler(
-            key, posted, tokens, self.tile_n, requests, split_ranges, self.least, self.cluster, folds=self.folds
+            key,
+            posted,
+            tokens,
+            self.tile_n,
+            requests,
+            split_ranges,
+            self.least,
+            self.cluster,
+            pair_row_tiles=self.folds,
         )
         scheduler.run()

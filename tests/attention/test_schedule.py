@@ -212,19 +212,19 @@ MISTAKES = (
     Mistake(
         "read before it is there",
         clc,
-        "        cute.arch.mbarrier_wait(full, phase_of(had - 1, 1))\n",
+        "        cute.arch.mbarrier_wait(full, phase_of(count - 1, 1))\n",
         "",
     ),
-    Mistake("the phase of another response", clc, "phase_of(had - 1, 1)", "phase_of(had, 1)"),
-    Mistake("other bytes expected", clc, "(full, RESPONSE_BYTES)", "(full, RESPONSE_BYTES // 2)"),
-    Mistake("a place of its own count", clc, "return place if", "return cutlass.Int32(had) if"),
+    Mistake("the phase of another response", clc, "phase_of(count - 1, 1)", "phase_of(count, 1)"),
+    Mistake("other bytes expected", clc, "(full, CLC_RESPONSE_BYTES)", "(full, CLC_RESPONSE_BYTES // 2)"),
+    Mistake("a place of its own count", clc, "return tile_idx if", "return cutlass.Int32(count) if"),
     Mistake(
         "asks when there is none left",
         clc,
         "        self.work_pipeline.produce(",
-        "        self.next_place(posted + passed + 1, None)\n        self.work_pipeline.produce(",
+        "        self.next_tile_idx(num_produced + num_skipped + 1, None)\n        self.work_pipeline.produce(",
     ),
-    Mistake("uncounted behind the last item", clc, "passed += 1", "passed += 0"),
+    Mistake("uncounted behind the last item", clc, "num_skipped += 1", "num_skipped += 0"),
 )
 
 
@@ -242,7 +242,7 @@ def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatc
 
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into a cache together is taken one after another."""
-    monkeypatch.setattr(persistent, "SECTION_BYTES", 400 * 2 * 2 * 64)
+    monkeypatch.setattr(persistent, "L2_SECTION_BYTES", 400 * 2 * 2 * 64)
     (claimed,) = RAGGED.claimed(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
     sections = [(0, 1, 2), (3,), (5,)]
@@ -314,7 +314,7 @@ def test_shares(name: str, clusters: int, cluster: int) -> None:
     found, split_ranges = shared(lengths, blocks, q_lens, cluster)
     assert_shared(found, split_ranges, lengths, q_lens)
     if clusters > 1 and name in ("long", "one", "prompts"):
-        assert any(cut.parts for cut in split_ranges)
+        assert any(cut.num_splits for cut in split_ranges)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -364,7 +364,7 @@ def assert_shared(
         else:
             assert ends == [seen]
             assert parts[0][1].partial_idx == NOT_SPLIT
-    assert {block: cut for block, cut in enumerate(split_ranges) if cut.parts} == expected
+    assert {block: cut for block, cut in enumerate(split_ranges) if cut.num_splits} == expected
 
 
 def test_folds_stay_whole() -> None:
@@ -373,7 +373,7 @@ def test_folds_stay_whole() -> None:
     blocks = 18 * HEADS + 3 * HEADS
     found, split_ranges = shared(lengths, blocks, q_lens, tokens=4, folds=True)
     assert_shared(found, split_ranges, lengths, q_lens, tokens=4, folds=True)
-    assert not any(cut.parts for cut in split_ranges)
+    assert not any(cut.num_splits for cut in split_ranges)
     assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) == tiles
 
 
@@ -399,9 +399,9 @@ def test_shares_are_even(name: str) -> None:
     if len(set(tiles)) == 1:
         assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) <= tiles[0] * HEADS
         return
-    share = max(-(-HEADS * sum(tile + balanced.ITEM_TILES for tile in tiles) // blocks), LEAST)
+    share = max(-(-HEADS * sum(tile + balanced.OVERHEAD_ITERS for tile in tiles) // blocks), LEAST)
     begun = [
-        sum(work.n_block_max - work.n_block_min + balanced.ITEM_TILES * (work.n_block_min == 0) for work in items)
+        sum(work.n_block_max - work.n_block_min + balanced.OVERHEAD_ITERS * (work.n_block_min == 0) for work in items)
         for items in found
     ]
-    assert max(begun) <= share + balanced.ITEM_TILES
+    assert max(begun) <= share + balanced.OVERHEAD_ITERS

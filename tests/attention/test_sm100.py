@@ -3,15 +3,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import cutlass
 import pytest
 
 from dsl_backend.attention.cute.host import function_of, nothing
-from dsl_backend.attention.cute.mask import work_tile_of
-from dsl_backend.attention.cute.scheduler import persistent as schedule
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.two_cta import TwoCtaTileScheduler
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded
 from dsl_backend.attention.cute.sm100 import dense_correction as correct
@@ -195,15 +193,18 @@ def once(work: Any, thread: Any) -> Any:
     return cutlass.min(arrivals_of(work, thread), 1)
 
 
+WORK_TILE = Mask.work_tile
+
+
 def whole_to_the_end(*args: Any) -> Any:
     """The tile behind which a row's keys end is not masked."""
-    work = work_tile_of(*args)
+    work = WORK_TILE(*args)
     return work._replace(n_block_full_max=work.n_block_max)
 
 
 def whole_from_the_beginning(*args: Any) -> Any:
     """The tile before which a row's window begins is not masked."""
-    work = work_tile_of(*args)
+    work = WORK_TILE(*args)
     return work._replace(n_block_full_min=work.n_block_min)
 
 
@@ -226,12 +227,12 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ((softmax, correct), "arrivals_of", rounded_down),
         ((softmax,), "arrivals_of", once),
         ((correct,), "arrivals_of", once),
-        ((schedule,), "work_tile_of", whole_to_the_end),
-        ((schedule,), "work_tile_of", whole_from_the_beginning),
+        ((Mask,), "work_tile", whole_to_the_end),
+        ((Mask,), "work_tile", whole_from_the_beginning),
     ],
 )
 def test_mistakes_are_found(
-    monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ...], name: str, mistake: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[Any, ...], name: str, mistake: Callable[..., Any]
 ) -> None:
     for module in modules:
         monkeypatch.setattr(module, name, mistake)
@@ -441,7 +442,7 @@ def unwaited(*_: Any) -> None:
         (TwoCtaCorrectionWarps, "wait_summed", unwaited, 1),
         (TwoCtaCorrectionWarps, "clear_past", unwaited, 0),
         (TwoCtaMmaWarp, "wait_values", unwaited, 1),
-        (TwoCtaTileScheduler, "wait_read", unwaited, 1),
+        (TwoCtaTileScheduler, "wait_message_read", unwaited, 1),
         (TwoCtaForward, "meet", unwaited, 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -7,9 +7,10 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
-from dsl_backend.attention.cute.scheduler.requests import Requests, seqlens_of
-from dsl_backend.attention.cute.scheduler.split_kv import own_range, row_tile_of, splits_of
+from dsl_backend.attention.cute.scheduler.requests import Requests, seqlen_info_of
+from dsl_backend.attention.cute.scheduler.split_kv import even_splits_of, fixed_splits_of, row_tile_idx_of
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.softmax import normalized
@@ -128,6 +129,7 @@ class CombineThread:
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.held = requests.rows
+        self.mask = Mask(self.key, self.tile_n, requests)
         self.size = partial_size(requests.rows, merge.columns)
 
     # ------------------------------------------------------------------ who does what
@@ -154,8 +156,8 @@ class CombineThread:
         range_, place, _ = cute.arch.block_idx()
         num_ctas = cute.arch.grid_dim()[1]
         request, head_block = range_ // self.head_blocks, range_ % self.head_blocks
-        query, seqlen_q, seqlen_k = seqlens_of(self.requests, request, cute.size(self.requests.seqused_k))
-        _, parts = splits_of(self.key, self.tile_n, self.requests, seqlen_q, seqlen_k)
+        query, seqlen_q, seqlen_k = seqlen_info_of(self.requests, request, cute.size(self.requests.seqused_k))
+        _, parts = fixed_splits_of(self.mask, seqlen_q, seqlen_k)
         # Before any exit, as below.
         cute.arch.griddepcontrol_wait()
         base = bases[request]
@@ -202,8 +204,8 @@ class CombineThread:
     def own_parts(self, range_):
         """Of a request's range for a unit, as a Cut has them: parts, query row, unit, rows (0: nothing to merge)."""
         requests = self.requests
-        first, seqlen_q, seqlen_k = seqlens_of(requests, range_ // self.head_blocks, cute.size(requests.seqused_k))
-        _, tiles, share = own_range(self.key, self.tile_n, requests, self.least, seqlen_q, seqlen_k)
+        first, seqlen_q, seqlen_k = seqlen_info_of(requests, range_ // self.head_blocks, cute.size(requests.seqused_k))
+        _, tiles, share = even_splits_of(self.mask, self.least, seqlen_q, seqlen_k)
         parts, rows = (tiles + share - 1) // share, seqlen_q * self.key.pack_gqa
         if parts == 1 or seqlen_q < requests.min_seqlen_q or seqlen_q > requests.max_seqlen_q:
             rows = cutlass.Int32(0)
@@ -230,8 +232,8 @@ class CombineThread:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
                 cute.arch.griddepcontrol_wait()
             cut, own_cut = self.cut(split_ranges, entry), self.cut(split_ranges, own_entry)
-            many = cut.parts > FEW and item < cut.rows * self.slices
-            few = own_cut.parts > 0 and own_cut.parts <= FEW and own_item < own_cut.rows * self.slices
+            many = cut.num_splits > FEW and item < cut.num_rows * self.slices
+            few = own_cut.num_splits > 0 and own_cut.num_splits <= FEW and own_item < own_cut.num_rows * self.slices
             many, few = cute.arch.vote_ballot_sync(many), cute.arch.vote_ballot_sync(few)
             self.merge_some(split_ranges, own_entry, own_item, few, False)
             self.merge_some(split_ranges, entry, item, many, True)
@@ -385,7 +387,7 @@ class CombineThread:
             if cutlass.const_expr(self.tile_tokens is not None):
                 rows = cutlass.const_expr(self.tile_tokens * self.key.pack_gqa)
                 tile, m = row // rows, row % rows
-            number = row_tile_of(query, range_ // self.head_blocks, tile, self.tile_tokens)
+            number = row_tile_idx_of(query, range_ // self.head_blocks, tile, self.tile_tokens)
             base = (number * self.head_blocks + range_ % self.head_blocks) * self.key.max_splits
         return base, m
 

@@ -151,7 +151,7 @@ class TiledMla:
         if self.key.max_splits:
             # Neighbouring blocks have neighbouring units of a share: those of a cluster load the same keys.
             return SplitKVTileScheduler(
-                self.key, work_pipeline, tokens, self.tile_n, requests, config.min_split_tiles, several=True
+                self.key, work_pipeline, tokens, self.tile_n, requests, config.min_split_tiles, several_row_tiles=True
             )
         if self.key.split:
             return BalancedSplitKVTileScheduler(
@@ -164,7 +164,7 @@ class TiledMla:
                 config.min_split_tiles,
                 config.cluster,
                 COMBINE_TILES_MLA,
-                folds=True,
+                pair_row_tiles=True,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)
 

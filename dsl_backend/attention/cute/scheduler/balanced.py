@@ -1,322 +1,382 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balanced split-KV: each CTA gets a contiguous even share of all key tiles of the batch, in the manner of stream-K."""
+"""Balanced split-KV: every CTA gets a contiguous, even share of all key tiles of the batch, in the manner of stream-K.
 
-from typing import NamedTuple
+Stream-K (Osama et al., 2023; CUTLASS) lays the iterations of all output tiles end to end and gives each CTA an equal
+number of consecutive ones. Here an output tile is a row tile of a request for a head block, and an iteration is one of
+its key tiles. An output tile that crosses a boundary between CTAs is split: each of these CTAs leaves a partial result,
+and the combine kernel (combine.py) puts them together.
+"""
+
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import FAR, window_right, work_tile_of
+from dsl_backend.attention.cute.mask import UNBOUNDED
 from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
-from dsl_backend.attention.cute.scheduler.requests import WARP, Requests, seqlens_of, sum_through
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, no_work_tile
+from dsl_backend.attention.cute.scheduler.requests import (
+    WARP,
+    Requests,
+    SeqlenInfo,
+    from_lane,
+    seqlen_info_of,
+    warp_prefix_sum,
+    zero_unless_served,
+)
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, RowTile, WorkTilePipeline, no_work_tile
 from dsl_backend.primitives.math import quotient
 
-# Key tiles that a block may have beyond its share where that leaves ranges whole: a merge takes 3 to 4 us on an H200
-# besides reading what the blocks left, which is worth 4 more tiles with 64 rows of MLA. A dense tile takes some 2 us,
-# and one of MLA has twice the bytes.
+# Key tiles that a CTA may have beyond an even share where no output tile is split then. The combine kernel takes 3 to 4
+# us on an H200 besides reading the partial results, which count as 4 more tiles for 64 rows of MLA. A dense key tile
+# takes some 2 us, and one of MLA has twice the bytes.
 COMBINE_TILES, COMBINE_TILES_MLA = 2, 1
-# Parts of a range up to which a block may have fewer tiles than the least share, where what it leaves is no more than
-# they are: as many parts as the merge kernel reads at once. MLA with shares of 1 tile instead of 2 took 10.6 us instead
-# of 11.5 with 4 parts a range, and 13.1 instead of 12.1 with 128, on an H200; with 64 rows, which are 4 tiles, shares
-# of 2 took 20.8 instead of 19.6 with 4.
+# A CTA may have fewer key tiles than min_split_tiles while an output tile has at most this many splits, and while the
+# partial results are no more bytes than the key tiles. The combine kernel reads 64 splits at once. MLA with 1 tile for
+# each CTA instead of 2 took 10.6 us instead of 11.5 with 4 splits, and 13.1 instead of 12.1 with 128, on an H200; with
+# 64 rows, whose partial results are 4 tiles, 2 tiles took 20.8 us instead of 19.6 with 4.
 MAX_SPLITS_BELOW_MIN = 64
-# Key tiles that an item costs besides its own, where short ranges share a block: 0.4 of heads of 128, 0.6 of 64 on an
-# H200, for the latency of its first tile and for its result.
-ITEM_TILES = 1
+# Iterations that stand for the fixed cost of a work tile where short output tiles share a CTA: the latency of its first
+# key tile, and its result. Measured on an H200: 0.4 tiles with heads of 128, 0.6 with heads of 64.
+OVERHEAD_ITERS = 1
 
 
 class SplitRange(NamedTuple):
-    """A range that begins in a block's share and goes on behind it: what the block leaves for the merge kernel.
+    """An output tile that begins in a CTA's share and ends in a later one, which the combine kernel completes.
 
     Attributes:
-        parts: blocks that have some of it; 0 where there is no such range, and the others mean nothing.
-        query: its first query row. rows: of its row tile.
+        num_splits: CTAs that have a part of it; 0 where there is no such tile, and the other fields mean nothing.
+        q_offset: its first row of q. num_rows: of its row tile.
     """
 
-    parts: cutlass.Int32
-    query: cutlass.Int32
+    num_splits: cutlass.Int32
+    q_offset: cutlass.Int32
     head_block: cutlass.Int32
-    rows: cutlass.Int32
+    num_rows: cutlass.Int32
 
 
 SPLIT_RANGE_FIELDS = len(SplitRange._fields)
 
 
+class RequestTiles(NamedTuple):
+    """A request and its output tiles.
+
+    Attributes:
+        key_tiles: of each output tile: those of all keys of the request, or what a pair of row tiles sees together.
+        num_tiles: output tiles, or pairs of them.
+    """
+
+    offset_q: cutlass.Int32
+    seqlen_q: cutlass.Int32
+    seqlen_k: cutlass.Int32
+    key_tiles: cutlass.Int32
+    num_tiles: cutlass.Int32
+
+    @property
+    def info(self) -> SeqlenInfo:
+        return SeqlenInfo(self.offset_q, self.seqlen_q, self.seqlen_k)
+
+
+class Partition(NamedTuple):
+    """How the iterations of the batch are divided among CTAs, or clusters.
+
+    Attributes:
+        total_iters: of all output tiles. iters_per_cta: those of each CTA.
+        overhead_iters: at the beginning of each output tile, without a key tile.
+        min_tile_iters: of an output tile at least; those after its key tiles are empty.
+    """
+
+    total_iters: cutlass.Int32
+    iters_per_cta: cutlass.Int32
+    overhead_iters: cutlass.Int32
+    min_tile_iters: cutlass.Int32
+
+
 class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
-    """Equal, contiguous shares of all the key tiles of the batch (stream-K: Osama et al., 2023).
+    """An even, contiguous share of the batch's iterations for each CTA; the module's docstring defines the words.
 
-    Where requests shorter than a share are beside longer ones, a range begins with ITEM_TILES places without a tile:
-    else who gets many short ranges would have as many tiles to do as all others, and all their items besides. Where
-    ranges are not to be cut, all have as many places as the longest.
+    Where some requests are shorter than a share, each output tile begins with OVERHEAD_ITERS empty iterations.
+    Otherwise a CTA with many short tiles would have as many iterations as the others, and all their fixed costs too.
+    Where splitting costs more than it gains, every output tile has as many iterations as the longest, so that none is
+    split.
 
-    A key range that crosses blocks leaves partial results. A block holds two at most: that of a range which began
-    before it, in slot 2b, and that of one which goes on after it, in slot 2b + 1. Blocks of a cluster have the same
-    share, of neighbouring units: the first ones' slots come before all second ones'.
+    A CTA leaves at most two partial results: index 2 * cta for an output tile that began in an earlier CTA, and
+    2 * cta + 1 for one that goes on in a later CTA. The CTAs of a cluster have the same share of neighbouring head
+    blocks; `cta` then counts the first CTAs of all clusters before the second ones.
 
-    A range counts all keys of its request, although a prompt's first rows see few of them, unless prompts are folded:
-    then a request's row tiles lie in pairs, the last with the first and so on inwards. What the two see together
-    is nearly the same for every pair, so that all pairs of a request have as many places.
+    An output tile has all key tiles of its request, although the first row tiles of a causal prompt see few of them,
+    unless prompts are paired: then the first row tile of a request is an output tile together with the last, the second
+    with the last but one, and so on. All pairs of a request see nearly the same number of keys.
 
     Args:
-        cuts: [blocks, fields of a Cut], which blocks write.
-        folds: whether prompts may be folded, which costs nothing where there is none.
+        split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel.
+        min_split_tiles: key tiles of a CTA at least.
+        cluster: CTAs of a cluster.
+        combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
+        pair_row_tiles: prompts may be paired; costs nothing where there are none.
     """
 
     def __init__(
         self,
-        key,
-        work_pipeline,
+        key: Any,
+        work_pipeline: WorkTilePipeline,
         tokens_per_tile: int,
         tile_n: int,
         requests: Requests,
-        split_ranges,
-        least: int,
+        split_ranges: cute.Tensor,
+        min_split_tiles: int,
         cluster: int = 1,
-        spared: int = COMBINE_TILES,
-        folds: bool = False,
-    ):
+        combine_tiles: int = COMBINE_TILES,
+        pair_row_tiles: bool = False,
+    ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks = cluster, key.head_blocks // cluster
-        self.split_ranges, self.least, self.spared = split_ranges, least, spared
-        self.folds = folds and key.causality != "full" and not key.has_window_left
+        self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
+        self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
     @cute.jit
-    def read(self, request, count, folded):
-        """A lane's request: first query row, queries, keys, key tiles of a range or pair, and how many of these."""
-        first, seqlen_q, seqlen_k = seqlens_of(self.requests, request, count)
-        n_block_min = self.first_tile(seqlen_q, seqlen_k)
+    def request_tiles(self, request: cutlass.Int32, num_requests: cutlass.Int32, paired: cutlass.Int32):
+        """The RequestTiles of a lane's request."""
+        offset_q, seqlen_q, seqlen_k = seqlen_info_of(self.requests, request, num_requests)
+        n_block_min = self.mask.n_block_min(seqlen_k - seqlen_q)
         # At least one tile, so that every row is written.
-        tiles = cutlass.max((seqlen_k + self.tile_n - 1) // self.tile_n - n_block_min, 1)
-        row_tiles = (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile
-        if cutlass.const_expr(self.folds):
-            if folded != 0 and row_tiles > 1:
-                window_size_right = window_right(self.key, self.requests, request)
-                tiles = self.tiles_of_pair(seqlen_q, seqlen_k, tiles, row_tiles, window_size_right)
+        key_tiles = cutlass.max((seqlen_k + self.tile_n - 1) // self.tile_n - n_block_min, 1)
+        row_tiles = self.num_row_tiles(seqlen_q)
+        if cutlass.const_expr(self.may_pair):
+            if paired != 0 and row_tiles > 1:
+                window_size_right = self.mask.window_size_right(request)
+                key_tiles = self.key_tiles_of_pair(seqlen_q, seqlen_k, key_tiles, row_tiles, window_size_right)
                 row_tiles = (row_tiles + 1) // 2
-        ranges = row_tiles * self.head_blocks
-        if seqlen_q < self.requests.min_seqlen_q or seqlen_q > self.requests.max_seqlen_q:
-            ranges = cutlass.Int32(0)
-        return first, seqlen_q, seqlen_k, tiles, ranges
+        num_tiles = zero_unless_served(self.requests, seqlen_q, row_tiles * self.head_blocks)
+        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles)
 
     @cute.jit
-    def tiles_of_pair(self, seqlen_q, seqlen_k, tiles, row_tiles, window_size_right):
-        """The most that two row tiles of a request see together.
+    def key_tiles_of_pair(
+        self,
+        seqlen_q: cutlass.Int32,
+        seqlen_k: cutlass.Int32,
+        key_tiles: cutlass.Int32,
+        row_tiles: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+    ):
+        """Bound of the key tiles that two row tiles of a pair see together; key_tiles: those of the last row tile.
 
-        Row tile t sees as many steps of keys as 1 + t and what lies before the request's queries make up, of which
-        `per_tile` are a key tile; two see `steps`. Of a + b = steps, a and b are at most (steps - 2) / per_tile + 2
-        together where each is rounded up to key tiles.
-
-        Args:
-            tiles: that the last one sees.
+        Keys are counted in steps, of which a row tile and a key tile have a whole number. Row tile t sees the steps of
+        t + 1 row tiles and of the keys before the request's queries, so that both see a + b = `steps`. With `per_tile`
+        steps for each key tile, a and b rounded up to key tiles are at most (steps - 2) / per_tile + 2 together.
         """
         step = self.tokens_per_tile if self.tile_n % self.tokens_per_tile == 0 else 1
-        of_row_tile, per_tile = self.tokens_per_tile // step, self.tile_n // step
-        # Behind its queries a request has no keys.
-        before, behind = seqlen_k - seqlen_q + step - 1, cutlass.min(window_size_right, seqlen_q) + step - 1
-        steps = (row_tiles + 1) * of_row_tile + 2 * (before // step) + 2 * (behind // step)
-        # One that sees nothing has a tile as well.
-        both = cutlass.max((steps - 2) // per_tile + 2, tiles + 1)
-        return cutlass.min(both, 2 * tiles)
+        per_row_tile, per_tile = self.tokens_per_tile // step, self.tile_n // step
+        # A request has no keys after its last query.
+        before, after = seqlen_k - seqlen_q + step - 1, cutlass.min(window_size_right, seqlen_q) + step - 1
+        steps = (row_tiles + 1) * per_row_tile + 2 * (before // step) + 2 * (after // step)
+        # A row tile that sees no key has one tile as well.
+        both = cutlass.max((steps - 2) // per_tile + 2, key_tiles + 1)
+        return cutlass.min(both, 2 * key_tiles)
 
     @cute.jit
-    def read_chunk(self, held, chunk, lane, count, folded):
-        """What `read` gives of the lane's request in a chunk of WARP; held: in the first one, often the only one."""
-        first, seqlen_q, seqlen_k, tiles, ranges = held
+    def chunk_tiles(
+        self,
+        first_chunk: RequestTiles,
+        chunk: cutlass.Int32,
+        lane: cutlass.Int32,
+        num_requests: cutlass.Int32,
+        paired: cutlass.Int32,
+    ):
+        """The RequestTiles of the lane's request in a chunk of WARP requests. The first, often only, one is kept."""
+        offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = first_chunk
         if chunk > 0:
-            first, seqlen_q, seqlen_k, tiles, ranges = self.read(chunk * WARP + lane, count, folded)
-        return first, seqlen_q, seqlen_k, tiles, ranges
-
-    @cute.jit
-    def first_tile(self, seqlen_q, seqlen_k):
-        """The first that any query of a request sees."""
-        n_block_min = cutlass.Int32(0)
-        if cutlass.const_expr(self.key.has_window_left):
-            n_block_min = cutlass.max(seqlen_k - seqlen_q - self.requests.window_size_left, 0) // self.tile_n
-        return n_block_min
+            offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.request_tiles(
+                chunk * WARP + lane, num_requests, paired
+            )
+        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles)
 
     @cute.jit
     def run(self):
-        count = cutlass.Int32(cute.size(self.requests.seqused_k))
+        num_requests = cutlass.Int32(cute.size(self.requests.seqused_k))
         lane = cute.arch.lane_idx()
-        place_in_grid, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
-        rank, block, num_ctas = place_in_grid % self.cluster, place_in_grid // self.cluster, num_ctas // self.cluster
-        mine = rank * num_ctas + block
-        folded = cutlass.Int32(0)
-        held = self.read(lane, count, folded)
-        total, share, lead, least_span = self.even_shares(held, count, lane, num_ctas, folded)
-        if cutlass.const_expr(self.folds):
-            # Where no block has two ranges, the longest one is all that counts.
-            if (least_span == 0 or share > least_span) and self.requests.max_seqlen_q > self.tile_n:
-                folded = cutlass.Int32(1)
-                held = self.read(lane, count, folded)
-                total, share, lead, least_span = self.even_shares(held, count, lane, num_ctas, folded)
-        place = block * share
-        share_end = cutlass.min(place + share, total)
-        posted, parts, seen = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        cta, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        cta_rank, cluster_idx, num_clusters = cta % self.cluster, cta // self.cluster, num_ctas // self.cluster
+        partial_cta = cta_rank * num_clusters + cluster_idx
+        paired = cutlass.Int32(0)
+        first_chunk = self.request_tiles(lane, num_requests, paired)
+        partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
+        if cutlass.const_expr(self.may_pair):
+            # Where no CTA has two output tiles, pairs would not shorten the longest one.
+            if (
+                partition.min_tile_iters == 0 or partition.iters_per_cta > partition.min_tile_iters
+            ) and self.requests.max_seqlen_q > self.tile_n:
+                paired = cutlass.Int32(1)
+                first_chunk = self.request_tiles(lane, num_requests, paired)
+                partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
+        total_iters, iters_per_cta, overhead_iters, _ = partition
+        iter_idx = cluster_idx * iters_per_cta
+        cta_end = cutlass.min(iter_idx + iters_per_cta, total_iters)
+        num_produced, num_splits, chunk_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         split_ranges = self.split_ranges
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            values = self.read_chunk(held, chunk, lane, count, folded)
-            through = sum_through(values[4] * self.span(values, lead, least_span, folded)) + seen
-            seen = cute.arch.shuffle_sync(through, WARP - 1)
-            while place < cutlass.min(seen, share_end):
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
-                of_owner = [cute.arch.shuffle_sync(value, owner) for value in values]
-                behind, request = cute.arch.shuffle_sync(through, owner), chunk * WARP + owner
-                span, offset, of_range, head_block, row = self.range_at(
-                    of_owner, request, behind, place, lead, least_span, folded
+        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
+            tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
+            request_end = warp_prefix_sum(tiles.num_tiles * self.tile_iters(tiles, partition, paired)) + chunk_end
+            chunk_end = cute.arch.shuffle_sync(request_end, WARP - 1)
+            while iter_idx < cutlass.min(chunk_end, cta_end):
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
+                own = from_lane(tiles, owner)
+                own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
+                tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
+                    own, request, own_end, iter_idx, partition, paired
                 )
-                start = place - offset + lead
-                places = cutlass.min(span - offset, share_end - place)
-                tile = cutlass.max(offset - lead, 0)
-                taken = cutlass.min(cutlass.max(offset + places - lead, 0), of_range) - tile
-                if taken > 0:
-                    first_row, asked, kept, _, _ = of_owner
-                    slot = cutlass.Int32(NOT_SPLIT)
-                    if taken < of_range:
-                        slot = 2 * mine + (1 if start >= block * share else 0)
-                    rows = cutlass.min(asked - row, self.tokens_per_tile) * self.key.pack_gqa
-                    head_block = head_block * self.cluster + rank
-                    work = self.piece(request, first_row, asked, kept, head_block, row, rows, tile, taken, slot)
-                    self.work_pipeline.produce(posted, work)
-                    posted += 1
-                    if taken < of_range and start >= block * share:
-                        parts = quotient(start + of_range - 1, share) - block + 1
+                tile_start = iter_idx - offset + overhead_iters
+                own_iters = cutlass.min(tile_iters - offset, cta_end - iter_idx)
+                first_tile = cutlass.max(offset - overhead_iters, 0)
+                own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
+                if own_tiles > 0:
+                    partial_idx = cutlass.Int32(NOT_SPLIT)
+                    if own_tiles < key_tiles:
+                        partial_idx = 2 * partial_cta + (1 if tile_start >= cluster_idx * iters_per_cta else 0)
+                    num_rows = cutlass.min(own.seqlen_q - token, self.tokens_per_tile) * self.key.pack_gqa
+                    head_block = head_block * self.cluster + cta_rank
+                    work = self.split_tile(
+                        request, own.info, head_block, token, num_rows, first_tile, own_tiles, partial_idx
+                    )
+                    self.work_pipeline.produce(num_produced, work)
+                    num_produced += 1
+                    if own_tiles < key_tiles and tile_start >= cluster_idx * iters_per_cta:
+                        num_splits = quotient(tile_start + key_tiles - 1, iters_per_cta) - cluster_idx + 1
                         if lane == 0:
-                            split_ranges[mine, 1], split_ranges[mine, 2], split_ranges[mine, 3] = (
-                                first_row + row,
-                                head_block,
-                                rows,
-                            )
-                place += places
+                            (
+                                split_ranges[partial_cta, 1],
+                                split_ranges[partial_cta, 2],
+                                split_ranges[partial_cta, 3],
+                            ) = (own.offset_q + token, head_block, num_rows)
+                iter_idx += own_iters
         if lane == 0:
-            split_ranges[mine, 0] = parts
-        self.work_pipeline.produce(posted, no_work_tile())
+            split_ranges[partial_cta, 0] = num_splits
+        self.work_pipeline.produce(num_produced, no_work_tile())
 
     @cute.jit
-    def items_in(self, seqlen_q, folded):
-        """Row tiles that lie together: those of a pair, or one."""
-        items = cutlass.Int32(1)
-        if cutlass.const_expr(self.folds):
-            items = cutlass.Int32(2) if folded != 0 and seqlen_q > self.tokens_per_tile else items
-        return items
+    def row_tiles_of_output_tile(self, seqlen_q: cutlass.Int32, paired: cutlass.Int32):
+        """2 for pairs, else 1."""
+        row_tiles = cutlass.Int32(1)
+        if cutlass.const_expr(self.may_pair):
+            row_tiles = cutlass.Int32(2) if paired != 0 and seqlen_q > self.tokens_per_tile else row_tiles
+        return row_tiles
 
     @cute.jit
-    def span(self, of_request, lead, least_span, folded):
-        """Places of a request's range or pair; of_request: what `read` gives."""
-        _, seqlen_q, _, tiles, _ = of_request
-        return cutlass.max(tiles + lead * self.items_in(seqlen_q, folded), least_span)
+    def tile_iters(self, tiles: RequestTiles, partition: Partition, paired: cutlass.Int32):
+        """Iterations of an output tile, or of a pair."""
+        overhead_iters = partition.overhead_iters * self.row_tiles_of_output_tile(tiles.seqlen_q, paired)
+        return cutlass.max(tiles.key_tiles + overhead_iters, partition.min_tile_iters)
 
     @cute.jit
-    def range_at(self, of_request, request, behind, place, lead, least_span, folded):
-        """The range of a request that a place belongs to.
-
-        Args:
-            of_request: what `read` gives. behind: the place behind the request's ranges.
+    def output_tile_at(
+        self,
+        tiles: RequestTiles,
+        request: cutlass.Int32,
+        request_end: cutlass.Int32,
+        iter_idx: cutlass.Int32,
+        partition: Partition,
+        paired: cutlass.Int32,
+    ):
+        """The output tile of a request that an iteration belongs to; request_end: the iteration after the request's.
 
         Returns:
-            (its places, which of them this is, its key tiles, its unit of a cluster, its first token)
+            (its iterations, which of them this is, its key tiles, its head block in a cluster's, its first token)
         """
-        _, seqlen_q, seqlen_k, tiles, ranges = of_request
-        span = self.span(of_request, lead, least_span, folded)
-        within = place - (behind - ranges * span)
-        item = quotient(within, span)
-        offset = within - item * span
-        of_unit = ranges // self.head_blocks
-        head_block, row_tile = item, cutlass.Int32(0)
-        if of_unit > 1:
-            head_block = quotient(item, of_unit)
-            row_tile = item - head_block * of_unit
-        if cutlass.const_expr(self.folds):
-            if self.items_in(seqlen_q, folded) > 1:
-                window_size_right = window_right(self.key, self.requests, request)
-                later = (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile - 1 - row_tile
-                _, tiles = self.range_of(seqlen_q, seqlen_k, later * self.tokens_per_tile, window_size_right)
-                places = tiles + lead
-                if offset >= places and later > row_tile:
-                    _, tiles = self.range_of(seqlen_q, seqlen_k, row_tile * self.tokens_per_tile, window_size_right)
-                    span, offset = span - places, offset - places
+        tile_iters = self.tile_iters(tiles, partition, paired)
+        request_iter = iter_idx - (request_end - tiles.num_tiles * tile_iters)
+        tile_idx = quotient(request_iter, tile_iters)
+        offset = request_iter - tile_idx * tile_iters
+        tiles_per_head_block = tiles.num_tiles // self.head_blocks
+        head_block, row_tile, key_tiles = tile_idx, cutlass.Int32(0), tiles.key_tiles
+        if tiles_per_head_block > 1:
+            head_block = quotient(tile_idx, tiles_per_head_block)
+            row_tile = tile_idx - head_block * tiles_per_head_block
+        if cutlass.const_expr(self.may_pair):
+            if self.row_tiles_of_output_tile(tiles.seqlen_q, paired) > 1:
+                window_size_right = self.mask.window_size_right(request)
+                later = self.num_row_tiles(tiles.seqlen_q) - 1 - row_tile
+                _, key_tiles = self.n_block_range(tiles.info, later * self.tokens_per_tile, window_size_right)
+                later_iters = key_tiles + partition.overhead_iters
+                if offset >= later_iters and later > row_tile:
+                    _, key_tiles = self.n_block_range(tiles.info, row_tile * self.tokens_per_tile, window_size_right)
+                    tile_iters, offset = tile_iters - later_iters, offset - later_iters
                 else:
                     if later > row_tile:
-                        span = places
+                        tile_iters = later_iters
                     row_tile = later
-        return span, offset, tiles, head_block, row_tile * self.tokens_per_tile
+        return tile_iters, offset, key_tiles, head_block, row_tile * self.tokens_per_tile
 
     @cute.jit
-    def even_shares(self, held, count, lane, num_ctas, folded):
-        """How all ranges, or pairs of them, are dealt out to so many blocks, or clusters.
-
-        Args:
-            held: as in `read_chunk`.
-
-        Returns:
-            (places of all ranges, of a block, of a range before its first tile, and of a range at least)
-        """
-        total, ranges, most_tiles, fewest_tiles = (
-            cutlass.Int32(0),
-            cutlass.Int32(0),
-            cutlass.Int32(1),
-            cutlass.Int32(FAR),
-        )
-        items = cutlass.Int32(0)
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            _, seqlen_q, _, tiles, own = self.read_chunk(held, chunk, lane, count, folded)
-            total += own * tiles
-            ranges += own
-            together = self.items_in(seqlen_q, folded)
-            items += own * together
-            if own > 0:
-                most_tiles, fewest_tiles = (
-                    cutlass.max(most_tiles, tiles),
-                    cutlass.min(fewest_tiles, quotient(tiles, together)),
-                )
-        total, ranges = (cute.arch.warp_redux_sync(value, "add") for value in (total, ranges))
-        most_tiles, fewest_tiles = (
-            cute.arch.warp_redux_sync(most_tiles, "max"),
-            cute.arch.warp_redux_sync(fewest_tiles, "min"),
-        )
-        share = quotient(total + num_ctas - 1, num_ctas)
-        merged = self.merged_tiles()
-        if most_tiles > MAX_SPLITS_BELOW_MIN * share or merged > share:
-            share = cutlass.max(share, self.least)
-        lead, least_span = cutlass.Int32(0), cutlass.Int32(0)
-        whole = quotient(ranges + num_ctas - 1, num_ctas) * most_tiles
-        if whole <= share + self.spared + merged:
-            # Merging would cost more than blocks idle that have shorter ranges than others, or none.
-            total, share, least_span = ranges * most_tiles, whole, most_tiles
-        elif fewest_tiles < cutlass.min(share, most_tiles):
-            lead = cutlass.Int32(ITEM_TILES)
-            total += cute.arch.warp_redux_sync(items, "add") * lead
-            share = cutlass.max(quotient(total + num_ctas - 1, num_ctas), share)
-        return total, share, lead, least_span
+    def partition(
+        self,
+        first_chunk: RequestTiles,
+        num_requests: cutlass.Int32,
+        lane: cutlass.Int32,
+        num_ctas: cutlass.Int32,
+        paired: cutlass.Int32,
+    ):
+        """The Partition of all output tiles, or pairs of them, among so many CTAs, or clusters."""
+        total_iters, num_tiles, row_tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        most_key_tiles, fewest_key_tiles = cutlass.Int32(1), cutlass.Int32(UNBOUNDED)
+        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
+            tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
+            total_iters += tiles.num_tiles * tiles.key_tiles
+            num_tiles += tiles.num_tiles
+            row_tiles_each = self.row_tiles_of_output_tile(tiles.seqlen_q, paired)
+            row_tiles += tiles.num_tiles * row_tiles_each
+            if tiles.num_tiles > 0:
+                most_key_tiles = cutlass.max(most_key_tiles, tiles.key_tiles)
+                fewest_key_tiles = cutlass.min(fewest_key_tiles, quotient(tiles.key_tiles, row_tiles_each))
+        total_iters, num_tiles = (cute.arch.warp_redux_sync(value, "add") for value in (total_iters, num_tiles))
+        most_key_tiles = cute.arch.warp_redux_sync(most_key_tiles, "max")
+        fewest_key_tiles = cute.arch.warp_redux_sync(fewest_key_tiles, "min")
+        iters_per_cta = quotient(total_iters + num_ctas - 1, num_ctas)
+        partial_tiles = self.key_tiles_of_partials()
+        if most_key_tiles > MAX_SPLITS_BELOW_MIN * iters_per_cta or partial_tiles > iters_per_cta:
+            iters_per_cta = cutlass.max(iters_per_cta, self.min_split_tiles)
+        overhead_iters, min_tile_iters = cutlass.Int32(0), cutlass.Int32(0)
+        unsplit_iters = quotient(num_tiles + num_ctas - 1, num_ctas) * most_key_tiles
+        if unsplit_iters <= iters_per_cta + self.combine_tiles + partial_tiles:
+            # Combining would cost more than the time that CTAs with shorter output tiles, or with none, are idle.
+            total_iters, iters_per_cta, min_tile_iters = num_tiles * most_key_tiles, unsplit_iters, most_key_tiles
+        elif fewest_key_tiles < cutlass.min(iters_per_cta, most_key_tiles):
+            overhead_iters = cutlass.Int32(OVERHEAD_ITERS)
+            total_iters += cute.arch.warp_redux_sync(row_tiles, "add") * overhead_iters
+            iters_per_cta = cutlass.max(quotient(total_iters + num_ctas - 1, num_ctas), iters_per_cta)
+        return Partition(total_iters, iters_per_cta, overhead_iters, min_tile_iters)
 
     @cute.jit
-    def merged_tiles(self):
-        """The two partial results that a block may leave, in bytes of a key tile."""
-        row, tile = cutlass.const_expr(2 * 4 * self.key.columns), cutlass.const_expr(self.tile_n * self.key.key_bytes)
-        return (self.requests.rows * row + tile // 2) // tile
+    def key_tiles_of_partials(self):
+        """The two partial results that a CTA may leave, in key tiles of as many bytes."""
+        row_bytes = cutlass.const_expr(2 * 4 * self.key.columns)
+        tile_bytes = cutlass.const_expr(self.tile_n * self.key.key_bytes)
+        return (self.requests.rows * row_bytes + tile_bytes // 2) // tile_bytes
 
     @cute.jit
-    def piece(self, request, first, seqlen_q, seqlen_k, head_block, row, rows, tile, taken, slot):
-        position = seqlen_k - seqlen_q + row
-        window_size_right = window_right(self.key, self.requests, request)
-        n_block_min = self.first_tile(seqlen_q, seqlen_k) + tile
-        n_block_max = n_block_min + taken
-        if slot == NOT_SPLIT:
-            # Of what the request's queries see, that which these do.
-            n_block_min, n_block_max = self.range_of(seqlen_q, seqlen_k, row, window_size_right)
-        return work_tile_of(
-            self.key,
-            self.requests,
-            self.tile_n,
-            request,
-            first + row,
-            rows,
-            head_block,
-            position,
-            seqlen_k,
-            n_block_min,
-            n_block_max,
-            window_size_right,
-            slot,
+    def split_tile(
+        self,
+        request: cutlass.Int32,
+        info: SeqlenInfo,
+        head_block: cutlass.Int32,
+        token: cutlass.Int32,
+        num_rows: cutlass.Int32,
+        first_tile: cutlass.Int32,
+        num_key_tiles: cutlass.Int32,
+        partial_idx: cutlass.Int32,
+    ):
+        """A row tile against key tiles `first_tile` ... of the output tile; all that it sees where it is not split."""
+        q_position = info.seqlen_k - info.seqlen_q + token
+        window_size_right = self.mask.window_size_right(request)
+        n_block_min = self.mask.n_block_min(info.seqlen_k - info.seqlen_q) + first_tile
+        n_block_max = n_block_min + num_key_tiles
+        if partial_idx == NOT_SPLIT:
+            n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
+        tile = RowTile(
+            request=request,
+            q_offset=info.offset_q + token,
+            num_rows=num_rows,
+            head_block=head_block,
+            q_position=q_position,
+            seqlen_k=info.seqlen_k,
+            window_size_right=window_size_right,
         )
+        return self.mask.work_tile(tile, n_block_min, n_block_max, partial_idx)

@@ -1,234 +1,263 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile schedulers for whole key ranges: static persistent, and dynamic persistent by an atomic counter."""
+"""Persistent tile schedulers whose work tiles have all key tiles of a row tile: static, and dynamic by a counter."""
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import window_right, work_tile_of
-from dsl_backend.attention.cute.scheduler.requests import WARP, Requests, seqlens_of, sum_through
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, no_work_tile
+from dsl_backend.attention.cute.mask import Mask
+from dsl_backend.attention.cute.scheduler.requests import (
+    WARP,
+    Requests,
+    SeqlenInfo,
+    from_lane,
+    seqlen_info_of,
+    warp_prefix_sum,
+    zero_unless_served,
+)
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, RowTile, WorkTilePipeline, no_work_tile
 
-# Of keys and values that row tiles of the same length are taken together for: half an H200's L2.
-SECTION_BYTES = 25 << 20
-SHORT = 4  # key tiles of an item beside which the next one is claimed at once
+# Bytes of keys and values whose requests are processed together: half an H200's L2.
+L2_SECTION_BYTES = 25 << 20
+# A work tile of at most so many key tiles is short: the next tile index is claimed before the consumers have read it.
+SHORT_KEY_TILES = 4
 
 
 class StaticPersistentTileScheduler:
-    """Whole query tiles, dealt out in turn: a request's last first, which see the most keys, all heads side by side.
+    """CTA i processes tiles i, i + grid size, ...: of each request the last row tile first, which sees the most keys.
 
-    Blocks of a cluster get neighbouring units of a tile.
+    The head blocks of a row tile are neighbours, so that the CTAs of a cluster have the same row tile.
+
+    Args:
+        key: the `LayerKey`.
+        tokens_per_tile: tokens of a row tile. tile_n: keys of a key tile.
     """
 
-    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests: Requests):
+    def __init__(
+        self, key: Any, work_pipeline: WorkTilePipeline, tokens_per_tile: int, tile_n: int, requests: Requests
+    ) -> None:
         self.key, self.work_pipeline, self.requests = key, work_pipeline, requests
         self.tokens_per_tile, self.tile_n = tokens_per_tile, tile_n
         self.head_blocks = key.head_blocks
+        self.mask = Mask(key, tile_n, requests)
 
     @cute.jit
     def run(self):
-        count = cutlass.Int32(cute.size(self.requests.seqused_k))
+        """By all lanes of the scheduler warp: lanes read a request each, then all of them find the CTA's tiles."""
+        num_requests = cutlass.Int32(cute.size(self.requests.seqused_k))
         lane = cute.arch.lane_idx()
-        place, step = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
-        posted = cutlass.Int32(0)
-        seen = cutlass.Int32(0)
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
-            request = chunk * WARP + lane
-            first, seqlen_q, seqlen_k = seqlens_of(self.requests, request, count)
-            tiles = self.items_of(seqlen_q, seqlen_k)
-            if seqlen_q < self.requests.min_seqlen_q or seqlen_q > self.requests.max_seqlen_q:
-                tiles = cutlass.Int32(0)
-            through = sum_through(tiles) + seen
-            seen = cute.arch.shuffle_sync(through, WARP - 1)
-            while place < seen:
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
-                values = [cute.arch.shuffle_sync(value, owner) for value in (first, seqlen_q, seqlen_k, tiles, through)]
-                self.work_pipeline.produce(posted, self.item(place, chunk * WARP + owner, *values))
-                posted += 1
-                place += step
-        self.work_pipeline.produce(posted, no_work_tile())
+        tile_idx, grid_size = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        num_produced = cutlass.Int32(0)
+        chunk_end = cutlass.Int32(0)
+        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
+            info = seqlen_info_of(self.requests, chunk * WARP + lane, num_requests)
+            num_tiles = zero_unless_served(self.requests, info.seqlen_q, self.num_tiles(info))
+            tile_end = warp_prefix_sum(num_tiles) + chunk_end
+            chunk_end = cute.arch.shuffle_sync(tile_end, WARP - 1)
+            while tile_idx < chunk_end:
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(tile_end <= tile_idx))
+                own_info = from_lane(info, owner)
+                own_tiles, own_end = (cute.arch.shuffle_sync(value, owner) for value in (num_tiles, tile_end))
+                local_idx = tile_idx - (own_end - own_tiles)
+                work = self.work_tile(chunk * WARP + owner, own_info, local_idx, own_tiles)
+                self.work_pipeline.produce(num_produced, work)
+                num_produced += 1
+                tile_idx += grid_size
+        self.work_pipeline.produce(num_produced, no_work_tile())
 
     @cute.jit
-    def items_of(self, seqlen_q, seqlen_k):
-        return (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile * self.head_blocks
+    def num_row_tiles(self, seqlen_q: cutlass.Int32):
+        """Row tiles of a request."""
+        return (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile
 
     @cute.jit
-    def item(self, place, request, first, seqlen_q, seqlen_k, tiles, through):
-        local = place - (through - tiles)
-        row = (tiles // self.head_blocks - 1 - local // self.head_blocks) * self.tokens_per_tile
-        window_size_right = window_right(self.key, self.requests, request)
-        return self.tile(request, first, seqlen_q, seqlen_k, local % self.head_blocks, row, window_size_right)
+    def num_tiles(self, info: SeqlenInfo):
+        """Work tiles of a request."""
+        return self.num_row_tiles(info.seqlen_q) * self.head_blocks
 
     @cute.jit
-    def range_of(self, seqlen_q, seqlen_k, row, window_size_right):
-        """The key tiles of the row tile that begins at a token of a request: begin, end."""
-        position = seqlen_k - seqlen_q + row
-        n_block_min, stop = cutlass.Int32(0), seqlen_k
-        if cutlass.const_expr(self.key.has_window_left):
-            n_block_min = cutlass.max(position - self.requests.window_size_left, 0) // self.tile_n
-        if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
-            tokens = cutlass.min(seqlen_q - row, self.tokens_per_tile)
-            stop = cutlass.min(seqlen_k, cutlass.max(position + tokens + window_size_right, 0))
-        # At least one tile, so that every row is written.
-        return n_block_min, cutlass.max((stop + self.tile_n - 1) // self.tile_n, n_block_min + 1)
+    def work_tile(self, request: cutlass.Int32, info: SeqlenInfo, local_idx: cutlass.Int32, num_tiles: cutlass.Int32):
+        """The request's `local_idx`-th work tile of `num_tiles`."""
+        token = (num_tiles // self.head_blocks - 1 - local_idx // self.head_blocks) * self.tokens_per_tile
+        window_size_right = self.mask.window_size_right(request)
+        return self.unsplit(request, info, local_idx % self.head_blocks, token, window_size_right)
 
     @cute.jit
-    def tile(self, request, first, seqlen_q, seqlen_k, head_block, row, window_size_right):
-        """The item of a row tile."""
-        n_block_min, n_block_max = self.range_of(seqlen_q, seqlen_k, row, window_size_right)
-        return self.part(
-            request,
-            first,
-            seqlen_q,
-            seqlen_k,
-            head_block,
-            row,
-            window_size_right,
-            n_block_min,
-            n_block_max,
-            cutlass.Int32(NOT_SPLIT),
-        )
+    def n_block_range(self, info: SeqlenInfo, token: cutlass.Int32, window_size_right: cutlass.Int32):
+        """(n_block_min, n_block_max) of the row tile that begins at a token of the request."""
+        return self.mask.n_block_range(info.seqlen_q, info.seqlen_k, token, window_size_right, self.tokens_per_tile)
 
     @cute.jit
-    def part(
-        self, request, first, seqlen_q, seqlen_k, head_block, row, window_size_right, n_block_min, n_block_max, slot
+    def row_tile(
+        self,
+        request: cutlass.Int32,
+        info: SeqlenInfo,
+        head_block: cutlass.Int32,
+        token: cutlass.Int32,
+        window_size_right: cutlass.Int32,
     ):
-        """The item of some key tiles of a row tile; slot: of its result, WHOLE where there is no other part."""
-        rows = cutlass.min(seqlen_q - row, self.tokens_per_tile) * self.key.pack_gqa
-        return work_tile_of(
-            self.key,
-            self.requests,
-            self.tile_n,
-            request,
-            first + row,
-            rows,
-            head_block,
-            seqlen_k - seqlen_q + row,
-            seqlen_k,
-            n_block_min,
-            n_block_max,
-            window_size_right,
-            slot,
+        """The row tile that begins at a token of the request."""
+        return RowTile(
+            request=request,
+            num_rows=cutlass.min(info.seqlen_q - token, self.tokens_per_tile) * self.key.pack_gqa,
+            q_offset=info.offset_q + token,
+            head_block=head_block,
+            q_position=info.seqlen_k - info.seqlen_q + token,
+            seqlen_k=info.seqlen_k,
+            window_size_right=window_size_right,
         )
+
+    @cute.jit
+    def unsplit(
+        self,
+        request: cutlass.Int32,
+        info: SeqlenInfo,
+        head_block: cutlass.Int32,
+        token: cutlass.Int32,
+        window_size_right: cutlass.Int32,
+    ):
+        """A row tile against all key tiles that it sees."""
+        n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
+        tile = self.row_tile(request, info, head_block, token, window_size_right)
+        return self.mask.work_tile(tile, n_block_min, n_block_max, cutlass.Int32(NOT_SPLIT))
 
 
 class DynamicPersistentTileScheduler(StaticPersistentTileScheduler):
-    """Whole query tiles, claimed by whoever comes to their end: those with the most key tiles first, all heads side by
-    side (longest processing time first: Graham, 1969). Requests whose keys fit into L2 together come before others.
+    """CTAs claim tiles by an atomic counter when they finish one: longest processing time first (Graham, 1969).
 
-    Dealt out in turn, 16 heads of prompts of 1024 tokens give one of 132 blocks 1.44 times the average to do: 128 items
-    of a request are nearly a round of the blocks, and the same ones always got the longest.
+    Tiles are sorted by their key tiles, the head blocks of a row tile side by side. Requests whose keys fit into L2
+    together (a section) come before others.
+
+    A static order of 16 heads and prompts of 1024 tokens gave one of 132 CTAs 1.44 times the average work: the 128
+    tiles of a request are nearly as many as CTAs, so that the same CTAs always got the longest ones.
 
     Args:
-        claims: the workspace's counters: items claimed behind the first of each block, and blocks at their end. They
-            are 0 before and after a launch.
+        tile_count_semaphore: [2] in the workspace: tiles claimed after the first one of each CTA, and CTAs that have
+            finished. Both are 0 before and after a launch.
     """
 
-    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests: Requests, claims):
+    def __init__(
+        self,
+        key: Any,
+        work_pipeline: WorkTilePipeline,
+        tokens_per_tile: int,
+        tile_n: int,
+        requests: Requests,
+        tile_count_semaphore: cute.Tensor | None,
+    ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.claims = claims
+        self.tile_count_semaphore: Any = tile_count_semaphore
         key_bytes = key.heads_kv * (key.head_dim + key.head_dim_v) * key.kv.itemsize
-        self.section_keys = max(SECTION_BYTES // key_bytes, 1)
+        self.section_keys = max(L2_SECTION_BYTES // key_bytes, 1)
 
     @cute.jit
     def run(self):
         lane, num_ctas = cute.arch.lane_idx(), cutlass.Int32(cute.arch.grid_dim()[0])
-        place, posted = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(0)
-        _, posted, _ = self.produce_from(place, posted, 0, lane, num_ctas)
-        self.work_pipeline.produce(posted, no_work_tile())
-        self.leave(num_ctas)
+        tile_idx, num_produced = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(0)
+        _, num_produced, _ = self.produce_from(tile_idx, num_produced, 0, lane, num_ctas)
+        self.work_pipeline.produce(num_produced, no_work_tile())
+        self.reset_semaphore(num_ctas)
 
     @cute.jit
-    def produce_from(self, place, posted, passed, lane, num_ctas):
-        """Post items from a place on, as long as the next place lies behind the last one.
+    def produce_from(
+        self,
+        tile_idx: cutlass.Int32,
+        num_produced: cutlass.Int32,
+        num_skipped: cutlass.Int32 | int,
+        lane: cutlass.Int32,
+        num_ctas: cutlass.Int32 | None,
+    ):
+        """Produce the tile, and then the next ones as long as their indices grow.
 
         Args:
-            posted, passed: of the places before, those whose items were posted, and those that have none.
+            num_produced, num_skipped: earlier tile indices of this CTA that were a work tile, and that were none.
 
         Returns:
-            (the first place whose item was not posted, items posted, items there are)
+            (the first tile index that was not produced, work tiles produced, tiles of the batch)
         """
-        count, seen = cutlass.Int32(cute.size(self.requests.seqused_k)), cutlass.Int32(0)
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+        num_requests, tiles_before = cutlass.Int32(cute.size(self.requests.seqused_k)), cutlass.Int32(0)
+        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             request = chunk * WARP + lane
-            first, seqlen_q, seqlen_k = seqlens_of(self.requests, request, count)
+            info = seqlen_info_of(self.requests, request, num_requests)
             window_size_right = cutlass.Int32(0)
-            if request < count:
-                window_size_right = window_right(self.key, self.requests, request)
-            left = (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile
-            if seqlen_q < self.requests.min_seqlen_q or seqlen_q > self.requests.max_seqlen_q:
-                left = cutlass.Int32(0)
-            section = (sum_through(seqlen_k) - seqlen_k) // self.section_keys
-            largest, mine = self.foremost(seqlen_q, seqlen_k, window_size_right, left, section)
-            while largest > 0:
-                members = cute.arch.vote_ballot_sync(mine != 0)
-                rank = cute.arch.popc(members & cute.arch.lanemask_lt())
-                items = cute.arch.popc(members) * self.head_blocks
-                while self.among(place, seen, items):
-                    chosen = cute.arch.vote_ballot_sync(mine != 0 and rank == (place - seen) // self.head_blocks)
+            if request < num_requests:
+                window_size_right = self.mask.window_size_right(request)
+            row_tiles_left = zero_unless_served(self.requests, info.seqlen_q, self.num_row_tiles(info.seqlen_q))
+            section = (warp_prefix_sum(info.seqlen_k) - info.seqlen_k) // self.section_keys
+            most_key_tiles, is_longest = self.longest(info, window_size_right, row_tiles_left, section)
+            while most_key_tiles > 0:
+                longest = cute.arch.vote_ballot_sync(is_longest != 0)
+                rank = cute.arch.popc(longest & cute.arch.lanemask_lt())
+                num_tiles = cute.arch.popc(longest) * self.head_blocks
+                while self.is_among(tile_idx, tiles_before, num_tiles):
+                    local_idx = tile_idx - tiles_before
+                    chosen = cute.arch.vote_ballot_sync(is_longest != 0 and rank == local_idx // self.head_blocks)
                     owner = cute.arch.popc(chosen - 1)
-                    row = (left - 1) * self.tokens_per_tile
-                    values = [cute.arch.shuffle_sync(value, owner) for value in (first, seqlen_q, seqlen_k)]
-                    row, own_right = (
-                        cute.arch.shuffle_sync(row, owner),
-                        cute.arch.shuffle_sync(window_size_right, owner),
-                    )
-                    work = self.tile(chunk * WARP + owner, *values, (place - seen) % self.head_blocks, row, own_right)
-                    self.work_pipeline.produce(posted, work)
-                    if work.n_block_max - work.n_block_min > SHORT:
-                        # What is claimed while the last item waits is a block's own for as long as both take.
-                        self.work_pipeline.wait_consumed(posted)
-                    posted += 1
-                    place = self.next_place(posted + passed, num_ctas)
-                seen += items
-                left -= mine
-                largest, mine = self.foremost(seqlen_q, seqlen_k, window_size_right, left, section)
-        return place, posted, seen
+                    token = (row_tiles_left - 1) * self.tokens_per_tile
+                    own_info = from_lane(info, owner)
+                    token, own_right = (cute.arch.shuffle_sync(value, owner) for value in (token, window_size_right))
+                    head_block = local_idx % self.head_blocks
+                    work = self.unsplit(chunk * WARP + owner, own_info, head_block, token, own_right)
+                    self.work_pipeline.produce(num_produced, work)
+                    if work.n_block_max - work.n_block_min > SHORT_KEY_TILES:
+                        # A tile that is claimed while this one waits belongs to this CTA for as long as both take.
+                        self.work_pipeline.wait_consumed(num_produced)
+                    num_produced += 1
+                    tile_idx = self.next_tile_idx(num_produced + num_skipped, num_ctas)
+                tiles_before += num_tiles
+                row_tiles_left -= is_longest
+                most_key_tiles, is_longest = self.longest(info, window_size_right, row_tiles_left, section)
+        return tile_idx, num_produced, tiles_before
 
-    def among(self, place, seen, items):
-        """Whether a place is that of one of so many items behind those seen. Places only grow."""
-        return place < seen + items
+    def is_among(self, tile_idx: cutlass.Int32, tiles_before: cutlass.Int32, num_tiles: cutlass.Int32) -> Any:
+        """Whether a tile is one of the `num_tiles` after `tiles_before`. Tile indices only grow."""
+        return tile_idx < tiles_before + num_tiles
 
-    def next_place(self, had, num_ctas):
-        """The place behind so many others that the block had; its first is its own number."""
-        return self.claim() + num_ctas
+    def next_tile_idx(self, count: cutlass.Int32, num_ctas: cutlass.Int32 | None) -> Any:
+        """The CTA's next tile index after `count` others. Its first one is its index in the grid."""
+        return self.claim_tile() + num_ctas
 
     @cute.jit
-    def foremost(self, seqlen_q, seqlen_k, window_size_right, left, section):
-        """The most key tiles of any request's next row tile, 0 if none is left; and whether it is the lane's: 0 or 1.
+    def longest(
+        self,
+        info: SeqlenInfo,
+        window_size_right: cutlass.Int32,
+        row_tiles_left: cutlass.Int32,
+        section: cutlass.Int32,
+    ):
+        """(the most key tiles of any request's next row tile, whether this lane's request has such a one: 0 or 1).
 
-        Args:
-            left: row tiles of the lane's request that are not yet dealt with.
-            section: of the lane's request; the first one with row tiles left counts alone.
+        Only requests of the first section that has row tiles left count; the most is 0 where none is left.
         """
-        last, tiles = cutlass.Int32(0x7FFFFFFF), cutlass.Int32(0)
-        if left > 0:
-            last = section
-        if section == cute.arch.warp_redux_sync(last, "min"):
-            if left > 0:
-                n_block_min, n_block_max = self.range_of(
-                    seqlen_q, seqlen_k, (left - 1) * self.tokens_per_tile, window_size_right
-                )
-                tiles = n_block_max - n_block_min
-        largest = cute.arch.warp_redux_sync(tiles, "max")
-        mine = cutlass.Int32(1) if tiles > 0 and tiles == largest else cutlass.Int32(0)
-        return largest, mine
+        first_section, key_tiles = cutlass.Int32(0x7FFFFFFF), cutlass.Int32(0)
+        if row_tiles_left > 0:
+            first_section = section
+        if section == cute.arch.warp_redux_sync(first_section, "min"):
+            if row_tiles_left > 0:
+                token = (row_tiles_left - 1) * self.tokens_per_tile
+                n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
+                key_tiles = n_block_max - n_block_min
+        most_key_tiles = cute.arch.warp_redux_sync(key_tiles, "max")
+        is_longest = cutlass.Int32(1) if key_tiles > 0 and key_tiles == most_key_tiles else cutlass.Int32(0)
+        return most_key_tiles, is_longest
 
     @cute.jit
-    def claim(self):
-        """How many items blocks have claimed before, but for each one's first."""
-        before, claims = cutlass.Int32(0), self.claims
+    def claim_tile(self):
+        """How many tiles all CTAs have claimed before, without the first one of each."""
+        num_claimed, semaphore = cutlass.Int32(0), self.tile_count_semaphore
         if cute.arch.lane_idx() == 0:
-            before = cute.arch.atomic_add(claims.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
-        return cute.arch.shuffle_sync(before, 0)
+            num_claimed = cute.arch.atomic_add(semaphore.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
+        return cute.arch.shuffle_sync(num_claimed, 0)
 
     @cute.jit
-    def leave(self, num_ctas):
-        """The last block to leave clears the counters for the next launch."""
-        claims = self.claims
+    def reset_semaphore(self, num_ctas: cutlass.Int32):
+        """The last CTA to finish clears the counters for the next launch."""
+        semaphore = self.tile_count_semaphore
         if cute.arch.lane_idx() == 0:
             cute.arch.fence_acq_rel_gpu()
-            ended = cute.arch.atomic_add(claims.iterator + 1, cutlass.Int32(1), sem="relaxed", scope="gpu")
+            num_finished = cute.arch.atomic_add(semaphore.iterator + 1, cutlass.Int32(1), sem="relaxed", scope="gpu")
             cute.arch.fence_acq_rel_gpu()
-            if ended == num_ctas - 1:
-                claims[0] = cutlass.Int32(0)
-                claims[1] = cutlass.Int32(0)
+            if num_finished == num_ctas - 1:
+                semaphore[0] = cutlass.Int32(0)
+                semaphore[1] = cutlass.Int32(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch as a scheduler reads it from device memory."""
+"""The batch as tile schedulers read it from device memory: one request for each lane."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,16 @@ WARP = 32
 
 
 class Requests(NamedTuple):
-    """A batch, as `spec.Batch` has it; windows of a layer; the query lengths that are served.
+    """A batch as `spec.Batch` has it, the windows of a layer, and the query lengths that the kernel serves.
 
-    `rows` are those of a partial result: no row tile has more.
+    Attributes:
+        cu_seqlens_q: [num_reqs + 1].
+        seqused_k: [num_reqs].
+        page_table: [num_reqs, pages]; None where keys are packed.
+        cu_seqlens_k: [num_reqs + 1]; None where keys are paged.
+        causal: [num_reqs]; None unless causality is by request.
+        min_seqlen_q, max_seqlen_q: requests with fewer or more queries are left to another kernel.
+        rows: of a partial result; no row tile has more.
     """
 
     cu_seqlens_q: cute.Tensor
@@ -27,21 +34,42 @@ class Requests(NamedTuple):
     rows: cutlass.Int32
 
 
+class SeqlenInfo(NamedTuple):
+    """A request: its first row of q, and how many queries and keys it has."""
+
+    offset_q: cutlass.Int32
+    seqlen_q: cutlass.Int32
+    seqlen_k: cutlass.Int32
+
+
 @cute.jit
-def sum_through(value: cutlass.Int32):
-    """Sum over this lane and those before it."""
+def seqlen_info_of(requests: Requests, request: cutlass.Int32, num_requests: cutlass.Int32):
+    """The SeqlenInfo of a lane's request; all 0 for lanes beyond the last request."""
+    offset_q, seqlen_q, seqlen_k = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    if request < num_requests:
+        offset_q = requests.cu_seqlens_q[request]
+        seqlen_q = requests.cu_seqlens_q[request + 1] - offset_q
+        seqlen_k = requests.seqused_k[request]
+    return SeqlenInfo(offset_q, seqlen_q, seqlen_k)
+
+
+@cute.jit
+def zero_unless_served(requests: Requests, seqlen_q: cutlass.Int32, count: cutlass.Int32):
+    """A request's count; 0 where the kernel does not serve requests of that many queries."""
+    if seqlen_q < requests.min_seqlen_q or seqlen_q > requests.max_seqlen_q:
+        count = cutlass.Int32(0)
+    return count
+
+
+def from_lane(values: tuple, lane: cutlass.Int32):
+    """What a lane has, in all lanes: for each member of a NamedTuple."""
+    return type(values)(*(cute.arch.shuffle_sync(value, lane) for value in values))
+
+
+@cute.jit
+def warp_prefix_sum(value: cutlass.Int32):
+    """Inclusive: the sum over this lane and those before it."""
     for bit in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(value, 1 << bit, mask_and_clamp=0)
         value += other if cute.arch.lane_idx() >= (1 << bit) else 0
     return value
-
-
-@cute.jit
-def seqlens_of(requests: Requests, request, count):
-    """A lane's request: first query row, queries, keys; all 0 behind the last one."""
-    first, seqlen_q, seqlen_k = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-    if request < count:
-        first = requests.cu_seqlens_q[request]
-        seqlen_q = requests.cu_seqlens_q[request + 1] - first
-        seqlen_k = requests.seqused_k[request]
-    return first, seqlen_q, seqlen_k

@@ -1,180 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split-KV tile schedulers that cut each request's keys by that request alone: batch-invariant."""
+"""Split-KV tile schedulers for batch-invariant layers: how a request is split does not depend on the other requests."""
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import window_right
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
-from dsl_backend.attention.cute.scheduler.requests import WARP, Requests, seqlens_of, sum_through
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, no_work_tile
+from dsl_backend.attention.cute.scheduler.requests import (
+    WARP,
+    Requests,
+    SeqlenInfo,
+    from_lane,
+    seqlen_info_of,
+    warp_prefix_sum,
+    zero_unless_served,
+)
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTilePipeline, no_work_tile
 
 
 @cute.jit
-def own_range(key: cutlass.Constexpr, tile_n: cutlass.Constexpr[int], requests: Requests, least, seqlen_q, seqlen_k):
-    """A request's first key tile, how many it has, and how many one of its shares: nothing else counts."""
-    n_block_min = cutlass.Int32(0)
-    if cutlass.const_expr(key.has_window_left):
-        n_block_min = cutlass.max(seqlen_k - seqlen_q - requests.window_size_left, 0) // tile_n
+def even_splits_of(
+    mask: Mask, min_split_tiles: cutlass.Constexpr[int], seqlen_q: cutlass.Int32, seqlen_k: cutlass.Int32
+):
+    """(a request's first key tile, its key tiles, key tiles of a split): from the lengths of the request alone."""
+    n_block_min = mask.n_block_min(seqlen_k - seqlen_q)
     # At least one tile, so that every row is written.
-    tiles = cutlass.max((seqlen_k + tile_n - 1) // tile_n - n_block_min, 1)
-    return n_block_min, tiles, cutlass.max((tiles + key.max_splits - 1) // key.max_splits, least)
+    key_tiles = cutlass.max((seqlen_k + mask.tile_n - 1) // mask.tile_n - n_block_min, 1)
+    max_splits = mask.key.max_splits
+    return n_block_min, key_tiles, cutlass.max((key_tiles + max_splits - 1) // max_splits, min_split_tiles)
 
 
 @cute.jit
-def row_tile_of(first, request, tile, tile_tokens: cutlass.Constexpr):
-    """A number for a request's row tile that no other tile of the batch has, whatever lies before it.
-
-    Below `row_tiles` of the batch.
+def row_tile_idx_of(
+    offset_q: cutlass.Int32, request: cutlass.Int32, row_tile: cutlass.Int32, tokens_per_tile: cutlass.Constexpr
+):
+    """An index that only this row tile of the batch has, from its own request alone; below `max_row_tiles`.
 
     Args:
-        first: the request's first query row.
-        tile_tokens: tokens of a row tile; None where one has all of a request.
+        offset_q: the request's first row of q.
+        tokens_per_tile: None where a row tile has all tokens of a request.
     """
-    number = request
-    if cutlass.const_expr(tile_tokens == 1):
-        number = first + tile
-    elif cutlass.const_expr(tile_tokens is not None):
-        number = request + first // tile_tokens + tile
-    return number
+    idx = request
+    if cutlass.const_expr(tokens_per_tile == 1):
+        idx = offset_q + row_tile
+    elif cutlass.const_expr(tokens_per_tile is not None):
+        idx = request + offset_q // tokens_per_tile + row_tile
+    return idx
 
 
-def max_row_tiles(requests: int, tokens: int, tile_tokens: int | None) -> int:
+def max_row_tiles(num_requests: int, num_tokens: int, tokens_per_tile: int | None) -> int:
     """Bound of a batch's row tiles."""
-    if tile_tokens is None:
-        return requests
-    return tokens if tile_tokens == 1 else requests + -(-tokens // tile_tokens)
+    if tokens_per_tile is None:
+        return num_requests
+    return num_tokens if tokens_per_tile == 1 else num_requests + -(-num_tokens // tokens_per_tile)
 
 
 class SplitKVTileScheduler(StaticPersistentTileScheduler):
-    """Shares of each request's own key range, dealt out in turn, all heads of a share side by side.
+    """Each request's keys in even splits, at most `key.max_splits`: CTA i processes work tiles i, i + grid size, ...
 
-    What is summed in one piece, and what is merged in which order, then depends on the request's lengths alone. Share
-    `part` of a unit's row tile leaves its partial result in slot (row tile * units + unit) * shares + part.
+    The splits and the order in which they are combined depend on the request's lengths alone. A split's partial result
+    has index (row tile * head blocks + head block) * max_splits + split.
 
     Args:
-        several: whether a request may have several row tiles.
+        min_split_tiles: key tiles of a split at least.
+        several_row_tiles: whether a request may have more than one row tile.
     """
 
     def __init__(
         self,
-        key,
-        work_pipeline,
+        key: Any,
+        work_pipeline: WorkTilePipeline,
         tokens_per_tile: int,
         tile_n: int,
         requests: Requests,
-        least: int,
-        several: bool = False,
-    ):
+        min_split_tiles: int,
+        several_row_tiles: bool = False,
+    ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.least, self.tile_tokens = least, tokens_per_tile if several else None
+        self.min_split_tiles = min_split_tiles
+        self.partial_tile_tokens = tokens_per_tile if several_row_tiles else None
 
     @cute.jit
-    def items_of(self, seqlen_q, seqlen_k):
-        _, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, seqlen_q, seqlen_k)
-        row_tiles = (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile
-        return row_tiles * ((tiles + share - 1) // share) * self.head_blocks
+    def num_tiles(self, info: SeqlenInfo):
+        _, key_tiles, split_tiles = even_splits_of(self.mask, self.min_split_tiles, info.seqlen_q, info.seqlen_k)
+        row_tiles = self.num_row_tiles(info.seqlen_q)
+        return row_tiles * ((key_tiles + split_tiles - 1) // split_tiles) * self.head_blocks
 
     @cute.jit
-    def item(self, place, request, first, seqlen_q, seqlen_k, items, through):
-        local = place - (through - items)
-        first_tile, tiles, share = own_range(self.key, self.tile_n, self.requests, self.least, seqlen_q, seqlen_k)
-        parts = (tiles + share - 1) // share
-        head_block, local = local % self.head_blocks, local // self.head_blocks
-        part, tile = local % parts, local // parts
-        n_block_min = first_tile + part * share
-        n_block_max = cutlass.min(n_block_min + share, first_tile + tiles)
-        slot = cutlass.Int32(NOT_SPLIT)
-        if parts > 1:
-            number = row_tile_of(first, request, tile, self.tile_tokens)
-            slot = (number * self.head_blocks + head_block) * self.key.max_splits + part
-        row = tile * self.tokens_per_tile
-        window_size_right = window_right(self.key, self.requests, request)
-        return self.part(
-            request, first, seqlen_q, seqlen_k, head_block, row, window_size_right, n_block_min, n_block_max, slot
+    def work_tile(self, request: cutlass.Int32, info: SeqlenInfo, local_idx: cutlass.Int32, num_tiles: cutlass.Int32):
+        first_tile, key_tiles, split_tiles = even_splits_of(
+            self.mask, self.min_split_tiles, info.seqlen_q, info.seqlen_k
         )
+        num_splits = (key_tiles + split_tiles - 1) // split_tiles
+        head_block, local_idx = local_idx % self.head_blocks, local_idx // self.head_blocks
+        split, row_tile = local_idx % num_splits, local_idx // num_splits
+        n_block_min = first_tile + split * split_tiles
+        n_block_max = cutlass.min(n_block_min + split_tiles, first_tile + key_tiles)
+        partial_idx = cutlass.Int32(NOT_SPLIT)
+        if num_splits > 1:
+            row_tile_idx = row_tile_idx_of(info.offset_q, request, row_tile, self.partial_tile_tokens)
+            partial_idx = (row_tile_idx * self.head_blocks + head_block) * self.key.max_splits + split
+        token = row_tile * self.tokens_per_tile
+        window_size_right = self.mask.window_size_right(request)
+        tile = self.row_tile(request, info, head_block, token, window_size_right)
+        return self.mask.work_tile(tile, n_block_min, n_block_max, partial_idx)
 
 
 @cute.jit
-def splits_of(key: cutlass.Constexpr, tile_n: cutlass.Constexpr[int], requests: Requests, seqlen_q, seqlen_k):
-    """A request's first split, and how many it has: those that any of its queries may see."""
-    n_block_min = cutlass.Int32(0)
-    if cutlass.const_expr(key.has_window_left):
-        n_block_min = cutlass.max(seqlen_k - seqlen_q - requests.window_size_left, 0) // tile_n
-    tiles = cutlass.max((seqlen_k + tile_n - 1) // tile_n, n_block_min + 1)
-    first = n_block_min // key.tiles_per_split
-    return first, (tiles - 1) // key.tiles_per_split - first + 1
+def fixed_splits_of(mask: Mask, seqlen_q: cutlass.Int32, seqlen_k: cutlass.Int32):
+    """(a request's first split, its number of splits): those that any of its queries may see."""
+    n_block_min = mask.n_block_min(seqlen_k - seqlen_q)
+    key_tiles = cutlass.max((seqlen_k + mask.tile_n - 1) // mask.tile_n, n_block_min + 1)
+    first_split = n_block_min // mask.key.tiles_per_split
+    return first_split, (key_tiles - 1) // mask.key.tiles_per_split - first_split + 1
 
 
 class FixedSplitKVTileScheduler(StaticPersistentTileScheduler):
-    """Splits that begin at fixed keys, whatever the batch and the queries: what is summed in one piece never changes.
+    """Splits that begin at fixed keys, whatever the batch and the queries are: every sum has the same keys always.
 
-    A request's row tiles are processed split by split where there are slots for the partial results. Requests for which
-    none are left are processed row tile by row tile, and their splits are folded where they are made: the same bits.
-    The order of work tiles is: part of the range, row tile, unit.
+    While the workspace has room for partial results, a work tile has one split of a row tile. The row tiles of requests
+    beyond that are not split: the CTA itself combines the splits, in the order of the combine kernel, to the same bits.
+    Work tiles of a request are ordered by row tile, then split, then head block.
 
     Args:
-        bases: [requests], receives each request's first slot; -1 where there is nothing to combine.
-        slots: how many partial results there is room for.
+        partial_bases: [num_reqs], receives the index of each request's first partial result; -1 where it has none.
+        max_partials: how many partial results the workspace holds.
     """
 
-    def __init__(self, key, work_pipeline, tokens_per_tile: int, tile_n: int, requests: Requests, bases, slots):
+    def __init__(
+        self,
+        key: Any,
+        work_pipeline: WorkTilePipeline,
+        tokens_per_tile: int,
+        tile_n: int,
+        requests: Requests,
+        partial_bases: cute.Tensor,
+        max_partials: cutlass.Int32,
+    ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.bases, self.slots = bases, slots
+        self.partial_bases, self.max_partials = partial_bases, max_partials
 
     @cute.jit
     def run(self):
-        count, bases = cutlass.Int32(cute.size(self.requests.seqused_k)), self.bases
+        num_requests, partial_bases = cutlass.Int32(cute.size(self.requests.seqused_k)), self.partial_bases
         lane = cute.arch.lane_idx()
-        place, step = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
-        posted, seen, seen_slots = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        writes = place == 0
-        for chunk in cutlass.range(cute.ceil_div(count, WARP), unroll=1):
+        tile_idx, grid_size = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
+        num_produced, chunk_end, chunk_partials_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        is_first_cta = tile_idx == 0
+        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             request = chunk * WARP + lane
-            first, seqlen_q, seqlen_k = seqlens_of(self.requests, request, count)
-            _, parts = splits_of(self.key, self.tile_n, self.requests, seqlen_q, seqlen_k)
-            row_tiles = (seqlen_q + self.tokens_per_tile - 1) // self.tokens_per_tile
-            if seqlen_q < self.requests.min_seqlen_q or seqlen_q > self.requests.max_seqlen_q:
-                row_tiles = cutlass.Int32(0)
-            wanted = row_tiles * parts * self.head_blocks
-            if parts == 1:
-                wanted = cutlass.Int32(0)
-            slots_through = sum_through(wanted) + seen_slots
-            seen_slots = cute.arch.shuffle_sync(slots_through, WARP - 1)
-            base = slots_through - wanted
-            if wanted == 0 or slots_through > self.slots:
-                base, parts = cutlass.Int32(-1), cutlass.Int32(1)
-            if writes and request < count:
-                bases[request] = base
-            items = row_tiles * parts * self.head_blocks
-            through = sum_through(items) + seen
-            seen = cute.arch.shuffle_sync(through, WARP - 1)
-            while place < seen:
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(through <= place))
-                mine = [cute.arch.shuffle_sync(value, owner) for value in (first, seqlen_q, seqlen_k, parts, base)]
-                local = place - cute.arch.shuffle_sync(through - items, owner)
-                self.work_pipeline.produce(posted, self.item_of(chunk * WARP + owner, local, *mine))
-                posted += 1
-                place += step
-        self.work_pipeline.produce(posted, no_work_tile())
+            info = seqlen_info_of(self.requests, request, num_requests)
+            _, num_splits = fixed_splits_of(self.mask, info.seqlen_q, info.seqlen_k)
+            row_tiles = zero_unless_served(self.requests, info.seqlen_q, self.num_row_tiles(info.seqlen_q))
+            num_partials = row_tiles * num_splits * self.head_blocks
+            if num_splits == 1:
+                num_partials = cutlass.Int32(0)
+            partials_end = warp_prefix_sum(num_partials) + chunk_partials_end
+            chunk_partials_end = cute.arch.shuffle_sync(partials_end, WARP - 1)
+            base = partials_end - num_partials
+            if num_partials == 0 or partials_end > self.max_partials:
+                base, num_splits = cutlass.Int32(-1), cutlass.Int32(1)
+            if is_first_cta and request < num_requests:
+                partial_bases[request] = base
+            num_tiles = row_tiles * num_splits * self.head_blocks
+            tile_end = warp_prefix_sum(num_tiles) + chunk_end
+            chunk_end = cute.arch.shuffle_sync(tile_end, WARP - 1)
+            while tile_idx < chunk_end:
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(tile_end <= tile_idx))
+                own_info = from_lane(info, owner)
+                own_splits, own_base = (cute.arch.shuffle_sync(value, owner) for value in (num_splits, base))
+                local_idx = tile_idx - cute.arch.shuffle_sync(tile_end - num_tiles, owner)
+                work = self.split_tile(chunk * WARP + owner, own_info, local_idx, own_splits, own_base)
+                self.work_pipeline.produce(num_produced, work)
+                num_produced += 1
+                tile_idx += grid_size
+        self.work_pipeline.produce(num_produced, no_work_tile())
 
     @cute.jit
-    def item_of(self, request, local, first, seqlen_q, seqlen_k, parts, base):
-        """The work tile at a place among those of a request."""
-        head_block, rest = local % self.head_blocks, local // self.head_blocks
-        part, tile = rest % parts, rest // parts
-        row, window_size_right = tile * self.tokens_per_tile, window_right(self.key, self.requests, request)
-        n_block_min, n_block_max = self.range_of(seqlen_q, seqlen_k, row, window_size_right)
-        slot = cutlass.Int32(NOT_SPLIT)
-        if base >= 0:
-            slot = base + local
-            split, _ = splits_of(self.key, self.tile_n, self.requests, seqlen_q, seqlen_k)
-            from_tile = (split + part) * self.key.tiles_per_split
-            n_block_min = cutlass.max(n_block_min, from_tile)
-            n_block_max = cutlass.min(n_block_max, from_tile + self.key.tiles_per_split)
+    def split_tile(
+        self,
+        request: cutlass.Int32,
+        info: SeqlenInfo,
+        local_idx: cutlass.Int32,
+        num_splits: cutlass.Int32,
+        partial_base: cutlass.Int32,
+    ):
+        """The request's `local_idx`-th work tile, where each row tile has `num_splits`."""
+        head_block, local_tile = local_idx % self.head_blocks, local_idx // self.head_blocks
+        split, row_tile = local_tile % num_splits, local_tile // num_splits
+        token, window_size_right = row_tile * self.tokens_per_tile, self.mask.window_size_right(request)
+        n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
+        partial_idx = cutlass.Int32(NOT_SPLIT)
+        if partial_base >= 0:
+            partial_idx = partial_base + local_idx
+            first_split, _ = fixed_splits_of(self.mask, info.seqlen_q, info.seqlen_k)
+            split_begin = (first_split + split) * self.key.tiles_per_split
+            n_block_min = cutlass.max(n_block_min, split_begin)
+            n_block_max = cutlass.min(n_block_max, split_begin + self.key.tiles_per_split)
             if n_block_min >= n_block_max:
-                # No row of the tile sees the split: one tile of it, wholly masked, leaves an empty partial result.
-                n_block_min, n_block_max = from_tile, from_tile + 1
-        return self.part(
-            request, first, seqlen_q, seqlen_k, head_block, row, window_size_right, n_block_min, n_block_max, slot
-        )
+                # No row of the tile sees the split: one fully masked key tile gives an empty partial result.
+                n_block_min, n_block_max = split_begin, split_begin + 1
+        tile = self.row_tile(request, info, head_block, token, window_size_right)
+        return self.mask.work_tile(tile, n_block_min, n_block_max, partial_idx)

@@ -1,32 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one warp finds for the others to do: work items, and the mailbox in shared memory through which they pass."""
+"""Work tiles, and the pipeline in shared memory by which the scheduler warp hands them to the other warps."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
 
 from dsl_backend.primitives.ring import phase_of, stage_of
 
-WORK_TILE_STAGES = 2  # the next item is found while the last one is worked on
+WORK_TILE_STAGES = 2  # the scheduler finds the next work tile while the other warps process one
 NOT_SPLIT = -1
+
+
+class RowTile(NamedTuple):
+    """A tile of query rows of one request, for a head block; the fields are those of a `WorkTile`."""
+
+    request: cutlass.Int32
+    q_offset: cutlass.Int32
+    num_rows: cutlass.Int32
+    head_block: cutlass.Int32
+    q_position: cutlass.Int32
+    seqlen_k: cutlass.Int32
+    window_size_right: cutlass.Int32
 
 
 class WorkTile(NamedTuple):
     """A tile of query rows against a range of key tiles; all int32.
 
     Attributes:
-        valid: 0 says that there is no more.
-        query: row of q that holds the tile's first token.
-        rows: of the tile that are there: tokens times packed heads.
-        unit: which packed heads, and which slice of their value rows: head_q // pack * value_slices + slice.
-        position: of the first token among its request's keys.
-        keys: of the request.
-        begin, end: key tiles, taken from the last to the first.
-        whole_begin, whole_end: those of them that every row sees whole.
-        right: how many keys after its own position a query sees.
-        source: the request, whose row of the page table counts; or the first of its packed keys.
-        slot: where an unfinished result goes; WHOLE where there is no other part.
+        valid: 0 after the last work tile; the other fields then mean nothing.
+        q_offset: row of q that holds the tile's first token.
+        num_rows: of the tile that exist: tokens times query heads that share it (pack_gqa).
+        head_block: group of packed query heads, and split of head_dim_v: head_q // pack_gqa * v_splits + v_split.
+        q_position: of the first token among its request's keys.
+        seqlen_k: keys of the request.
+        n_block_min, n_block_max: key tiles, processed from the last to the first.
+        n_block_full_min, n_block_full_max: those of them that need no mask.
+        window_size_right: how many keys after its own position a query sees.
+        kv_source: the request, which is the row of the page table; the request's first row where keys are packed.
+        partial_idx: where the partial result goes; NOT_SPLIT where the result is complete.
     """
 
     valid: cutlass.Int32
@@ -48,34 +60,34 @@ FIELDS = len(WorkTile._fields)
 
 
 def no_work_tile() -> WorkTile:
-    """What is posted behind the last item."""
-    nothing = cutlass.Int32(0)
-    return WorkTile(*[nothing] * FIELDS)
+    """What follows the last work tile."""
+    zero = cutlass.Int32(0)
+    return WorkTile(*[zero] * FIELDS)
 
 
-def head_group_of(key, head_block):
-    """Which packed heads a unit has: head_q // pack."""
+def head_group_of(key: Any, head_block: Any) -> Any:
+    """Which group of packed query heads a head block has: head_q // pack_gqa."""
     return head_block if key.v_splits == 1 else head_block // key.v_splits
 
 
-def kv_head_of(key, head_block):
-    """The key head that a unit's queries share."""
+def kv_head_of(key: Any, head_block: Any) -> Any:
+    """The KV head of a head block's queries."""
     return head_group_of(key, head_block) // (key.heads_q // key.heads_kv // key.pack_gqa)
 
 
-def v_split_of(key, head_block):
-    """Which slice of value rows, and of outputs, a unit has."""
+def v_split_of(key: Any, head_block: Any) -> Any:
+    """Which split of head_dim_v a head block has."""
     return 0 if key.v_splits == 1 else head_block % key.v_splits
 
 
-def q_head_of(key, head_block, m):
-    """The query head of a tile's row m."""
-    return head_group_of(key, head_block) * key.pack_gqa + m % key.pack_gqa
+def q_head_of(key: Any, head_block: Any, row: Any) -> Any:
+    """The query head of a tile's row."""
+    return head_group_of(key, head_block) * key.pack_gqa + row % key.pack_gqa
 
 
 @cute.jit
 def lse_rows(key: cutlass.Constexpr, work: WorkTile):
-    """Rows whose LSE is for an item to write: all slices of a row have the same, and the first one writes it."""
+    """Rows of which a work tile writes the LSE: all splits of head_dim_v have the same, and the first one writes it."""
     rows = work.num_rows
     if cutlass.const_expr(key.v_splits > 1):
         rows = work.num_rows if v_split_of(key, work.head_block) == 0 else cutlass.Int32(0)
@@ -83,10 +95,15 @@ def lse_rows(key: cutlass.Constexpr, work: WorkTile):
 
 
 class WorkTilePipeline:
-    """Items from one warp to `readers` others, in order."""
+    """Work tiles from the scheduler warp to all warps that process them, in order.
 
-    def __init__(self, items: cute.Tensor, full: cute.Pointer, empty: cute.Pointer):
-        self.items, self.full, self.empty = items, full, empty
+    Args:
+        sWork: [FIELDS, WORK_TILE_STAGES] in shared memory, of `layout`.
+        mbar_full, mbar_empty: an mbarrier for each stage. `empty` counts one arrival for each consumer warp.
+    """
+
+    def __init__(self, sWork: cute.Tensor, mbar_full: cute.Pointer, mbar_empty: cute.Pointer) -> None:
+        self.sWork, self.mbar_full, self.mbar_empty = sWork, mbar_full, mbar_empty
 
     @staticmethod
     def layout() -> cute.Layout:
@@ -94,26 +111,27 @@ class WorkTilePipeline:
 
     @cute.jit
     def produce(self, count: cutlass.Int32, work: WorkTile):
-        """By all lanes of the writing warp; count: of the items before."""
-        slot = stage_of(count, WORK_TILE_STAGES)
-        cute.arch.mbarrier_wait(self.empty + slot, phase_of(count, WORK_TILE_STAGES) ^ 1)
+        """By all lanes of the scheduler warp, after `count` other work tiles."""
+        stage = stage_of(count, WORK_TILE_STAGES)
+        cute.arch.mbarrier_wait(self.mbar_empty + stage, phase_of(count, WORK_TILE_STAGES) ^ 1)
         with cute.arch.elect_one():
             for field in cutlass.range_constexpr(FIELDS):
-                self.items[field, slot] = work[field]
-            cute.arch.mbarrier_arrive(self.full + slot)
+                self.sWork[field, stage] = work[field]
+            cute.arch.mbarrier_arrive(self.mbar_full + stage)
 
     @cute.jit
     def wait_consumed(self, count: cutlass.Int32):
-        """Until all readers have read an item; by the lanes that posted it."""
-        cute.arch.mbarrier_wait(self.empty + stage_of(count, WORK_TILE_STAGES), phase_of(count, WORK_TILE_STAGES))
+        """Until all consumers have read a work tile; by the lanes that produced it."""
+        stage = stage_of(count, WORK_TILE_STAGES)
+        cute.arch.mbarrier_wait(self.mbar_empty + stage, phase_of(count, WORK_TILE_STAGES))
 
     @cute.jit
     def consume(self, count: cutlass.Int32):
-        """By all lanes of a reading warp; the slot is free for the next item when all readers have read it."""
-        slot = stage_of(count, WORK_TILE_STAGES)
-        cute.arch.mbarrier_wait(self.full + slot, phase_of(count, WORK_TILE_STAGES))
-        work = WorkTile(*(cute.arch.make_warp_uniform(self.items[field, slot]) for field in range(FIELDS)))
+        """By all lanes of a consumer warp. The stage is empty again when every consumer warp has read it."""
+        stage = stage_of(count, WORK_TILE_STAGES)
+        cute.arch.mbarrier_wait(self.mbar_full + stage, phase_of(count, WORK_TILE_STAGES))
+        work = WorkTile(*(cute.arch.make_warp_uniform(self.sWork[field, stage]) for field in range(FIELDS)))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + slot)
+            cute.arch.mbarrier_arrive(self.mbar_empty + stage)
         return work

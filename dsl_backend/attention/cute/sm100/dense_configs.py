@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dsl_backend.attention.cute.sizes import (
+    CLC_RESPONSE_BYTES,
     MAILBOX_BYTES,
     MBARRIER_BYTES,
     WARPGROUP,
@@ -20,7 +21,6 @@ from dsl_backend.attention.spec import AttentionSpec
 WARP = 32
 ROWS = 128  # of one product
 TENSOR_COLUMNS = 512
-RESPONSE_BYTES = 16  # of cluster launch control
 SHARED_PLACES = 3  # of a ring that keys and values share: values, the keys behind them, and the values behind those
 # Warps by role: two softmax warpgroups, a correction warpgroup, then single warps; and a warpgroup that widens fp8.
 SOFTMAX, CORRECT, MULTIPLY, LOAD, SCHEDULE, WIDEN = (0, 4), 8, 13, 14, 15, 16
@@ -147,7 +147,7 @@ class DenseConfig:
             # What warps tell each other of each query row, and the weights of a tile of each half.
             statistics = 4 * self.halves * self.swap_ab * SWAPPED_TOLD
             queries += self.halves * self.tile_n * self.swap_ab
-        control = 2 * RESPONSE_BYTES if self.use_clc or self.two_cta else 0  # aligned, with its barriers
+        control = 2 * CLC_RESPONSE_BYTES if self.use_clc or self.two_cta else 0  # aligned, with its barriers
         return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + MAILBOX_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:

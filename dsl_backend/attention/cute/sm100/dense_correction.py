@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import keys_before_window
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows, q_head_of
 from dsl_backend.attention.cute.score_mod import v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
@@ -33,6 +33,7 @@ class CorrectionWarps:
         self.places, self.sOut = places, sOut
         self.out, self.lse, self.partials = outputs
         self.scoring, self.requests, self.held = scoring, requests, requests.rows
+        self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.rests = kernel.rests
         self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
@@ -283,7 +284,7 @@ class CorrectionWarps:
     def clear_before(self, work, tiles, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
         if cutlass.const_expr(self.key.has_window_left):
-            below = keys_before_window(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            below = self.mask.keys_before_window(work.q_position, work.n_block_min)
             if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = tiles + step
                 self.wait_values(count)

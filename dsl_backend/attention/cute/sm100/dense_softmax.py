@@ -4,6 +4,7 @@
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of
 from dsl_backend.attention.cute.score_mod import score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
@@ -34,6 +35,7 @@ class SoftmaxWarps:
     def __init__(self, kernel, work_pipeline, barriers, base, statistics, requests, scoring, half):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
+        self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half = half
         # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
@@ -182,16 +184,11 @@ class SoftmaxWarps:
     @cute.jit
     def masked(self, scores, work, position, first):
         """What the row does not see becomes -inf."""
-        stop = work.seqlen_k
-        if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
-            stop = cutlass.min(stop, position + work.window_size_right + 1)
-        stop -= first
-        start = (
-            position - self.requests.window_size_left - first if cutlass.const_expr(self.key.has_window_left) else None
-        )
-        kept = [hidden(score, j < stop) for j, score in enumerate(scores)]
-        if cutlass.const_expr(self.key.has_window_left):
-            kept = [hidden(score, start <= j) for j, score in enumerate(kept)]
+        limit_right = self.mask.col_limit_right(work, position, first)
+        limit_left = self.mask.col_limit_left(position, first) if cutlass.const_expr(self.mask.has_left) else None
+        kept = [hidden(score, j < limit_right) for j, score in enumerate(scores)]
+        if cutlass.const_expr(self.mask.has_left):
+            kept = [hidden(score, limit_left <= j) for j, score in enumerate(kept)]
         return kept
 
     @cute.jit

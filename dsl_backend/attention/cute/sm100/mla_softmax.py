@@ -10,7 +10,6 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import keys_before_window
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
@@ -80,7 +79,7 @@ class MlaSoftmaxWarps:
         scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
-            self.rows.mask(scores, work, tile)
+            self.rows.apply_mask(scores, work, tile)
         self.softmax.online_softmax(scores, self.acc_scale)
         self.P.store(self.S.load().to(self.kernel.dtype))
         self.clear_past(work, tile, count)
@@ -118,7 +117,7 @@ class MlaSoftmaxWarps:
         They may be anything: a weight of 0 does not take away a NaN.
         """
         kept = work.seqlen_k - tile * self.kernel.tile_n
-        below = keys_before_window(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        below = self.rows.mask.keys_before_window(work.q_position, tile)
         if kept < self.kernel.tile_n or below > 0:
             stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
             # Not of what is only key: its room may be full of a later tile already.

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.combine import partial_size
-from dsl_backend.attention.cute.mask import keys_before_window
+from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, q_head_of
 from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
@@ -55,6 +55,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         self.work_pipeline, self.barriers, self.base = work_pipeline, barriers, base
         self.sP, self.told, self.places = sP, told, places
         self.out, self.lse, self.partials = outputs
+        self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half, self.rows = half, kernel.tile_m
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -156,12 +157,9 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         """What a query row does not see becomes -inf."""
         kept = []
         for n, score in enumerate(scores):
-            stop = work.seqlen_k
-            if cutlass.const_expr(self.key.has_window_right or self.key.causality != "full"):
-                stop = cutlass.min(stop, self.position(work, n) + work.window_size_right + 1)
-            score = hidden(score, key < stop)
-            if cutlass.const_expr(self.key.has_window_left):
-                score = hidden(score, key >= self.position(work, n) - self.requests.window_size_left)
+            score = hidden(score, key < self.mask.col_limit_right(work, self.position(work, n), 0))
+            if cutlass.const_expr(self.mask.has_left):
+                score = hidden(score, key >= self.mask.col_limit_left(self.position(work, n), 0))
             kept.append(score)
         return kept
 
@@ -251,7 +249,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
     def clear_before(self, work, step):
         """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
         if cutlass.const_expr(self.key.has_window_left):
-            below = keys_before_window(self.key, work, self.requests, self.kernel.tile_n, work.n_block_min)
+            below = self.mask.keys_before_window(work.q_position, work.n_block_min)
             if step == work.n_block_max - work.n_block_min - 1 and below > 0:
                 count = self.before[0] + step
                 self.wait_values(count)

@@ -4,7 +4,6 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import keys_before_window
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
@@ -87,8 +86,7 @@ class TwoCtaCorrectionWarps(CorrectionWarps):
         if cutlass.const_expr(self.key.has_window_left):
             # Both blocks' rows are multiplied by the values of each: what counts is the first row of the pair.
             first = cute.arch.block_idx_in_cluster() * self.kernel.tokens_per_tile
-            pair = work._replace(q_position=work.q_position - first)
-            below = keys_before_window(self.key, pair, self.requests, self.kernel.tile_n, work.n_block_min)
+            below = self.mask.keys_before_window(work.q_position - first, work.n_block_min)
             if below > 0:
                 values = self.places.values[None, None, self.places.of_values(tile)]
                 clear_rows(values, 0, below, self.thread, WARPGROUP)

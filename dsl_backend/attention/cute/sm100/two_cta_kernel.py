@@ -122,8 +122,8 @@ class TwoCtaForward(DenseForward):
                 for pointer, size, count in zip(barriers, sizes, counts, strict=True):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
-                cute.arch.mbarrier_init(claims.told, 1)
-                cute.arch.mbarrier_init(claims.heard, 1)
+                cute.arch.mbarrier_init(claims.mbar_full, 1)
+                cute.arch.mbarrier_init(claims.mbar_empty, 1)
             cute.arch.mbarrier_init_fence()
         if warp == PAIR_MULTIPLY:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, place, is_two_cta=True)

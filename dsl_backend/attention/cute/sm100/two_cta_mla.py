@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from dsl_backend.attention.cute.args import MlaLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.loader.dense import PerTileLoads
-from dsl_backend.attention.cute.mask import first_tile_is_masked, keys_before_window
+from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import AccumulatorRow
@@ -335,7 +335,7 @@ class TwoCtaMlaSoftmaxWarps:
         scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
         self.rows.score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
-            self.rows.mask(scores, work, tile)
+            self.rows.apply_mask(scores, work, tile)
         self.softmax.weigh_half(self.S, self.acc_scale, place)
         self.P.store(self.S.load().to(self.kernel.dtype).reshape(self.P.shape))
         self.clear_past(work, tile, count)
@@ -362,7 +362,7 @@ class TwoCtaMlaSoftmaxWarps:
         away a NaN. Scores are told of when they are there.
         """
         kept = work.seqlen_k - tile * self.kernel.tile_n
-        below = keys_before_window(self.key, work, self.rows.requests, self.kernel.tile_n, tile)
+        below = self.rows.mask.keys_before_window(work.q_position, tile)
         if kept < self.kernel.tile_n or below > 0:
             values = self.sV[None, None, stage_of(count, self.config.stages)]
             clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)

@@ -316,7 +316,7 @@ class MmaConsumer:
         scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if cutlass.const_expr(masked):
-            self.rows.mask(scores, work, tile)
+            self.rows.apply_mask(scores, work, tile)
         return scores
 
     @cute.jit
@@ -336,8 +336,7 @@ class MmaConsumer:
 
         Only the tile that the window begins in has such values and is loaded: an item's first one in memory.
         """
-        tile_n = cutlass.const_expr(self.kernel.tile_n)
-        below = cutlass.min(work.q_position - self.rows.requests.window_size_left - work.n_block_min * tile_n, tile_n)
+        below = self.rows.mask.keys_before_window(work.q_position, work.n_block_min)
         if below > 0:
             buffer = stage_of(count, self.config.stages)
             cute.arch.mbarrier_wait(self.barriers.v_full + buffer, phase_of(count, self.config.stages))

@@ -215,7 +215,7 @@ class MlaMmaConsumer:
         scores = reshape_acc_to_mn(self.S)
         self.rows.score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
-            self.rows.mask(scores, work, tile)
+            self.rows.apply_mask(scores, work, tile)
         if cutlass.const_expr(self.config.speculative_max):
             self.softmax.online_softmax_speculative(scores, self.S, self.P, self.acc_scale, step > 0)
         else:
@@ -275,12 +275,12 @@ class MlaMmaConsumer:
         away a NaN.
         """
         tile_n = cutlass.const_expr(self.kernel.tile_n)
-        first = (work.n_block_max - 1 - step) * tile_n
-        kept = work.seqlen_k - first
+        n_block = work.n_block_max - 1 - step
+        kept = work.seqlen_k - n_block * tile_n
         if kept < tile_n:
             self.clear(count, cutlass.max(kept, 0), tile_n)
         if cutlass.const_expr(self.key.has_window_left):
-            below = cutlass.min(work.q_position - self.rows.requests.window_size_left - first, tile_n)
+            below = self.rows.mask.keys_before_window(work.q_position, n_block)
             if below > 0:
                 self.clear(count, 0, below)
 
