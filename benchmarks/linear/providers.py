@@ -100,7 +100,7 @@ class Cublas(Column):
 
 
 class Quack(Column):
-    """quack's GEMM. Its gated epilogue needs alternating gate and up rows, as it gets here; a model would have to repack.
+    """quack's GEMM. Its gated epilogue needs alternating gate and up rows, which are made here; a model must repack.
 
     Args:
         tuned: its autotuner chooses among its configurations, which compiles them all; else its default.

@@ -36,8 +36,7 @@ def linear(
         weight: [n, k]; with an activation [2 n, k], all gate rows first.
         bias: one for each row of the weight.
         residual: [rows, n], added behind the activation; may be out itself.
-        out: [rows, n], written in place and returned; it may overlap no other tensor, except that it may be the residual. New by
-            default.
+        out: [rows, n], written in place and returned; may be the residual and overlap nothing else. New by default.
         activation: Swiglu(...) or Geglu(...); None is the plain product.
         interleaved: the weight's and the bias' gate and up rows alternate: gate 0, up 0, gate 1, ...
         batch_invariant: a row's result has the same bits whatever the other rows are, on the same GPU. Few rows are
