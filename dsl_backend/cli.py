@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsl_backend.doctor import OperationReport, Report
 
 WRONG_USE = 2
-# As a shell says it of a program that Ctrl-C has ended.
+# The exit status that shells give a program which Ctrl-C ended.
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -55,7 +55,7 @@ def doctor(
         str | None, typer.Option(metavar="JSON", help="Check what vllm serve would be given as --additional-config.")
     ] = None,
 ) -> None:
-    """Say who serves what, what is wrong and what to do; then versions and tables. Exit status 1 for a problem."""
+    """Report which kernels serve, which problems there are, and what to do. Exit status 1 for a problem."""
     from dsl_backend import doctor
     from dsl_backend.errors import InvalidInput
 
@@ -77,7 +77,7 @@ def environment(
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     hooks: Annotated[bool, typer.Option("--hooks", help="Only what the plugin changes in vLLM, and why.")] = False,
 ) -> None:
-    """Print what a bug report needs: versions, GPU, driver, the kernels' cache, and what is set."""
+    """Print what a bug report needs: versions, GPU, driver, the kernel cache, and the variables that are set."""
     from dsl_backend import environment as module
     from dsl_backend.vllm_plugin import hooks as ledger
 
@@ -195,7 +195,7 @@ def tune(
     seconds: Annotated[float, typer.Option(help="Timing of each configuration in each row, in seconds.")] = 0.1,
     only_list: Annotated[bool, typer.Option("--list", help="Print the classes and their rows, time nothing.")] = False,
 ) -> None:
-    """Find configurations that are faster than the usual ones on this GPU, and keep them in a file."""
+    """Find configurations that are faster than the default ones on this GPU, and write them to a file."""
     found = importlib.import_module(f"{benchmarks().__name__}.tune")
     attempt(
         lambda: found.main(
@@ -227,7 +227,7 @@ def compile_kernels(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes, by default one for each core.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object with every kernel.")] = False,
 ) -> None:
-    """Fill the cache with all kernels that a model needs. Needs no GPU."""
+    """Compile all kernels that a model needs into the cache. Needs no GPU."""
     from dsl_backend import kernel_commands
 
     attempt(
@@ -251,7 +251,7 @@ app.add_typer(cache_app, name="cache")
 
 @cache_app.command("list")
 def cache_list(json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
-    """Print what is there, and whether this installation can still use it."""
+    """List the compiled kernels, and whether this installation can still use them."""
     from dsl_backend import kernel_commands
 
     attempt(lambda: kernel_commands.list_cache(as_json=json, say=typer.echo))
@@ -262,7 +262,7 @@ def cache_clear(
     stale: Annotated[bool, typer.Option("--stale", help="Only what this installation cannot use.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Remove compiled kernels. Processes that have loaded them go on."""
+    """Remove compiled kernels. Processes that have loaded them are not affected."""
     from dsl_backend import kernel_commands
 
     attempt(lambda: kernel_commands.clear_cache(only_stale=stale, as_json=json, say=typer.echo))
@@ -277,7 +277,7 @@ def cache_verify(json: Annotated[bool, typer.Option("--json", help="One JSON obj
 
 
 def attempt(command: Callable[[], int]) -> NoReturn:
-    """End with the command's exit status, with that of a wrong use, or of Ctrl-C."""
+    """Exit with the command's status, with that of a wrong use, or with that of Ctrl-C."""
     from dsl_backend.errors import InvalidInput
 
     try:
@@ -291,7 +291,7 @@ def attempt(command: Callable[[], int]) -> NoReturn:
 
 
 def benchmarks() -> Any:
-    """The package of the benchmarks: the wheel's, or the checkout's."""
+    """The package of the benchmarks: from the wheel, or from the checkout."""
     found = [name for name in ("dsl_backend._benchmarks", "benchmarks") if importlib.util.find_spec(name) is not None]
     if not found:
         refuse("this installation has no benchmarks: install the wheel, or run from a checkout")
@@ -299,13 +299,13 @@ def benchmarks() -> Any:
 
 
 def refuse(message: str) -> NoReturn:
-    """End with a message on standard error and the exit status of a wrong use."""
+    """Exit with a message on standard error and the status of a wrong use."""
     typer.echo(f"dsl-backend: {message}", err=True)
     raise typer.Exit(WRONG_USE)
 
 
 def show(report: "Report", console: "Console") -> None:
-    """The report for people: the verdict in three lines, then what it is made of."""
+    """Print the report: the verdict in three lines, then facts and tables."""
     from rich.markup import escape
 
     bad = bool(report.problems)
@@ -323,7 +323,7 @@ def show(report: "Report", console: "Console") -> None:
     if reasons:
         console.print("\n[bold]Why no better kernel serves[/]")
     for reason, (kernels, layers) in reasons.items():
-        # Everywhere is not worth a list.
+        # All layers need no list.
         where = "" if layers == layers_with(report, kernels) else f" for {'; '.join(layers)}"
         console.print(f"{escape(reason)}\n    [dim]{escape(', '.join(kernels))}{escape(where)}[/]", highlight=False)
 
@@ -374,7 +374,7 @@ def served_by(operation: "OperationReport") -> str:
 
 
 def layers_with(report: "Report", kernels: list[str]) -> list[str]:
-    """The layers that some of these kernels were asked about."""
+    """The layers for which dispatch asked one of these kernels."""
     return [
         layer.name
         for layer in report.layers
@@ -383,7 +383,7 @@ def layers_with(report: "Report", kernels: list[str]) -> list[str]:
 
 
 def reasons_of(report: "Report") -> dict[str, tuple[list[str], list[str]]]:
-    """What better kernels than the serving ones object -> these kernels, and the layers; each reason once."""
+    """Each objection of kernels that come before the serving ones -> these kernels, and the layers."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for layer in report.layers:
         for operation in layer.operations:

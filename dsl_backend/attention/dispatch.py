@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves an attention problem on a target: a table of reasons, best kernel first."""
+"""Which kernel serves an attention problem on a target: a table of kernels with their objections, best first."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Operation(enum.Enum):
 
 
 def stored_types(spec: AttentionSpec) -> list[str]:
-    """Storage types of keys and values that every kernel for GPUs takes: the queries' own, and fp8."""
+    """The storage types of keys and values that every GPU kernel accepts: the queries' dtype, and fp8."""
     if spec.kv_dtype == spec.dtype or spec.kv.fp8:
         return []
     return [f"keys of {short(spec.kv_dtype)} are none of {short(spec.dtype)}, {', '.join(kind.name for kind in FP8)}"]
@@ -93,12 +93,12 @@ def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
 
 
 def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
-    """The reference computes on the host: it would read lengths back from a GPU at every step."""
+    """The reference computes on the host, and would read lengths from a GPU at every step."""
     return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
 def cute_storage(spec: AttentionSpec) -> list[str]:
-    """Dtypes and pages that the CuTe DSL kernels take."""
+    """The dtypes and page sizes that the CuTe DSL kernels accept."""
     reasons = []
     if spec.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
@@ -113,7 +113,7 @@ def cute_mla(spec: AttentionSpec) -> list[str]:
     return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
 
 
-# Head sizes whose values are cut into slices: these must have the queries' swizzled chunks, whose place outputs take.
+# Head sizes whose values are split: a split must have the swizzled chunks of queries, since outputs reuse their smem.
 WIDE_DIMS = (384, 512)
 
 
@@ -249,7 +249,7 @@ def operations_of(spec: AttentionSpec) -> Sequence[Operation]:
 
 
 def anything(operation: Operation) -> str | None:
-    """No kernel by name: the best that serves."""
+    """No kernel is asked for by name."""
     return None
 
 
@@ -258,7 +258,7 @@ def reasons_against(
 ) -> list[str]:
     """Why a layer of this spec cannot be served on the target: empty where every operation has a kernel.
 
-    A reason is said once, with the kernels that give it.
+    Each reason appears once, with the kernels that give it.
 
     Args:
         named: the kernel that must serve an operation, by its name; None where any may.

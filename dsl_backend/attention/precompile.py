@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CuTe DSL kernels the attention of a model needs, for compiling them before it is served.
+"""The CuTe DSL kernels that the attention of a model needs, for compiling them before it is served.
 
-As vLLM asks where nobody says otherwise: keys in the model's dtype, in pages of 16 tokens, or of MLA's 64.
+The defaults are vLLM's: keys in the model's dtype, in pages of 16 tokens, or of 64 with MLA.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,18 @@ from dsl_backend.runtime.target import OTHER_GPUS, Target
 from dsl_backend.runtime.workspace import Workspace
 
 PAGE_SIZE = 16
-# A tensor copy brings rows of one page. Where pages are as long as a key tile, MLA's decode takes 1 to 3 % less time on
-# an H200 than where they have 16 tokens.
+# A TMA copy loads rows of one page. With pages as long as a key tile, MLA's decode takes 1 to 3 % less time on an H200
+# than with pages of 16 tokens.
 LATENT_PAGE_SIZE = 64
-# Models whose heads have sinks say so by their kind alone.
+# Model types whose heads have sinks; no other field of the configuration says so.
 WITH_SINKS = ("gpt_oss",)
 
 
 def layer_specs(model: ModelShape) -> Iterator[AttentionSpec]:
-    """Of all layers of a decoder, each once."""
+    """The specs of all layers of a decoder, each once."""
     dtype, text = getattr(torch, model.dtype), text_of(model.config)
     stored = getattr(torch, KV_CACHE_DTYPES.get(model.kv_cache_dtype, model.dtype))
-    # Any that is positive: kernels take it as an argument.
+    # Any positive scale: kernels take it as an argument.
     shared: dict[str, Any] = {"dtype": dtype, "kv_dtype": stored, "scale": model.head_dim**-0.5}
     if model.latent_rank is not None and model.rope_dim is not None:
         width = text.get("v_head_dim") or model.head_dim - model.rope_dim
@@ -74,7 +74,7 @@ def heads_of(model: ModelShape, text: Mapping[str, Any], window: int | None) -> 
     wide = text.get("global_head_dim")
     if window is not None or not wide:
         return model.heads_kv, model.head_dim
-    # Gemma 4's layers without a window. Where their keys are their values too, they have key heads of their own.
+    # Gemma 4's layers without a window. If their keys are also their values, they have another number of key heads.
     heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
     return model.heads_kv if heads is None else max(1, heads // model.tensor_parallel), wide
 
@@ -90,9 +90,9 @@ def windows(text: Mapping[str, Any]) -> list[int | None]:
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels for short and for long queries and for writes; none where others than CuTe DSL's serve them."""
+    """The CuTe DSL kernels for short queries, for long queries and for cache writes, as far as CuTe DSL serves them."""
     for spec in layer_specs(model):
-        # MLA's parts are merged by their LSE; vLLM asks for no other's.
+        # The parts of MLA are combined by their LSE; vLLM asks for no other LSE.
         lse = spec.latent or spec.page_size is None
         yield from precompile_specs_of(spec, target, lse=lse, sinks=spec.dtype if spec.sinks else None)
 
@@ -100,11 +100,11 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 def precompile_specs_of(
     spec: AttentionSpec, target: Target, *, lse: bool, sinks: torch.dtype | None = None, kernel: str | None = None
 ) -> Iterator[PrecompileSpec]:
-    """The kernels of a layer, for any batch; none where others than CuTe DSL's serve it.
+    """The CuTe DSL kernels of a layer, for any batch; none if other kernels serve it.
 
     Args:
-        lse: whether its LSE is asked for.
-        sinks: their dtype, where it has any.
+        lse: whether launches ask for the LSE.
+        sinks: the dtype of the sinks, if there are any.
         kernel: the only one to attend with, by its name in the dispatch table.
     """
     try:
@@ -128,7 +128,7 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     found = {}
     for spec in layer_specs(model):
         reasons = dispatch.reasons_against(spec, target, lambda operation: "cute")
-        # What kernels for other GPUs say is of interest where no other reason is left.
+        # Objections of kernels for other GPUs are shown only if there are no others.
         own = [reason for reason in reasons if OTHER_GPUS not in reason]
         found[str(spec)] = own or reasons
     return found

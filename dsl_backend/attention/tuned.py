@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration a CuTe DSL kernel of attention gets: a measured one, or its heuristic's."""
+"""Which configuration a CuTe DSL kernel of attention gets: a tuned one, or the heuristic's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ Feature = Literal["alibi", "sinks", "softcap"]
 
 
 class ProblemShape(tuned.ProblemShape):
-    """The facts of a layer that decide about its kernel's tiles.
+    """The facts of a layer that its kernel's tiles depend on.
 
-    A kernel is bound to a layer before any batch is known: how many requests, queries and keys there are is not
-    among them.
+    The numbers of requests, queries and keys are not among them, because a kernel is bound to a layer before a batch is
+    known.
 
     Attributes:
         operation: `prefill` of long queries; `decode` and `mla_decode` of short ones.
@@ -75,9 +75,9 @@ class Tunable:
     """The configurations that a heuristic chooses among.
 
     Attributes:
-        operation: as in Problem.
-        kind: of configurations that its kernel takes.
-        variants: from a spec and a block's shared memory to those worth a try.
+        operation: as in ProblemShape.
+        kind: the type of configuration that its kernel takes.
+        variants: (spec, shared memory of a CTA) -> the configurations to time.
     """
 
     operation: str
@@ -113,7 +113,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
 def config_of(spec: AttentionSpec, target: Target, default: Heuristic) -> Any:
     """The configuration of a kernel whose heuristic is `default`: of a tuning record that fits, or the heuristic's.
 
-    A batch-invariant layer has the heuristic's: how it cuts key ranges is another kernel than the one measured.
+    A batch-invariant layer gets the heuristic's: it splits keys in another way than the kernel that was measured.
     """
     tunable = TUNABLE.get(default)
     if tunable is None or spec.batch_invariant or target.gpu is None:

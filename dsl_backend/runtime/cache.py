@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk, for all processes of a user.
 
-An entry is one file: the object file, then a JSON object that says what it is, then its length and a magic word.
-Readers of object files look at what their header points to, so nothing has to be taken off. Entries are written beside
-their place and renamed, so a reader finds all of one or none. Whatever is wrong with an entry is a miss, and one line
-in the log; whatever is wrong with the folder is one line of the whole process, and kernels are compiled in memory.
+An entry is one file: the object file, a JSON object that describes it, the length of that, and a magic word. A loader
+of object files follows their header, so bytes behind the object file do no harm. An entry is written to a temporary
+file and renamed, so a reader finds all of it or nothing. A broken entry is a miss and is logged once. If the folder
+cannot be used, the process logs one line and compiles kernels in memory.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ SUFFIX, LOCK_SUFFIX, SCRATCH_PREFIX = ".o", ".lock", ".writing-"
 NAME = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"DSLKERN1"
 TAIL = struct.Struct("<Q8s")
-# Held by the one process that compiles ahead of others (`precompile.Ahead`).
+# The lock of the one process that compiles ahead of use (`precompile.Ahead`).
 AHEAD = "ahead"
-# A compilation takes seconds; who waits this long waits for one that hangs.
+# A compilation takes seconds: a lock that is held for this long belongs to one that hangs.
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
-# What a process that was killed has left is not what another is about to rename.
+# A temporary file older than this was left by a process that was killed.
 ABANDONED_S = 3600.0
 # Of a folder that cannot be written; `store` says so.
 EXPECTED_ERRORS = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EPERM)
-# A file that another process has removed; NFS has a word of its own for one that was open.
+# A file that another process has removed. NFS reports an open one with ESTALE.
 GONE = (errno.ENOENT, errno.ESTALE)
 HELD = (errno.EAGAIN, errno.EACCES)
 KINDS = {
@@ -57,18 +57,18 @@ KINDS = {
 
 
 class Rejected(Exception):
-    """An entry or a folder that is not used; the message says why."""
+    """An entry or a folder cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the cache, as it says of itself.
+    """The description of an entry, as its file holds it.
 
     Attributes:
         parts: the identity of the kernel (`Identity.parts`).
         size_bytes: of the object file.
-        compile_s: that compiling took.
-        made: when, in seconds since the epoch.
+        compile_s: seconds that compiling took.
+        made: time of creation, in seconds since the epoch.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass
 class Stats:
-    """What a process did with the cache: entries found, missed, written, and not used for what is wrong with them."""
+    """Counts of a process: entries found, missed, written, and rejected because they are broken."""
 
     hits: int = 0
     misses: int = 0
@@ -106,19 +106,19 @@ stats = Stats()
 
 
 def folder() -> Path:
-    """Where entries lie; it may not exist."""
+    """The folder of the entries; it may not exist."""
     return (envs.CACHE_DIR.read() or Path(platformdirs.user_cache_dir("dsl-backend"))) / FOLDER
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says, with its name for it: `No space left on device (ENOSPC)`."""
+    """The system's message and name of an error: `No space left on device (ENOSPC)`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{error.strerror} ({name})" if error.strerror and name else str(error)
 
 
 @contextlib.contextmanager
 def regular(path: Path) -> Iterator[int]:
-    """An open descriptor of a regular file. What is none is not opened: a FIFO would wait for its writer.
+    """An open descriptor of a regular file. Nothing else is opened: a FIFO would block until it has a writer.
 
     Raises:
         Rejected: it is another kind of file.
@@ -127,7 +127,7 @@ def regular(path: Path) -> Iterator[int]:
     require_regular(path.lstat())
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        # It may have been replaced in between.
+        # It may have been replaced between the check and the open.
         require_regular(os.fstat(descriptor))
         yield descriptor
     finally:
@@ -140,7 +140,7 @@ def require_regular(found: os.stat_result) -> None:
 
 
 def require_private(path: Path) -> None:
-    """Refuse a folder that others could have put something into: what is in it is run.
+    """Reject a folder that other users can write to, because the code in it is run.
 
     Raises:
         Rejected: it is not a folder of this user's with mode 0700.
@@ -186,15 +186,15 @@ class DiskCache:
             yield found
 
     def has(self, identity: Identity) -> bool:
-        """Whether there is a file for the kernel; it is not looked into."""
+        """Whether there is a file for the kernel; the file is not read."""
         return os.path.lexists(self.place(identity.digest))
 
     def is_writable(self) -> bool:
-        """Whether something can be written there, as far as that is seen without trying."""
+        """Whether the folder's permissions allow writing; nothing is written."""
         return os.access(self.path, os.W_OK | os.X_OK)
 
     def store(self, identity: Identity, data: bytes, compile_s: float) -> str | None:
-        """Write an entry, over the one that may be there; why that was not possible, which is logged once, or None."""
+        """Write an entry, and replace an existing one. Returns why that failed, which is logged once, or None."""
         said = {
             "parts": identity.parts,
             "sha256": hashlib.sha256(data).hexdigest(),
@@ -225,9 +225,9 @@ class DiskCache:
 
     @contextlib.contextmanager
     def lock(self, identity: Identity) -> Iterator[None]:
-        """One process at a time compiles a kernel; without a lock where none can be had.
+        """Let one process at a time compile a kernel; if the file system has no locks, there is none.
 
-        The lock goes with the process that holds it, however that ends.
+        The system releases the lock when the process that holds it ends.
         """
         descriptor: int | None = None
         deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -248,7 +248,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[bool]:
-        """Whether this is the one process that has the claim; where locks cannot be had, every process has it."""
+        """Whether this process holds the lock of that name; True in every process if the file system has no locks."""
         try:
             descriptor = self.locked(name)
         except OSError as error:
@@ -267,12 +267,12 @@ class DiskCache:
             OSError: the file system has no locks, or the file cannot be made.
         """
         path = self.path / f"{name}{LOCK_SUFFIX}"
-        # Writable: NFS locks no other.
+        # Opened for writing, because NFS locks no other files.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A file that was removed guards nothing: somebody else may have made and locked another.
+            # A lock on a removed file protects nothing: another process may have made and locked a new one.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except OSError as error:
@@ -283,16 +283,16 @@ class DiskCache:
         return None
 
     def without_locks(self, error: OSError) -> None:
-        """Say once that there are no locks, where `store` will not say it."""
+        """Log once that there are no locks, if `store` does not report it."""
         if error.errno not in EXPECTED_ERRORS:
             warning_once(
                 f"no locks in {self.path}, so that two processes may compile the same kernel: {reason_of(error)}"
             )
 
     def entries(self) -> Iterator[tuple[Path, Entry | str]]:
-        """Every file that an entry can be, with the entry, or with what is wrong with it.
+        """Every file that may be an entry, with the entry or with what is wrong with it.
 
-        Entries that another process removes meanwhile are left out.
+        Files that another process removes in the meantime are left out.
         """
         for path in sorted(self.path.glob(f"*{SUFFIX}")):
             found = examined(path)
@@ -300,7 +300,7 @@ class DiskCache:
                 yield path, found
 
     def clear(self, only: frozenset[Path] | None = None) -> "Cleared":
-        """Remove entries, or only these, locks that nobody holds, and what killed processes have left."""
+        """Remove all entries or only these, locks that no process holds, and temporary files of killed processes."""
         left: dict[Path, str] = {}
         count = 0
         for path in self.files():
@@ -313,7 +313,7 @@ class DiskCache:
         return Cleared(count, left)
 
     def remove_lock(self, path: Path, left: dict[Path, str]) -> None:
-        """Remove a lock's file, unless a process holds it: two could hold the lock then."""
+        """Remove the file of a lock that no process holds. Otherwise two processes could hold the lock."""
         try:
             descriptor = self.locked(path.stem)
         except OSError as error:
@@ -331,7 +331,7 @@ class DiskCache:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Give a lock back; in so many words, since a child that was forked meanwhile holds the descriptor too."""
+    """Release a lock explicitly: a child that was forked in the meantime holds the descriptor too."""
     if descriptor is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -339,14 +339,14 @@ def unlock(descriptor: int | None) -> None:
 
 @dataclass(frozen=True)
 class Cleared:
-    """What clearing did: how many entries went, and files that could not be removed, with the reason."""
+    """The result of clearing: the number of removed entries, and the reason for each file that is left."""
 
     removed: int
     left: Mapping[Path, str]
 
 
 def removed(path: Path, left: dict[Path, str]) -> bool:
-    """Whether a file was removed, by this process; one that could not be is added to those left."""
+    """Whether this process removed a file; a file that could not be removed is added to `left`."""
     try:
         path.unlink()
     except OSError as error:
@@ -357,19 +357,19 @@ def removed(path: Path, left: dict[Path, str]) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether a file is too old for somebody to be writing it."""
+    """Whether a temporary file is so old that no process can still be writing it."""
     with contextlib.suppress(OSError):
         return time.time() - path.lstat().st_mtime > ABANDONED_S
     return False
 
 
 def unkept(why: str) -> None:
-    """Say once that compiled kernels are not kept."""
+    """Log once that compiled kernels are not kept."""
     warning_once(f"compiled kernels are not kept on disk, each process compiles them: {why}")
 
 
 def reject(path: Path, reason: str) -> None:
-    """An entry is a miss for a reason that somebody should hear of."""
+    """Log why an entry is rejected, and count it."""
     stats.rejected += 1
     warning_once(f"the kernel cache's {path} is not used: {reason}")
 

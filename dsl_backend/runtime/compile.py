@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a CuTe DSL kernel object to a function: compiled once for all processes of a user, then read from disk.
+"""Compiles a CuTe DSL kernel object into a function, once for all processes of a user; later ones read it from disk.
 
-A kernel that launches with `min_blocks_per_mp` above one names its `preferred_smem_carveout` too: otherwise CuTe DSL
-asks the driver for the chip's shared memory while it traces, and there may be none.
+A kernel whose launch has `min_blocks_per_mp` above one must also set `preferred_smem_carveout`. Otherwise CuTe DSL asks
+the driver for the GPU's shared memory while it traces, and there may be no GPU.
 """
 
 import threading
@@ -19,15 +19,15 @@ from dsl_backend.runtime.target import Target
 
 Function = Callable[..., Any]
 
-# Why a kernel is not kept, where nothing is wrong with the folder.
+# Reasons why a kernel is not kept although the folder can be used.
 EDITED = "sources of kernels were changed while this process runs"
 HERE_ALONE = "their host code is for this very processor"
 
-# (digest, the libraries that it was linked with) -> function. Never emptied: a captured graph may hold what is in it.
+# (digest, libraries that it was linked with) -> function. Never emptied: captured graphs may use the functions.
 _functions: dict[tuple[str, str], Function] = {}
 # CuTe DSL compiles one thing at a time.
 _lock = threading.RLock()
-# Of a thread that wants to know what would be compiled: `identities`, a list.
+# Set in a thread that only asks what would be compiled: `identities`, a list.
 _asked = threading.local()
 
 
@@ -40,8 +40,8 @@ def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: T
             `make_fake_stream(use_tvm_ffi_env_stream=True)` for the stream, which callers then leave out.
         key: a frozen dataclass with all that the kernel object's static choices depend on: its config, dtypes, the
             number of SMs where that matters.
-        target: whose architecture is compiled for; it need not be at hand.
-        options: more of CuTe DSL's compile options, such as `--opt-level 2`.
+        target: its architecture is compiled for; the device need not be present.
+        options: additional compile options of CuTe DSL, such as `--opt-level 2`.
 
     Returns:
         A function of positional arguments: tensors (torch's as they are) and numbers.
@@ -67,12 +67,12 @@ def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: T
 
 
 def not_compiled(*_: Any) -> Any:
-    """The function of a kernel whose identity alone was asked for."""
+    """Stands for the function of a kernel when only its identity was asked for."""
     raise AssertionError("this kernel was looked for and not compiled")
 
 
 def identities(build: Callable[[], Any]) -> list[Identity]:
-    """What a function that calls `compile_kernel` would have compiled; nothing is compiled, and nothing loaded."""
+    """The identities that a function which calls `compile_kernel` would compile; nothing is compiled or loaded."""
     found: list[Identity] = []
     _asked.identities = found
     try:
@@ -83,13 +83,13 @@ def identities(build: Callable[[], Any]) -> list[Identity]:
 
 
 def forget() -> None:
-    """Empty the memory, as a new process finds it; functions that somebody holds stay usable."""
+    """Forget the functions in memory; references to them stay usable."""
     with _lock:
         _functions.clear()
 
 
 def made(identity: Identity, compile_it: Callable[[], Any]) -> Function:
-    """The function of a kernel that is not in memory."""
+    """The function of a kernel that is not in memory: from disk, or compiled."""
     started = time.perf_counter()
     if not toolkit.keeps_files():
         function: Function = compile_it()
@@ -114,7 +114,7 @@ def made(identity: Identity, compile_it: Callable[[], Any]) -> Function:
 
 
 def from_disk(disk: DiskCache, identity: Identity, started: float) -> Function | None:
-    """The function of an entry that is whole; None where there is none."""
+    """The function of a valid entry; None if there is none."""
     with disk.opened(identity) as found:
         if found is None:
             return None
@@ -133,11 +133,11 @@ def from_disk(disk: DiskCache, identity: Identity, started: float) -> Function |
 def compiled(
     identity: Identity, compile_it: Callable[[], Any], disk: DiskCache | None, started: float, unkept: str | None = None
 ) -> Function:
-    """Compile, keep it where there is a place, and load what was exported.
+    """Compile, store the object file if possible, and load the function from it.
 
     Args:
         started: when the function was asked for, of `time.perf_counter`.
-        unkept: why there is no place.
+        unkept: why it cannot be stored.
     """
     began = time.perf_counter()
     function = compile_it()
@@ -154,6 +154,6 @@ def compiled(
 
 
 def record(identity: Identity, started: float, size_bytes: int, unkept: str | None) -> None:
-    """A function that was compiled here."""
+    """Record a compilation of this process."""
     seconds = time.perf_counter() - started
     compiles.record(str(identity), identity.digest, Source.COMPILER, seconds, size_bytes, unkept)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that compiles precompile specs for another one: both sides of it.
 
-It is a fresh interpreter and not a child of `multiprocessing`: that one runs the parent's main module again, and a
-daemon, as vLLM's workers are, may not have any. It sees no GPU, says nothing on standard output, ignores Ctrl-C, which
-is its parent's to handle, and ends with its parent, however that ends.
+It is a new interpreter and not a child of `multiprocessing`: such a child runs the parent's main module again, and a
+daemonic process, as vLLM's workers are, may not have children. The process sees no GPU, prints nothing on standard
+output, leaves Ctrl-C to its parent, and ends when its parent ends.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 from dsl_backend import envs
 from dsl_backend.runtime.compiles import Source, compiles
 
-# Of prctl: the signal that a process gets when its parent's thread ends.
+# An option of prctl: the signal that a process gets when the thread that started it ends.
 PR_SET_PDEATHSIG = 1
-# Of what a process that died has said, so much is told.
+# How much of a dead process's output is reported.
 TAIL_BYTES = 2000
 CODE = "import sys; sys.path[:] = {path!r}; from dsl_backend.runtime.compile_process import serve; serve({parent})"
 
@@ -33,7 +33,7 @@ CODE = "import sys; sys.path[:] = {path!r}; from dsl_backend.runtime.compile_pro
 class Result(enum.Enum):
     COMPILED = "compiled"
     PRESENT = "present"
-    # Compiled and not on disk, so that it will be compiled again.
+    # Compiled, but not on disk: the next process compiles it again.
     UNKEPT = "not kept"
     FAILED = "failed"
 
@@ -47,7 +47,7 @@ class CompileProcess:
 
     def __init__(self) -> None:
         code = CODE.format(path=sys.path, parent=os.getpid())
-        # A file without a folder: the one for temporary files may be full.
+        # In memory: the folder of temporary files may be full.
         self._said = os.memfd_create("compile-process")
         try:
             self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class CompileProcess:
             raise
 
     def fileno(self) -> int:
-        """Of the pipe with answers, for `selectors`."""
+        """The descriptor of the pipe with the answers, for `selectors`."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -79,7 +79,7 @@ class CompileProcess:
         return answer
 
     def epitaph(self) -> str:
-        """How a process that died has ended, and the last line that it said."""
+        """How a dead process ended, and the last line of its output."""
         status = self._process.wait()
         ended = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         size = os.fstat(self._said).st_size
@@ -87,7 +87,7 @@ class CompileProcess:
         return f"{ended}: {text.splitlines()[-1]}" if text else ended
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process and close its pipes."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -98,12 +98,12 @@ class CompileProcess:
 
 
 def serve(parent: int) -> None:
-    """The child's side: compile what comes, until nothing more can."""
+    """The child's side: compile each spec that arrives, until the parent ends."""
     envs.hide_gpus()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     answers = os.fdopen(os.dup(1), "w")
-    # Libraries that print must not print into the answers.
+    # Output that libraries print must not mix with the answers.
     os.dup2(2, 1)
     given: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(sys.stdin.buffer, given), daemon=True).start()
@@ -118,7 +118,7 @@ def answer_to(pickled: bytes) -> dict[str, Any]:
     started, before = time.perf_counter(), len(compiles.events)
     try:
         pickle.loads(pickled).compile()
-    except Exception as error:  # CuTe DSL's errors cannot all be pickled
+    except Exception as error:  # some errors of CuTe DSL cannot be pickled
         seconds = time.perf_counter() - started
         return {"result": Result.FAILED.value, "seconds": seconds, "size_bytes": 0, "error": one_line(error)}
     events = compiles.events[before:]
@@ -139,7 +139,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read(pipe: BinaryIO, given: "queue.SimpleQueue[bytes]") -> None:
-    """Pass on what the parent gives. The pipe's end is the parent's: then there is nobody to compile for."""
+    """Queue the specs that the parent sends. The end of the pipe means that the parent has ended: exit."""
     try:
         while True:
             given.put(pickle.load(pipe))
@@ -148,7 +148,7 @@ def read(pipe: BinaryIO, given: "queue.SimpleQueue[bytes]") -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends. The pipe's end tells too, but not in a compilation's midst."""
+    """Have the system kill this process when its parent ends. The pipe's end is not noticed during a compilation."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

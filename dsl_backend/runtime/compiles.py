@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what was compiled, before and after warm-up: a server that serves compiles nothing."""
+"""Counts compilations before and after warm-up: a server should compile nothing while it serves requests."""
 
 import enum
 import threading
@@ -23,13 +23,13 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """A function that this process came to hold.
+    """A function that this process compiled or loaded.
 
     Attributes:
         kernel: name, key and architecture.
-        seconds: that it took, waiting for other processes included.
+        seconds: duration, including the time spent waiting for other processes.
         size_bytes: of its object file.
-        unkept: why what was compiled is not on disk; None where it is.
+        unkept: why the compiled function is not on disk; None if it is.
     """
 
     kernel: str
@@ -42,7 +42,7 @@ class Event:
 
 
 class Compiles:
-    """The events of a process. All of them belong to warm-up until somebody says that it is over."""
+    """The events of a process. They belong to warm-up until `end_warmup`, or until the function of `watch` says so."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,15 +54,15 @@ class Compiles:
         return Phase.SERVING if self._over() else Phase.WARM_UP
 
     def begin_warmup(self) -> None:
-        """From now on it is warm-up."""
+        """Begin a warm-up."""
         self._over = lambda: False
 
     def end_warmup(self) -> None:
-        """From now on requests are served."""
+        """Warm-up is over: requests are served from now on."""
         self._over = lambda: True
 
     def watch(self, over: Callable[[], bool]) -> None:
-        """Ask this whether warm-up is over, whenever something is compiled."""
+        """Call this function at each compilation, to ask whether warm-up is over."""
         self._over = over
 
     @property
@@ -74,17 +74,17 @@ class Compiles:
 
     @property
     def during_warmup(self) -> int:
-        """Kernels that were compiled, and not found on disk, before warm-up was over."""
+        """The number of kernels that were compiled (not read from disk) during warm-up."""
         return self.count(Source.COMPILER, Phase.WARM_UP)
 
     @property
     def after_warmup(self) -> int:
-        """Kernels that were compiled while requests were served: 0 in a server that is well."""
+        """The number of kernels that were compiled while requests were served; it should be 0."""
         return self.count(Source.COMPILER, Phase.SERVING)
 
     @property
     def loads_after_warmup(self) -> int:
-        """Kernels that were read from disk while requests were served."""
+        """The number of kernels that were read from disk while requests were served."""
         return self.count(Source.DISK, Phase.SERVING)
 
     def record(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of kernels, best first, each with its objections: what every operator family's dispatch is made of."""
+"""Dispatch tables: the kernels of an operation, best first, each with its objections to a problem."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -43,11 +43,11 @@ class Entry(Generic[Spec]):
     """Kernels that may serve an operation.
 
     Attributes:
-        name: what a user calls it by; kernels of several SMs may share one.
-        title: what it is, such as `dense-decode sm90`: doctor, log and errors say this.
+        name: by which users ask for it; kernels of several SMs may share one.
+        title: what it is, such as `dense-decode sm90`; printed by the doctor, in logs and in errors.
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
-        variants: the compiled kernels that it launches where it serves, by batch; empty where that is not told.
+        variants: the compiled kernels that it launches, and for which batches; empty if they are not listed.
     """
 
     name: str
@@ -95,7 +95,7 @@ def choose(
 
 
 def explained(judgements: Sequence[Judged[Spec]], titles: Sequence[str]) -> str:
-    """Which kernels serve a layer, and what better ones object: each reason once.
+    """Which kernels serve a layer, and the objections of better ones: each reason once.
 
     Args:
         judgements: of each operation of the layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a model that its kernels depend on, out of the `config.json` beside its weights."""
+"""The facts of a model that its kernels depend on, read from the `config.json` beside its weights."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any
 from dsl_backend.errors import InvalidInput
 
 DTYPES = ("float32", "float16", "bfloat16")
-# A model with pictures or sound keeps its language model's facts in one of these.
+# A multimodal model has the configuration of its language model under one of these names.
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
-# Names of a cache's dtype, as vLLM has them -> torch's.
+# vLLM's names of a cache's dtype -> torch's.
 KV_CACHE_DTYPES = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -31,12 +31,11 @@ class ModelShape:
     Attributes:
         heads_q, heads_kv: of this rank.
         head_dim: of queries and keys; with MLA, of the parts with and without positions together.
-        gated_sizes: columns of gate, of this rank: of the dense MLP and of the experts that all tokens share, as far as
-            there are such.
-        vocab_size: of the logits, of all ranks together.
+        gated_sizes: columns of the gate projection on this rank: of the dense MLP and of the shared experts, if any.
+        vocab_size: of the logits of all ranks together.
         latent_rank, rope_dim: of MLA; None elsewhere.
         kv_cache_dtype: of its cache, one of KV_CACHE_DTYPES; auto is dtype.
-        config: all of the model's own words, for what stands nowhere else.
+        config: the model's whole configuration, for facts that are no field here.
     """
 
     dtype: str
@@ -76,7 +75,7 @@ def read(path: Path, *, tensor_parallel: int = 1, dtype: str | None = None) -> M
 
 
 def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str | None = None) -> ModelShape:
-    """The model of a configuration in the words of Hugging Face's transformers.
+    """The model of a configuration as Hugging Face's transformers writes it.
 
     Args:
         tensor_parallel: ranks that share the heads.
@@ -115,7 +114,7 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
         dtype=dtype_of(config, text, dtype),
         hidden_size=hidden,
         heads_q=heads // tensor_parallel,
-        # More ranks than heads: each rank has a copy of one. MLA's one latent head is everybody's.
+        # With more ranks than heads, each rank has a copy of one. All ranks share MLA's one latent head.
         heads_kv=1 if latent is not None else max(1, heads_kv // tensor_parallel),
         head_dim=head_dim,
         vocab_size=number("vocab_size"),
@@ -128,7 +127,7 @@ def shape_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's own words."""
+    """The configuration of the language model."""
     return next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
 
 

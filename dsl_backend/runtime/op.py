@@ -58,7 +58,7 @@ def register_op(
 
     @wraps(function)
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        # vLLM's weights are of a class of its own, and every look at one would be a call in Python: 1.4 us (a CPU).
+        # vLLM's weights are of a subclass of Tensor: each access would be a call in Python, 1.4 us on a CPU.
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 

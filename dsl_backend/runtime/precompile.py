@@ -24,9 +24,9 @@ from dsl_backend.runtime.compile_process import CompileProcess, Result, one_line
 from dsl_backend.runtime.key import stable
 from dsl_backend.runtime.target import Target
 
-# Of a process that compiles: torch, CuTe DSL and a large kernel.
+# Memory of a process that compiles: torch, CuTe DSL and a large kernel.
 PROCESS_BYTES = 1 << 30
-# Progress is told no more often.
+# The shortest time between two lines of progress.
 PROGRESS_S = 5.0
 
 
@@ -35,8 +35,8 @@ class PrecompileSpec:
     """A kernel to compile.
 
     Attributes:
-        family: that it belongs to.
-        build: `build(key, target)` calls `compile_kernel`; a function of a module, for processes to find.
+        family: its operator family.
+        build: `build(key, target)` calls `compile_kernel`; a function of a module, so that it can be pickled.
         key: the kernel's key.
     """
 
@@ -49,7 +49,7 @@ class PrecompileSpec:
         return f"{self.family}: {stable(self.key)} for {self.target.arch}"
 
     def compile(self) -> Any:
-        """The function, from wherever it is had fastest."""
+        """The function: from memory, from disk, or compiled."""
         return self.build(self.key, self.target)
 
 
@@ -58,7 +58,7 @@ class Outcome:
     """The result of compiling one spec.
 
     Attributes:
-        seconds: in the process that had it.
+        seconds: in the process that compiled it.
         size_bytes: of its object files on disk.
         error: one line, where it failed or was not kept.
     """
@@ -131,7 +131,7 @@ class Pool:
                     spec = waiting.popleft()
                     try:
                         pickled = pickle.dumps(spec)
-                    except Exception as error:  # pickling raises what it likes
+                    except Exception as error:  # pickling may raise anything
                         self.idle.append(process)
                         why = f"cannot be given to another process: {one_line(error)}"
                         yield Outcome(spec, Result.FAILED, error=why)
@@ -147,7 +147,7 @@ class Pool:
             self.answers.close()
 
     def free(self) -> CompileProcess | None:
-        """A process that has nothing to do; None where all that there may be are busy."""
+        """An idle process, started if there may be one more; None if all are busy."""
         if self.idle:
             return self.idle.pop()
         if len(self.busy) >= self.jobs:
@@ -157,7 +157,7 @@ class Pool:
         except OSError:
             if not self.busy:
                 raise
-            # As many as there are.
+            # Continue with those that were started.
             self.jobs = len(self.busy)
             return None
         self.answers.register(process, selectors.EVENT_READ)
@@ -177,13 +177,13 @@ class Pool:
 
 
 def absent(todo: Iterable[PrecompileSpec], disk: DiskCache) -> list[PrecompileSpec]:
-    """Units whose kernels are not on disk, each kernel once; nothing is compiled or loaded."""
+    """The specs whose kernels are not on disk, each kernel once; nothing is compiled or loaded."""
     seen: set[str] = set()
     found = []
     for spec in todo:
         try:
             wanted = compilation.identities(spec.compile)
-        except Exception as error:  # whoever needs it compiles it again, and says what is wrong
+        except Exception as error:  # the launch that needs it compiles it again and reports the error
             logger.debug("%s cannot be looked for: %s", spec, one_line(error))
             continue
         missing = {one.digest for one in wanted if one.reusable and not disk.has(one)} - seen
@@ -196,7 +196,7 @@ def absent(todo: Iterable[PrecompileSpec], disk: DiskCache) -> list[PrecompileSp
 class Ahead:
     """Compiles specs in other processes while this one continues; kernels that are on disk are only looked up.
 
-    Whoever needs a kernel meanwhile finds it on disk, waits for the process that has it, or compiles it.
+    A launch that needs a kernel before then finds it on disk, waits for the process that compiles it, or compiles it.
     """
 
     def __init__(self) -> None:
@@ -208,12 +208,12 @@ class Ahead:
     def add(self, todo: Iterable[PrecompileSpec], spare: int = 1, beside: str = "in the background") -> int:
         """Begin to compile what is not on disk; returns the number of these specs.
 
-        Nothing is begun where what is compiled could not be kept, nor where another process compiles ahead for this
-        cache already: its kernels are mostly the same.
+        Nothing is begun if compiled kernels cannot be kept, or if another process already compiles ahead for this
+        cache: its kernels are mostly the same.
 
         Args:
             spare: cores to leave to this process, and to others like it.
-            beside: what it does meanwhile, for the log.
+            beside: what this process does in the meantime, for the log.
         """
         new = [spec for spec in todo if str(spec) not in self._seen]
         self._seen |= {str(spec) for spec in new}
@@ -227,9 +227,9 @@ class Ahead:
             return 0
         with self._lock:
             self._waiting.extend(missing)
-            # One that a fork has left behind is not alive.
+            # After a fork the parent's thread is not alive.
             if self._thread is None or not self._thread.is_alive():
-                # It outlives the processes that it starts, and does not keep this one from ending.
+                # It must outlive the processes that it starts, and must not keep this process from ending.
                 self._thread = threading.Thread(
                     target=self._work, args=(disk, spare, beside), name="dsl-compile-ahead", daemon=True
                 )
@@ -247,7 +247,7 @@ class Ahead:
             with disk.claim(cache.AHEAD) as ours:
                 while ours and self._left():
                     self._compile(spare, beside)
-        except Exception as error:  # this process compiles what it needs without us
+        except Exception as error:  # this process then compiles what it needs at its first launch
             logger.warning("kernels are not compiled ahead of their use: %s", one_line(error))
         finally:
             with self._lock:
@@ -256,14 +256,14 @@ class Ahead:
                     self._thread = None
 
     def _left(self) -> bool:
-        """Whether there is something to compile; where there is nothing, what is added from now on has a new thread."""
+        """Whether specs are waiting. If not, the thread ends, and the next `add` starts a new one."""
         with self._lock:
             if not self._waiting:
                 self._thread = None
             return bool(self._waiting)
 
     def _compile(self, spare: int, beside: str) -> None:
-        """Compile what waits, and what is added meanwhile."""
+        """Compile the waiting specs, and those that are added in the meantime."""
         started = said = time.monotonic()
         jobs = processes(len(self._waiting), spare)
         logger.info("compiling %d kernels in %d processes %s", len(self._waiting), jobs, beside)
@@ -272,7 +272,7 @@ class Ahead:
         outcomes = pool.outcomes(self._waiting)
         for outcome in outcomes:
             if outcome.result is Result.UNKEPT:
-                # Nor would others be: this process compiles in memory.
+                # Others would not be kept either: this process compiles in memory.
                 outcomes.close()
                 self._waiting.clear()
                 cache.unkept(f"{cache.folder()}: {outcome.error}")
@@ -290,5 +290,5 @@ class Ahead:
             logger.warning("%d of %d kernels were not compiled ahead of their use: %s", len(failed), done, failed[0])
 
 
-# This process's.
+# The one of this process.
 ahead = Ahead()

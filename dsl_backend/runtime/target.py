@@ -14,7 +14,7 @@ from dsl_backend.runtime import registry
 from dsl_backend.runtime.registry import Arch, Feature
 
 Chosen = TypeVar("Chosen")
-# How an objection begins that names the GPUs which a kernel serves.
+# The beginning of an objection that lists the GPUs which a kernel serves.
 OTHER_GPUS = "serves GPUs of "
 
 
@@ -25,10 +25,10 @@ class Target:
     Attributes:
         capability: CUDA compute capability (major, minor); None is a CPU.
         sm_count: streaming multiprocessors; 0 on a CPU.
-        smem_bytes: dynamic shared memory a block may use; 0 on a CPU.
+        smem_bytes: dynamic shared memory that a CTA may use; 0 on a CPU.
         interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
-        gpu: the product's name, for what was measured on it alone (runtime/tuned.py); None where none is at hand.
-        spare_sms: of sm_count, those that a kernel leaves to others that run beside it.
+        gpu: the product's name, which tuning records are for (runtime/tuned.py); None if no GPU is present.
+        spare_sms: SMs that a kernel leaves free for kernels that run at the same time.
     """
 
     capability: tuple[int, int] | None
@@ -40,11 +40,11 @@ class Target:
 
     @property
     def used_sms(self) -> int:
-        """Streaming multiprocessors that a kernel may take."""
+        """The number of SMs that a kernel may use."""
         return self.sm_count - self.spare_sms
 
     def sparing(self, sms: int) -> "Target":
-        """The same device, of which a kernel leaves so many SMs to others.
+        """The same device, with this number of SMs left free for other kernels.
 
         Raises:
             InvalidInput: none would be left for it.
@@ -135,7 +135,7 @@ def cpu_target() -> Target:
 
 
 def from_arch(arch: str) -> Target:
-    """The usual chip of a named architecture, for planning and compiling without a device.
+    """The usual GPU of a named architecture, for planning and compiling without a device.
 
     Args:
         arch: `cpu`, or `sm_90`, `sm_90a`, `sm90`, `sm_100a` ...
@@ -149,13 +149,13 @@ def from_arch(arch: str) -> Target:
 
 
 def of_capability(capability: tuple[int, int]) -> Target:
-    """The usual chip of a compute capability, also of one that is not known."""
+    """The usual GPU of a compute capability, which need not be in the registry."""
     facts = registry.of_capability(capability)
     return Target(capability=capability, sm_count=facts.sm_count, smem_bytes=facts.smem_bytes)
 
 
 def cuda_index(device: torch.device) -> int:
-    """Of a CUDA device; of the current one where it names none.
+    """The index of a CUDA device; of the current one if it has none.
 
     Raises:
         InvalidInput: this torch, or this machine, has no such device.
@@ -190,7 +190,7 @@ def _of_cuda_device(index: int) -> Target:
 
 
 def overridden(found: Target) -> Target:
-    """The GPU's target as DSL_BACKEND_ARCH wants it to be taken for.
+    """The GPU's target with the architecture that DSL_BACKEND_ARCH names.
 
     Raises:
         InvalidInput: it names no architecture, or one whose code the GPU cannot run.
@@ -199,7 +199,7 @@ def overridden(found: Target) -> Target:
     if arch is None:
         return found
     wanted = from_arch(arch)
-    # From SM90 on, code for one architecture runs on no other; what is chosen below it is Triton, which asks the GPU.
+    # Since SM90, code for one architecture runs on no other. Below SM90 only Triton serves, which asks the GPU itself.
     fits = not wanted.is_cpu and (wanted.capability == found.capability or not wanted.tma)
     if not fits or (wanted.capability or ()) > (found.capability or ()):
         raise InvalidInput(f"{envs.ARCH.name}={arch!r} is not accepted on a {found.arch}: use {envs.ARCH.accepts}")
@@ -210,7 +210,7 @@ def overridden(found: Target) -> Target:
 def detect(device: torch.device | None = None) -> Target:
     """The target behind a torch device; without one, the current CUDA device, or the CPU where there is none.
 
-    A GPU is what it is unless DSL_BACKEND_ARCH says otherwise.
+    DSL_BACKEND_ARCH may change a GPU's architecture.
 
     Raises:
         InvalidInput: the device is neither a CUDA device nor the CPU, is not there, or DSL_BACKEND_ARCH does not fit
@@ -221,7 +221,7 @@ def detect(device: torch.device | None = None) -> Target:
 
 
 def at_hand(device: torch.device | None = None) -> Target:
-    """As `detect`, whatever DSL_BACKEND_ARCH says."""
+    """As `detect`, but without DSL_BACKEND_ARCH."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

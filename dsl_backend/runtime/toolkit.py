@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to CuTe DSL: the only place of the run-time that imports cutlass.
+"""The interface to CuTe DSL: the only module of the run-time that imports cutlass.
 
-A kernel is compiled without a GPU, with fake tensors, into a function of TVM-FFI. It is exported as an object file,
-which holds host code and cubin, and what is called is always what was loaded from such a file: a first start runs the
-same code as all others.
+A kernel is compiled without a GPU, with fake tensors, into a TVM-FFI function. The function is exported as an object
+file with host code and cubin, and callers always get the function that was loaded from such a file: the process that
+compiles it runs the same code as all later ones.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ SYMBOL = "kernel"
 WHEELS = "nvidia_cutlass_dsl*.dist-info"
 FFI = "apache-tvm-ffi"
 PREFIX = "CUTE_DSL_"
-# Of CuTe DSL's variables, those that say where things lie or what is told about them, and not what code is made.
+# CuTe DSL's variables for paths and logging, which do not change the generated code.
 NO_CODE = (
     *("LIBS", "ARCH", "LOG_", "CACHE_DIR", "DUMP_DIR", "KEEP", "PRINT_", "NO_CACHE", "DISABLE_FILE_CACHING"),
     *("JIT_CACHE_MAX_ELEMS", "JIT_TIME_PROFILING", "SHOW_STACKTRACE", "FILTER_STACKTRACE", "WARNINGS", "REMARKS"),
 )
 
-# CuTe DSL makes host code for the very processor that it runs on. What is kept must run on others: the machine that
-# fills a cache need not be the one that serves, and many may share a home. (LLVM's names; host code is a few checks and
+# CuTe DSL generates host code for the processor that it runs on. An entry must run on other processors too: a machine
+# may fill the cache for another one, and many may share a home folder. (LLVM's names; host code is a few checks and
 # a launch, which no newer instruction makes faster.)
 BASELINES = {"x86_64": "x86-64-v2", "aarch64": "generic"}
-# Without a list of its own a function gets all that this processor has.
+# Without a list of features, a function gets all features of this processor.
 FEATURES = {"x86_64": '["+sse4.2", "+popcnt", "+cx16"]', "aarch64": '["+neon"]'}
 
 
 @cache
 def missing() -> list[str]:
-    """Why there is no CuTe DSL here, as an objection of a dispatch table; empty where there is."""
+    """Why CuTe DSL cannot be used, as objections of a dispatch table; empty if it can."""
     wheels = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", FFI))
     return [
         f"{wheel} is not installed: CuTe DSL kernels need `pip install {wheel}`"
@@ -52,7 +52,7 @@ def missing() -> list[str]:
 
 
 def require() -> None:
-    """Refuse to go on without CuTe DSL.
+    """Raise an error if CuTe DSL is missing.
 
     Raises:
         InvalidInput: it or TVM-FFI is not installed.
@@ -65,7 +65,7 @@ def require() -> None:
 def versions() -> tuple[str, ...]:
     """Name and version of every wheel that makes or runs the code; sorted.
 
-    The names of the folders are read and not their metadata: there are hundreds of packages beside them.
+    Only the names of the metadata folders are read: an environment has hundreds of packages.
     """
     found = {path.name.removesuffix(".dist-info") for place in sys.path for path in Path(place or ".").glob(WHEELS)}
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -74,7 +74,7 @@ def versions() -> tuple[str, ...]:
 
 
 def settings() -> dict[str, str]:
-    """CuTe DSL's own variables that may change what code is made, and the processor that the host code is for."""
+    """The variables of CuTe DSL that may change the generated code, and the processor of the host code."""
     chosen = {
         name: value
         for name, value in envs.starting_with(PREFIX).items()
@@ -91,25 +91,25 @@ def _dsl() -> Any:
 
 
 def libraries() -> str:
-    """The libraries that host code is linked with: a function made with others is another function."""
+    """The libraries that host code is linked with; they are a part of a function's identity in memory."""
     return str(_dsl().envar.shared_libs)
 
 
 def keeps_files() -> bool:
-    """Whether functions may come from files: CUTE_DSL_DISABLE_FILE_CACHING says no, and so does an emulator."""
+    """Whether functions may come from files: not with CUTE_DSL_DISABLE_FILE_CACHING, and not on the emulator."""
     return not _dsl().envar.disable_file_caching
 
 
 def compiled(kernel: Any, arguments: Sequence[Any], arch: str, options: str) -> Any:
-    """`kernel` compiled for `arch`; callable in this process only where it has such a device."""
+    """`kernel` compiled for `arch`; it can be called only in a process that has such a device."""
     from cutlass import cute
 
-    # The name is looked up at each call: vLLM replaces it to see who compiles while requests are served.
+    # Looked up at each call: vLLM replaces it to detect compilations while requests are served.
     return cute.compile(kernel, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip())
 
 
 def made_portable(function: Any) -> bool:
-    """Let a compiled function be exported for any processor of this machine's kind; False where nobody knows how."""
+    """Make a function's host code run on any processor of this architecture; False if that is not supported."""
     from cutlass._mlir import ir
 
     machine, module = platform.machine(), getattr(function, "ir_module", None)
@@ -129,7 +129,7 @@ def made_portable(function: Any) -> bool:
 
 def exported(function: Any) -> bytes:
     """The object file of a compiled function."""
-    # In memory: a folder for temporary files may be full, or not be there.
+    # In memory: the folder of temporary files may be full or missing.
     descriptor = os.memfd_create("exported")
     try:
         path = f"/proc/self/fd/{descriptor}"
@@ -143,17 +143,17 @@ def loaded(descriptor: int) -> Callable[..., Any]:
     """The function of an open object file.
 
     Raises:
-        Exception: of CuTe DSL, which has many, where it is none.
+        Exception: of CuTe DSL, of many types, if it is not an object file.
     """
     from cutlass import cute
 
-    # By descriptor, so that what is loaded is the file that was looked at.
+    # By descriptor, so that the file that was checked is the one that is loaded.
     module = cute.runtime.load_module(f"/proc/self/fd/{descriptor}", enable_tvm_ffi=True)
     return module[SYMBOL]
 
 
 def loaded_from(data: bytes) -> Callable[..., Any]:
-    """The function of an object file that is nowhere else."""
+    """The function of an object file in memory."""
     descriptor = os.memfd_create("kernel")
     try:
         os.write(descriptor, data)
@@ -163,9 +163,9 @@ def loaded_from(data: bytes) -> Callable[..., Any]:
 
 
 def described(arguments: Sequence[Any]) -> tuple[str, ...]:
-    """One line for each argument of a compilation: all that code depends on, and no addresses.
+    """One line for each argument of a compilation: all facts that code depends on, without addresses.
 
-    Sizes that are the same symbol carry the same number: code relies on them being equal.
+    Sizes that are the same symbol have the same number, because code relies on their equality.
     """
     symbols: list[Any] = []
     return tuple(_described(argument, symbols) for argument in arguments)
@@ -180,9 +180,9 @@ def _described(value: Any, symbols: list[Any]) -> str:
         fields = (f"{one.name}={_described(getattr(value, one.name), symbols)}" for one in dataclasses.fields(value))
         return f"{type(value).__qualname__}({', '.join(fields)})"
     text = repr(value)
-    # Python's own repr holds an address; a kernel's key tells such arguments apart.
+    # Python's default repr holds an address; a kernel's key must distinguish such arguments.
     parts = [type(value).__qualname__ if " at 0x" in text else text]
-    # What is known of an alignment or of a stream is not in its repr.
+    # The repr leaves out alignments and streams.
     parts += [
         f"{name.lstrip('_')}={fact}"
         for name, fact in sorted(getattr(value, "__dict__", {}).items())
@@ -193,7 +193,7 @@ def _described(value: Any, symbols: list[Any]) -> str:
 
 
 def _stride(value: Any) -> Any:
-    # Of a tensor; elsewhere it may be a method.
+    # An attribute of a tensor; on other objects it may be a method.
     found = getattr(value, "stride", ())
     return found if isinstance(found, tuple) else ()
 
@@ -208,7 +208,7 @@ def _symbols(value: Any) -> Iterator[Any]:
 
 
 def _number(symbol: Any, symbols: list[Any]) -> int:
-    """Its place in the list, which grows with it; held there, or another could get its address."""
+    """Its index in the list, to which a new symbol is added. The list keeps it alive: its address stays its own."""
     for place, known in enumerate(symbols):
         if known is symbol:
             return place

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch that outlives launches: partial results, and counters that kernels find at 0 and leave at 0."""
+"""Scratch memory that launches share: partial results, and counters that are 0 before and after each launch."""
 
 import weakref
 
@@ -7,19 +7,19 @@ import torch
 
 from dsl_backend.errors import InvalidInput
 
-# Streams of a device whose launches may be captured: torch hands out 32 of each of two priorities in turn.
+# The most streams whose launches may be captured: torch has a pool of 32 for each of two priorities.
 CAPTURED_STREAMS = 64
 
 _all: "weakref.WeakSet[Workspace | CapturedFlags]" = weakref.WeakSet()
 
 
 class Workspace:
-    """Buffers that launches share. They only ever grow, and one that was outgrown stays: a graph may point to it.
+    """Buffers that launches share. They only grow; the old, smaller ones are kept, because a CUDA graph may use them.
 
     Launches that share a workspace must be ordered on one stream.
 
     Args:
-        captured: flags of launches that are captured, which grow with this workspace's.
+        captured: flags of captured launches, which grow with those of this workspace.
     """
 
     def __init__(self, device: torch.device, captured: "CapturedFlags | None" = None) -> None:
@@ -48,7 +48,7 @@ class Workspace:
         """[at least count] int32, all 0 when a launch begins and when it ends.
 
         Raises:
-            InvalidInput: a graph is being captured, and there are not so many yet.
+            InvalidInput: a graph is being captured, and the buffer would have to grow.
         """
         if self._flags.numel() < count:
             if capturing(self.device):
@@ -60,17 +60,17 @@ class Workspace:
         return self._flags
 
     def reset(self) -> None:
-        """Zero all flags, those that were outgrown too: a graph may use them."""
+        """Zero all flags, also in the old buffers, because a CUDA graph may use them."""
         for tensor in (self._flags, *self._outgrown):
             if tensor.dtype == torch.int32:
                 tensor.zero_()
 
 
 class CapturedFlags:
-    """Flags of launches that are captured, a row for each stream: streams of one graph run side by side.
+    """Flags of captured launches, one row for each stream, because streams of one graph run at the same time.
 
-    They are made and zeroed by runs before: what is zeroed while a graph is captured is zeroed when that graph is
-    replayed, and not for the others.
+    They are allocated and zeroed before capture. A buffer that is zeroed during capture is zeroed when that graph is
+    replayed, and not for other graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class CapturedFlags:
         """[at least count] int32 of a stream.
 
         Raises:
-            InvalidInput: there are not so many yet, or not so many streams.
+            InvalidInput: the buffer is too small, or there are more streams than rows.
         """
         if row >= CAPTURED_STREAMS:
             raise InvalidInput(f"launches were captured on {row + 1} streams: {CAPTURED_STREAMS} are the most")
@@ -103,10 +103,10 @@ class CapturedFlags:
 
 
 class CapturedWorkspace(Workspace):
-    """Scratch of the launches that are captured on a stream.
+    """Scratch of launches that are captured on one stream.
 
     Args:
-        flags: of all such streams. row: this one's.
+        flags: of all such streams. row: the index of this stream.
     """
 
     def __init__(self, device: torch.device, flags: CapturedFlags, row: int) -> None:
@@ -120,12 +120,12 @@ class CapturedWorkspace(Workspace):
 def reset_all() -> None:
     """Zero the flags of every workspace of the process, on each device's current stream.
 
-    For when memory comes back with other contents, as it does when vLLM wakes from sleep.
+    Call this when memory comes back with other contents, as after vLLM's sleep.
     """
     for workspace in list(_all):
         workspace.reset()
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether launches on the device's current stream go into a graph."""
+    """Whether launches on the device's current stream are captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
