@@ -258,13 +258,19 @@ UNSEEN: Rows = [
 ]
 HEAD = """# Mutants of the attention kernels
 
-The mistakes of [emulator-mutants.md](emulator-mutants.md), one at a time, in the PTX of our own kernels, with small
-tiles and problems in which every ring goes round twice. Of each kind of mistake and each instruction at most two are
-taken, by a fixed seed. "value": the result is off by more than its budget, and no check said so before. Kernels are run
-on a strict device, where a warning is a finding. Schedules: lazy, eager, random, until one shows it.
+This page shows which mistakes in our attention kernels the emulator finds. The mistakes are those of
+[emulator-mutants.md](emulator-mutants.md), one at a time in the PTX of a kernel. Tiles are small, and problems are long
+enough for each ring of stages to wrap around twice.
 
-Made by `python tests/emulator/mutants/report.py --suite tests.attention.mutants > docs/attention-mutants.md`; the same
-mutants are tests (`pytest tests/attention/test_mutants.py`, a selection without `-m full`).
+- Of each kind of mistake and each instruction at most two mutants are taken, by a fixed seed.
+- A mutant is found by "check" if one of the emulator's checks reports it, and by "value" if no check does and the
+  error of the result is above the computed tolerance.
+- Kernels run on a strict device, where a warning is a finding.
+- The schedules lazy, eager and random run in this order until one finds the mutant.
+- Files, functions and lines are those of the commit at which the page was made.
+
+Made by `python tests/emulator/mutants/report.py --suite tests.attention.mutants > docs/attention-mutants.md`. The same
+mutants are tests: `pytest tests/attention/test_mutants.py` runs all of them, `-m 'not full'` a selection.
 """
 
 SUITE = Suite([*KERNELS], KERNELS.__getitem__, EQUIVALENT, UNSEEN, HEAD)

@@ -9,13 +9,17 @@ from suite import Suite
 
 HEAD = """# Mutants of kernels on the emulator
 
-One mistake at a time is made in the PTX of a kernel that is right, as a person might make it. "value": the result is
-wrong and no check said so before. A check stops at its first finding; kernels of ours are run on a strict device, where
-a warning is a finding. Schedules: lazy, eager, random, until one shows it. Of FlashAttention-4 at most two mutants of
-a kind are taken, by a fixed seed; of the others all.
+This page shows which mistakes in a kernel the emulator finds. A mutant is a correct kernel with one change in its PTX,
+of the kind that a person might make by mistake.
 
-Made by `python tests/emulator/mutants/report.py > docs/emulator-mutants.md`; the same mutants are tests
-(`pytest tests/emulator/mutants`, a selection without `-m full`).
+- A mutant is found by "check" if one of the emulator's checks reports it, and by "value" if no check does and the
+  result is wrong. A check stops at its first finding.
+- Small kernels run on a strict device, where a warning is a finding.
+- The schedules lazy, eager and random run in this order until one finds the mutant.
+- Of FlashAttention-4 at most two mutants of a kind are taken, by a fixed seed; of the other kernels all.
+
+Made by `python tests/emulator/mutants/report.py > docs/emulator-mutants.md`. The same mutants are tests: `pytest
+tests/emulator/mutants` runs all of them, `-m 'not full'` a selection.
 """
 
 

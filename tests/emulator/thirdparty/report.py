@@ -25,17 +25,17 @@ from run_case import CASES  # noqa: E402
 
 HEAD = """# Others' kernels on the emulator
 
-FlashAttention-4 (flash-attn-4 4.0.0b20) and quack (quack-kernels 0.6.3), unmodified, as CuTe DSL 4.6.0 compiles them,
-in the three schedules. They are large, written by others and in use on the hardware: what the checks say of them is
-either their own or a mistake of the emulator. Each finding has its reason below the table.
+This page tests the emulator with kernels that others wrote and that work on hardware: FlashAttention-4 (flash-attn-4
+4.0.0b20) and quack (quack-kernels 0.6.3), unmodified, as CuTe DSL 4.6.0 compiles them, in three schedules. A finding is
+either a defect of the kernel or a mistake of the emulator. The reason of each finding is below the table.
 
-Error: the largest of an element by its budget, where the budget is twice torch's own error in the output's dtype (row
-by row, against float64) and two ulps of the row's largest; above 1 the case fails. Findings are errors of the checks.
-Warnings are what kernels in production do without harm (the emulator's README); both are counted in one schedule and
-are the same in all three.
+- **error**: the largest error of an element divided by its tolerance. The tolerance is twice torch's own error in the
+  output's dtype (row by row, against float64) plus two ulps of the row's largest element. Above 1 the case fails.
+- **findings**: errors that the checks report. **warnings**: what kernels in production do without harm (the emulator's
+  README). Both are counted in one schedule and are the same in all three.
 
-Made by `python tests/emulator/thirdparty/report.py > docs/emulator-thirdparty.md`; the same cases are tests
-(`make peers`, then `pytest tests/emulator/thirdparty`, a selection with `-m 'not full'`).
+Made by `python tests/emulator/thirdparty/report.py > docs/emulator-thirdparty.md`. The same cases are tests: `make
+peers`, then `pytest tests/emulator/thirdparty`; `-m 'not full'` runs a selection.
 """
 LEFT_OUT = """
 ## What is left out
@@ -48,11 +48,11 @@ LEFT_OUT = """
 
 ## Attention in fp8
 
-FlashAttention-4 multiplies weights of e4m3 that are 2^8 times themselves, against a maximum of the row that may be 2^4
-too low. A weight may then be 2^12, e4m3 ends at 448, and the conversion saturates; the sum of the weights takes them
-whole. Rows whose later keys (it goes from the last to the first) have larger scores come out too small: of 256 rows of
-random inputs with 384 keys, 30 are off by more than 0.03 and the worst by 0.2, while rounding to e4m3 alone makes 0.01.
-The emulator gives what this arithmetic gives, to 0.0011. So the difference is the kernel's own, and the case compares
+FlashAttention-4 stores P in e4m3, scaled by 2^8, relative to a row maximum that may be too low by 2^4. An element of P
+can then be 2^12. e4m3 ends at 448, so the conversion saturates, while the row's sum includes the full value. The result
+is too small in rows whose later keys have larger scores (keys are processed from the last to the first): of 256 rows of
+random inputs with 384 keys, 30 are off by more than 0.03 and the worst by 0.2, while rounding to e4m3 alone causes
+0.01. The emulator agrees with this arithmetic to 0.0011. So the difference is the kernel's own, and the case compares
 with that arithmetic.
 """
 
