@@ -23,7 +23,7 @@ from .report import microseconds
 Record = dict[str, Any]
 
 WIDTH, LEFT, RIGHT = 960, 370, 150  # pixels: the whole picture, names of rows, times
-BAR, GAP, HEAD = 10, 9, 40  # height of a bar, between rows, above a panel
+BAR, GAP, HEAD = 10, 7, 34  # height of a bar, between rows, above a panel
 LONGEST = 2.0  # times ours; longer bars are cut, and their times tell
 LOSS = "#b3420a"
 HOW_TO_READ = (
