@@ -13,10 +13,10 @@ from dsl_backend.primitives.math import (
     add_pair,
     exp2,
     fma_pair,
+    fmax_nan,
+    fmin_nan,
     in_pairs,
-    larger_or_nan,
     mul_pair,
-    smaller_or_nan,
 )
 
 SHARED = 4  # values that share a reciprocal
@@ -81,10 +81,10 @@ class PackedArithmetic:
         return self.products(in_pairs(fma_pair, self.products(xs, xs), [factor] * count, [1.0] * count), xs)
 
     def at_most(self, xs: Sequence, limit: float) -> list:
-        return [smaller_or_nan(x, limit) for x in xs]
+        return [fmin_nan(x, limit) for x in xs]
 
     def within(self, xs: Sequence, limit: float) -> list:
-        return [larger_or_nan(x, -limit) for x in self.at_most(xs, limit)]
+        return [fmax_nan(x, -limit) for x in self.at_most(xs, limit)]
 
     def sigmoids(self, xs: Sequence, scale: float = 1.0) -> list:
         """The same, with one reciprocal for each value: sharing needs absolute values, minima and selections, for which

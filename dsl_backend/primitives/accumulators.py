@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers whose values the compiler must not trace further back, as an asynchronous matrix product's."""
+"""Registers of WGMMA accumulators and operands: compiler fences, and conversion to the operand type.
+
+WGMMA is asynchronous, but the compiler sees its registers as written where the instruction stands. The fences here emit
+no instruction. They only stop the compiler from moving arithmetic on such registers.
+"""
+
+from typing import TypeVar
 
 import cutlass
 from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+Word = TypeVar("Word", cutlass.Int32, cutlass.Uint32, cutlass.Float32)
+
 
 @dsl_user_op
-def settled(value: cutlass.Int32 | cutlass.Uint32 | cutlass.Float32, *, loc=None, ip=None):
-    """The same value, which the compiler takes to be made here; no instruction."""
+def fence_register(value: Word, *, loc=None, ip=None) -> Word:
+    """Return the same value, which the compiler takes to be defined here."""
     kind, of_ir, register = (cutlass.Float32, T.f32(), "f")
     if isinstance(value, cutlass.Int32 | cutlass.Uint32):
         kind, of_ir, register = (type(value), T.i32(), "r")
@@ -27,21 +35,19 @@ def settled(value: cutlass.Int32 | cutlass.Uint32 | cutlass.Float32, *, loc=None
     return kind(made)
 
 
-def settle(sums: cute.Tensor):
-    """Registers of 32 bits as if they were written here.
+def fence_operand(accumulator: cute.Tensor) -> None:
+    """Fence all 32-bit registers of an accumulator: call it after `wait_group`, before the accumulator is read.
 
-    To be called behind `wait_group`, before sums are read.
-
-    The compiler knows no order between the wait and arithmetic on registers: it moved roundings in front of the wait,
-    where a product that never ran leaves something simple to round (CuTe DSL 4.6.0).
+    The compiler knows no order between the wait and arithmetic on registers. It moved conversions in front of the wait
+    (CuTe DSL 4.6.0).
     """
-    for i in range(cute.size(sums)):
-        sums[i] = settled(sums[i])
+    for i in range(cute.size(accumulator)):
+        accumulator[i] = fence_register(accumulator[i])
 
 
 @dsl_user_op
-def keep(value: cutlass.Int32, *, loc=None, ip=None):
-    """The compiler takes the value to be read here; no instruction."""
+def keep_alive(value: cutlass.Int32, *, loc=None, ip=None) -> None:
+    """Make the compiler take the value to be read here, so that its register is not reused before."""
     llvm.inline_asm(
         None,
         [value.ir_value(loc=loc, ip=ip)],
@@ -56,11 +62,11 @@ def keep(value: cutlass.Int32, *, loc=None, ip=None):
 
 
 @cute.jit
-def packed(low, high, dtype: cutlass.Constexpr):
-    """Two float32 values rounded to bfloat16 or float16, in a word; the instruction stays where it stands.
+def cvt_f16x2(low: cutlass.Float32, high: cutlass.Float32, dtype: cutlass.Constexpr):
+    """Round two float32 to bfloat16 or float16, packed in a word. The instruction stays where it stands.
 
-    The compiler moves conversions of its own behind the wgmma.fence that follows, and ptxas then waits for each product
-    before the next one (C7512, C7519: CuTe DSL 4.6.0, CUDA 13.0).
+    The compiler moves its own conversions behind the wgmma.fence that follows. ptxas then waits for each WGMMA before
+    it issues the next one (C7512, C7519: CuTe DSL 4.6.0, CUDA 13.0).
     """
     name = cutlass.const_expr("bf16x2" if dtype is cutlass.BFloat16 else "f16x2")
     return cute.arch.inline_ptx(
@@ -70,15 +76,15 @@ def packed(low, high, dtype: cutlass.Constexpr):
     )
 
 
-def words_of(weights: cute.Tensor) -> cute.Tensor:
-    """A product's operand as words of two."""
-    return cute.recast_tensor(cute.make_tensor(weights.iterator, cute.make_layout(cute.size(weights))), cutlass.Int32)
+def words_of(operand: cute.Tensor) -> cute.Tensor:
+    """View the registers of a 16-bit operand as 32-bit words."""
+    return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), cutlass.Int32)
 
 
 @cute.jit
-def narrow(scores: cute.Tensor, weights: cute.Tensor):
-    """Weights as the products take them: an accumulator's registers are an operand's, in the same order."""
-    words = words_of(weights)
-    pairs = cute.make_tensor(scores.iterator, cute.make_layout((2, cute.size(words))))
+def downcast(accumulator: cute.Tensor, operand: cute.Tensor):
+    """Convert an accumulator to a 16-bit A operand: both hold their elements in the same register order."""
+    words = words_of(operand)
+    pairs = cute.make_tensor(accumulator.iterator, cute.make_layout((2, cute.size(words))))
     for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = packed(pairs[0, i], pairs[1, i], weights.element_type)
+        words[i] = cvt_f16x2(pairs[0, i], pairs[1, i], operand.element_type)

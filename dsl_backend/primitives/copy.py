@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors of neighbouring elements between global memory and registers, and in shared memory; words from block to block
-of a cluster.
-"""
+"""Vectorised copies between global memory and registers, zero-fill of shared memory, and stores to a peer CTA."""
 
 import cutlass
 from cutlass import cute
@@ -11,11 +9,11 @@ VECTOR_BYTES = 16
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:
-    """`elements` neighbours in global memory, as one access.
+    """View `elements` consecutive elements of global memory as one vector access.
 
     Args:
-        base: the tensor's first element, aligned to a vector.
-        offset: in elements, a multiple of `elements`; 64 bits, since tensors of 2^31 elements are common.
+        base: first element of the tensor, aligned to a vector.
+        offset: in elements, a multiple of `elements`. 64 bits, since tensors of 2^31 elements are common.
     """
     size = elements * base.dtype.width // 8
     address = base.toint() + cutlass.Int64(offset) * (base.dtype.width // 8)
@@ -25,19 +23,25 @@ def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.
 
 @cute.jit
 def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor):
-    """Global memory to registers; fragment [elements]."""
+    """Load one vector from global memory; fragment [elements]."""
     cute.autovec_copy(vector_at(base, offset, cute.size(fragment)), fragment)
 
 
 @cute.jit
 def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
-    """Registers to global memory; fragment [elements]."""
+    """Store one vector to global memory; fragment [elements]."""
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
 
 
 @cute.jit
-def clear_rows(tensor, first, end, thread, threads):
-    """Zero the rows first ... end - 1 of shared memory, 16 bytes a thread."""
+def clear_rows(
+    tensor: cute.Tensor,
+    first: cutlass.Int32 | int,
+    end: cutlass.Int32 | int,
+    thread: cutlass.Int32,
+    threads: cutlass.Int32 | int,
+):
+    """Zero-fill the rows first ... end - 1 of a tile in shared memory, 16 bytes a thread; tensor [row, column]."""
     vector = cutlass.const_expr(VECTOR_BYTES * 8 // tensor.element_type.width)
     vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // vector)
     zeros = cute.make_rmem_tensor(vector, tensor.element_type)
@@ -48,10 +52,18 @@ def clear_rows(tensor, first, end, thread, threads):
 
 
 @dsl_user_op
-def send_word(word: cutlass.Int32, place: cute.Pointer, barrier: cute.Pointer, block, *, loc=None, ip=None):
-    """st.async of 32 bits to the same place of another block of the cluster; its mbarrier counts their bytes."""
-    there = cute.arch.map_dsmem_ptr(place, block, loc=loc, ip=ip)
-    signal = cute.arch.map_dsmem_ptr(barrier, block, loc=loc, ip=ip)
+def store_shared_remote(
+    word: cutlass.Int32,
+    target: cute.Pointer,
+    mbar: cute.Pointer,
+    cta_rank: cutlass.Int32 | int,
+    *,
+    loc=None,
+    ip=None,
+) -> None:
+    """st.async of 32 bits to the same shared-memory address of another CTA; that CTA's mbarrier counts the bytes."""
+    there = cute.arch.map_dsmem_ptr(target, cta_rank, loc=loc, ip=ip)
+    signal = cute.arch.map_dsmem_ptr(mbar, cta_rank, loc=loc, ip=ip)
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[

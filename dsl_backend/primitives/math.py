@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on the device: powers and logarithms of two, sums as trees, a softmax's running state; quotients."""
+"""Device arithmetic: exp2 and log, tree reductions, packed float32 pairs (SM100), fp8 conversions."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import cutlass
 from cutlass import cute
@@ -13,59 +13,61 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# Of one value, or of a vector of them.
+Value = TypeVar("Value", cutlass.Float32, cute.TensorSSA)
 
 
 class MaxSum(NamedTuple):
-    """A softmax's state over some values, both float32.
+    """The online-softmax state of a set of values, both float32.
 
     Attributes:
-        maximum: of the values; -inf where there are none, or none but -inf and NaN.
-        total: the sum of exp(value - maximum); 0 where the maximum is -inf and no value is NaN. NaN where a value is
-            NaN or +inf, which no merge takes back.
+        maximum: of the values; -inf if the set is empty, or has only -inf and NaN.
+        total: sum of exp(value - maximum); 0 if the maximum is -inf and no value is NaN. NaN if a value is NaN or +inf,
+            and then of every state that it is merged into.
     """
 
     maximum: cutlass.Float32
     total: cutlass.Float32
 
 
-def exp2(x):
-    """2^x by the approximate unit (relative error 2^-22); exactly 1 for 0, 0 for -inf."""
+def exp2(x: cutlass.Float32) -> cutlass.Float32:
+    """ex2.approx (relative error 2^-22); exactly 1 for 0, 0 for -inf."""
     return cute.math.exp2(x, fastmath=True)
 
 
-def natural_log(x):
-    """ln(x) by the approximate unit."""
+def log(x: cutlass.Float32) -> cutlass.Float32:
+    """ln(x), by lg2.approx."""
     return cute.math.log2(x, fastmath=True) * LN_2
 
 
-def weight(value, maximum):
+def exp_difference(value: Value, maximum: cutlass.Float32) -> Value:
     """exp(value - maximum), float32.
 
-    The difference is taken before it is scaled: the product of the largest float32 and log2(e) is no float32.
+    The difference is taken before it is scaled: the largest float32 times log2(e) overflows.
     """
     return exp2((value - maximum) * LOG2_E)
 
 
 @dsl_user_op
-def fused(a, b, c, *, loc=None, ip=None) -> cutlass.Float32:
-    """A * b + c of float32, rounded once, whatever the compiler would make of a product and a sum."""
+def fma(a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Float32:
+    """A * b + c of float32, always rounded once: the compiler may fuse `a * b + c`, or not."""
     operands = [cutlass.Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     return cutlass.Float32(math_dialect.fma(*operands, loc=loc, ip=ip))
 
 
 def quotient(a: cutlass.Int32, b: cutlass.Int32) -> cutlass.Int32:
-    """The integer a // b of numbers that are not negative: signed ones take a remainder and two comparisons besides."""
+    """A // b of integers that are not negative. Signed division takes a remainder and two comparisons more."""
     return cutlass.Int32(cutlass.Uint32(a) // cutlass.Uint32(b))
 
 
 @cute.jit
-def finite_or_zero(maximum: cutlass.Float32):
-    """A maximum that can be subtracted from -inf: 0 in place of -inf."""
+def finite_or_zero(maximum: cutlass.Float32) -> cutlass.Float32:
+    """A maximum that can be subtracted from scores: 0 in place of -inf, since -inf - -inf is NaN."""
     return cutlass.Float32(0.0) if maximum == -cutlass.Float32.inf else maximum
 
 
-def tree(values: Sequence, combine: Callable):
-    """All values combined in pairs, then the pairs, and so on: the shortest chain, and the smallest rounding."""
+def tree_reduce(values: Sequence, combine: Callable):
+    """Combine values in pairs, then the results in pairs, and so on: the shortest chain, and the least rounding."""
     level = list(values)
     while len(level) > 1:
         paired = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
@@ -73,27 +75,28 @@ def tree(values: Sequence, combine: Callable):
     return level[0]
 
 
-def largest(values: Sequence):
-    """The maximum of float32 values, NaN left out; -inf where all are NaN."""
-    return cute.arch.fmax(tree(values, cute.arch.fmax), -cutlass.Float32.inf)
+def tree_max(values: Sequence) -> cutlass.Float32:
+    """The maximum of float32 values, NaN ignored; -inf if all are NaN."""
+    return cute.arch.fmax(tree_reduce(values, cute.arch.fmax), -cutlass.Float32.inf)
 
 
-def total(values: Sequence):
-    return tree(values, lambda a, b: a + b)
+def tree_sum(values: Sequence):
+    return tree_reduce(values, lambda a, b: a + b)
 
 
 Pair = tuple[cutlass.Float32, cutlass.Float32]
+Words = tuple[cutlass.Int32, cutlass.Int32]
 
-# 2^f for f in [-0.5, 0.5] by a polynomial of degree 3: minimax, of relative error 7.5e-5, a thirtieth of bfloat16's
-# own. Lawson's iteration on 4001 Chebyshev points.
+# Minimax polynomial of degree 3 for 2^f, f in [-0.5, 0.5] (Lawson's iteration on 4001 Chebyshev points). Its relative
+# error is 7.5e-5, a thirtieth of bfloat16's rounding.
 EXP2_COEFFICIENTS = (0.999928073346333, 0.6932609856528302, 0.242611125437676, 0.05517166954141581)
-# Added to a float32 of magnitude below 2^22, leaves its nearest integer in the low bits.
-ROUNDER = 1.5 * 2.0**23
-LEAST_POWER = -126.0
+# Added to a float32 of magnitude below 2^22, it leaves the nearest integer in the low bits.
+ROUND_TO_INT = 1.5 * 2.0**23
+MIN_EXPONENT = -126.0
 
 
 def fma_pair(a: Pair, b: Pair, c: Pair) -> Pair:
-    """(a0 b0 + c0, a1 b1 + c1) in one instruction (SM100)."""
+    """(a0 b0 + c0, a1 b1 + c1), fma.rn.f32x2 (SM100)."""
     return cute.arch.fma_packed_f32x2(a, b, c)
 
 
@@ -110,30 +113,32 @@ def mul_pair(a: Pair, b: Pair) -> Pair:
 
 
 def in_pairs(operation: Callable, *lists: Sequence) -> list:
-    """An operation on pairs, of neighbours in each list."""
-    found: list = []
+    """Apply an operation on pairs to consecutive pairs of each list."""
+    results: list = []
     for i in range(0, len(lists[0]), 2):
-        found += operation(*((values[i], values[i + 1]) for values in lists))
-    return found
+        results += operation(*((values[i], values[i + 1]) for values in lists))
+    return results
 
 
 @dsl_user_op
-def smaller_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
-    """The smaller of two in one instruction; NaN where one is."""
+def fmin_nan(a: cutlass.Float32, b: cutlass.Float32 | float, *, loc=None, ip=None) -> cutlass.Float32:
+    """min.NaN.f32: NaN if either is."""
     values = (cutlass.Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b))
     return cutlass.Float32(nvvm.fmin(*values, nan=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
-def larger_or_nan(a, b, *, loc=None, ip=None) -> cutlass.Float32:
-    """The larger of two in one instruction; NaN where one is."""
+def fmax_nan(a: cutlass.Float32, b: cutlass.Float32 | float, *, loc=None, ip=None) -> cutlass.Float32:
+    """max.NaN.f32: NaN if either is."""
     values = (cutlass.Float32(value).ir_value(loc=loc, ip=ip) for value in (a, b))
     return cutlass.Float32(nvvm.fmax(*values, nan=True, loc=loc, ip=ip))
 
 
 @dsl_user_op
-def largest_of_three(a, b, c, nan: bool, *, loc=None, ip=None) -> cutlass.Float32:
-    """The largest, in one instruction (SM100). A NaN among them is left out, or with `nan` the result."""
+def fmax3(
+    a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, nan: bool, *, loc=None, ip=None
+) -> cutlass.Float32:
+    """The maximum of three, in one instruction (SM100). NaN is ignored, or with `nan` propagated."""
     return cute.arch.inline_ptx(
         f"max{'.NaN' if nan else ''}.f32 {{$w0}}, {{$r0}}, {{$r1}}, {{$r2}};",
         write_only_types=[cutlass.Float32],
@@ -143,18 +148,18 @@ def largest_of_three(a, b, c, nan: bool, *, loc=None, ip=None) -> cutlass.Float3
     )
 
 
-def largest_by_threes(values: Sequence, nan: bool):
-    """The largest of an odd number of float32 values (SM100); nan as in `largest_of_three`."""
+def fmax3_tree(values: Sequence, nan: bool) -> cutlass.Float32:
+    """The maximum of an odd number of float32 values (SM100); nan as in `fmax3`."""
     level = list(values)
     while len(level) > 1:
-        threes = [largest_of_three(*level[i : i + 3], nan) for i in range(0, len(level) - 2, 3)]
+        threes = [fmax3(*level[i : i + 3], nan) for i in range(0, len(level) - 2, 3)]
         level = threes + level[len(threes) * 3 :]
     return level[0]
 
 
 @dsl_user_op
-def larger_pair(a, b, kind: str, *, loc=None, ip=None) -> cutlass.Uint32:
-    """The larger ones of the two 16-bit numbers of a word each, in one instruction; a NaN beside a number is left out.
+def max_f16x2(a: cutlass.Uint32, b: cutlass.Uint32, kind: str, *, loc=None, ip=None) -> cutlass.Uint32:
+    """Element-wise maximum of two packed 16-bit pairs; NaN is ignored.
 
     Args:
         kind: bf16x2 or f16x2.
@@ -169,8 +174,8 @@ def larger_pair(a, b, kind: str, *, loc=None, ip=None) -> cutlass.Uint32:
 
 
 @dsl_user_op
-def shift_exponent(value, rounded, *, loc=None, ip=None) -> cutlass.Float32:
-    """Value times 2^n, n in the low bits of `rounded`."""
+def add_exponent(value: cutlass.Float32, rounded: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Float32:
+    """Value times 2^n, where n is in the low bits of `rounded`."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 n; shl.b32 n, {$r1}, 23; add.s32 {$w0}, {$r0}, n; }",
         write_only_types=[cutlass.Float32],
@@ -181,10 +186,10 @@ def shift_exponent(value, rounded, *, loc=None, ip=None) -> cutlass.Float32:
 
 
 @dsl_user_op
-def widen_e4m3(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tuple[cutlass.Int32, cutlass.Int32]:
-    """Four e4m3 of a word as two words of two float16 or bfloat16, in order; exact, NaN stays NaN.
+def e4m3_to_f16(word: cutlass.Int32, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> Words:
+    """Convert four packed e4m3 to two words of two float16 or bfloat16, in order. Exact; NaN stays NaN.
 
-    There is no conversion to bfloat16: it goes by way of float16 and float32.
+    No instruction converts to bfloat16: that goes through float16 and float32.
     """
     code = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
     if numeric is cutlass.Float16:
@@ -201,10 +206,10 @@ def widen_e4m3(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tu
 
 
 @dsl_user_op
-def widen_e5m2(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tuple[cutlass.Int32, cutlass.Int32]:
-    """Four e5m2 of a word as two words of two float16 or bfloat16, in order; exact, NaN stays NaN.
+def e5m2_to_f16(word: cutlass.Int32, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> Words:
+    """Convert four packed e5m2 to two words of two float16 or bfloat16, in order. Exact; NaN stays NaN.
 
-    An e5m2 is the upper byte of a float16; that goes to bfloat16 by way of float32.
+    An e5m2 is the upper byte of a float16. bfloat16 goes through float16 and float32.
     """
     code = "{ .reg .b32 pair; .reg .b16 first, second; .reg .f32 a, b; "
     for selector, to in (("0x1404", "{$w0}"), ("0x3424", "{$w1}")):
@@ -219,30 +224,36 @@ def widen_e5m2(word, numeric: type[cutlass.Numeric], *, loc=None, ip=None) -> tu
 
 
 @dsl_user_op
-def narrow_e4m3(a, b, c, d, *, loc=None, ip=None) -> cutlass.Int32:
-    """Four float32 as e4m3 in a word, in order: to nearest, ties to even, saturated at 448; NaN stays NaN."""
-    return narrow_fp8("e4m3x2", a, b, c, d, loc=loc, ip=ip)
+def f32_to_e4m3(
+    a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, d: cutlass.Float32, *, loc=None, ip=None
+) -> cutlass.Int32:
+    """Convert four float32 to packed e4m3, in order: round to nearest even, saturate at 448; NaN stays NaN."""
+    return f32_to_fp8("e4m3x2", a, b, c, d, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def narrow_e5m2(a, b, c, d, *, loc=None, ip=None) -> cutlass.Int32:
-    """The same as e5m2, saturated at 57344: infinities too."""
-    return narrow_fp8("e5m2x2", a, b, c, d, loc=loc, ip=ip)
+def f32_to_e5m2(
+    a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, d: cutlass.Float32, *, loc=None, ip=None
+) -> cutlass.Int32:
+    """Convert four float32 to packed e5m2 likewise, saturated at 57344: infinities too."""
+    return f32_to_fp8("e5m2x2", a, b, c, d, loc=loc, ip=ip)
 
 
-def narrow_fp8(pair: str, a, b, c, d, *, loc, ip) -> cutlass.Int32:
+def f32_to_fp8(
+    pair: str, a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, d: cutlass.Float32, *, loc, ip
+) -> cutlass.Int32:
     code = f"{{ .reg .b16 low, high; cvt.rn.satfinite.{pair}.f32 low, {{$r1}}, {{$r0}}; "
     code += f"cvt.rn.satfinite.{pair}.f32 high, {{$r3}}, {{$r2}}; mov.b32 {{$w0}}, {{low, high}}; }}"
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[a, b, c, d], loc=loc, ip=ip)
 
 
-def exp2_by_polynomial(x: Pair) -> Pair:
-    """2^x of finite numbers up to 127 on the FMA pipe (Cody and Waite, 1980); below -126 what it is there."""
-    x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)
-    rounded = add_pair(x, (ROUNDER, ROUNDER))
-    away = add_pair(rounded, (-ROUNDER, -ROUNDER))
-    part = sub_pair(x, away)
+def ex2_emulation_pair(x: Pair) -> Pair:
+    """2^x of finite x up to 127 on the FMA units (Cody and Waite, 1980); x below -126 counts as -126."""
+    x = tuple(cute.arch.fmax(value, MIN_EXPONENT) for value in x)
+    rounded = add_pair(x, (ROUND_TO_INT, ROUND_TO_INT))
+    integer = add_pair(rounded, (-ROUND_TO_INT, -ROUND_TO_INT))
+    fraction = sub_pair(x, integer)
     power = (EXP2_COEFFICIENTS[3],) * 2
     for coefficient in EXP2_COEFFICIENTS[2::-1]:
-        power = fma_pair(power, part, (coefficient, coefficient))
-    return shift_exponent(power[0], rounded[0]), shift_exponent(power[1], rounded[1])
+        power = fma_pair(power, fraction, (coefficient, coefficient))
+    return add_exponent(power[0], rounded[0]), add_exponent(power[1], rounded[1])

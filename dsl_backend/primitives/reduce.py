@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax states of threads merged into one for a row: in a warp, a block, or a cluster.
+"""Reduction of online-softmax states over the threads of a row: in a warp, a CTA, or a cluster.
 
-The merge takes the largest maximum first and weighs every sum against it once, so that each level costs one exponential
-a thread. All threads of a row get the result.
+A level reduces the maxima first and then rescales every sum to the result once, so that it costs one exponential a
+thread. All threads of a row get the result.
 """
 
 import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from dsl_backend.primitives.math import MaxSum, finite_or_zero, largest, total, weight
+from dsl_backend.primitives.math import MaxSum, exp_difference, finite_or_zero, tree_max, tree_sum
 
 WARP = 32
 PAIR_BYTES = 8
 
 
-def in_warp(state: MaxSum, lanes: int) -> MaxSum:
-    """Merge over aligned groups of lanes. All lanes of the warp take part.
+def warp_reduce(state: MaxSum, lanes: int) -> MaxSum:
+    """Reduce over aligned groups of lanes. All lanes of the warp call it.
 
     Args:
         lanes: of a group; a power of two up to 32.
@@ -24,68 +24,71 @@ def in_warp(state: MaxSum, lanes: int) -> MaxSum:
     if lanes == 1:
         return state
     maximum = cute.arch.warp_reduction(state.maximum, cute.arch.fmax, threads_in_group=lanes)
-    weighed = state.total * weight(state.maximum, finite_or_zero(maximum))
-    return MaxSum(maximum, cute.arch.warp_reduction(weighed, lambda a, b: a + b, threads_in_group=lanes))
+    rescaled = state.total * exp_difference(state.maximum, finite_or_zero(maximum))
+    return MaxSum(maximum, cute.arch.warp_reduction(rescaled, lambda a, b: a + b, threads_in_group=lanes))
 
 
-def slots_layout(rows: int, warps: int, cluster: int) -> cute.Layout:
-    """Float32 in shared memory for the states of every warp that works on a block's rows: [pair, slot, row].
+def reduction_buffer_layout(rows: int, warps: int, cluster: int) -> cute.Layout:
+    """Float32 in shared memory for one state of every warp: [pair, warp of the row, row].
 
     Args:
-        warps: of a block, for each row.
-        cluster: blocks for each row.
+        rows: of a CTA.
+        warps: of a CTA for each row.
+        cluster: CTAs for each row.
     """
     return cute.make_layout((2, warps * cluster, rows))
 
 
 @cute.jit
-def from_slots(slots: cute.Tensor, row: cutlass.Int32) -> MaxSum:
-    """The states of a row's slots merged by a whole warp."""
+def reduce_buffer(buffer: cute.Tensor, row: cutlass.Int32) -> MaxSum:
+    """Reduce the states that the warps of a row have written. A whole warp calls it."""
     lane = cute.arch.lane_idx()
-    count = cutlass.const_expr(cute.size(slots, mode=[1]))
+    count = cutlass.const_expr(cute.size(buffer, mode=[1]))
     steps = cutlass.const_expr((count + WARP - 1) // WARP)
-    found = cute.make_rmem_tensor((2, steps), cutlass.Float32)
+    states = cute.make_rmem_tensor((2, steps), cutlass.Float32)
     for step in cutlass.range_constexpr(steps):
-        found[0, step] = -cutlass.Float32.inf
-        found[1, step] = cutlass.Float32(0.0)
-        slot = lane + step * WARP
-        if slot < count:
-            found[0, step] = slots[0, slot, row]
-            found[1, step] = slots[1, slot, row]
-    maximum = largest([found[0, step] for step in range(steps)])
+        states[0, step] = -cutlass.Float32.inf
+        states[1, step] = cutlass.Float32(0.0)
+        warp = lane + step * WARP
+        if warp < count:
+            states[0, step] = buffer[0, warp, row]
+            states[1, step] = buffer[1, warp, row]
+    maximum = tree_max([states[0, step] for step in range(steps)])
     safe = finite_or_zero(maximum)
-    merged = total([found[1, step] * weight(found[0, step], safe) for step in range(steps)])
-    return in_warp(MaxSum(maximum, merged), WARP)
+    total = tree_sum([states[1, step] * exp_difference(states[0, step], safe) for step in range(steps)])
+    return warp_reduce(MaxSum(maximum, total), WARP)
 
 
 @cute.jit
-def in_block(state: MaxSum, slots: cute.Tensor, warps: cutlass.Constexpr[int]) -> MaxSum:
-    """Merge the states of neighbouring warps, each one's already merged. All threads of the block take part.
+def cta_reduce(state: MaxSum, buffer: cute.Tensor, warps: cutlass.Constexpr[int]) -> MaxSum:
+    """Reduce over consecutive warps, whose states are reduced already. All threads of the CTA call it.
 
     Args:
-        slots: of `slots_layout`, written by nobody since the last barrier.
-        warps: that work on one row.
+        buffer: of `reduction_buffer_layout`, not written since the last barrier.
+        warps: of a row.
     """
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    row, place = warp // warps, warp % warps
+    row, warp_of_row = warp // warps, warp % warps
     if cute.arch.lane_idx() == 0:
-        slots[0, place, row] = state.maximum
-        slots[1, place, row] = state.total
+        buffer[0, warp_of_row, row] = state.maximum
+        buffer[1, warp_of_row, row] = state.total
     cute.arch.sync_threads()
-    return from_slots(slots, row)
+    return reduce_buffer(buffer, row)
 
 
 @dsl_user_op
-def send_pair(first, second, place, barrier, block, *, loc=None, ip=None):
-    """st.async of two float32 to the same place of another block of the cluster; its mbarrier counts their bytes."""
-    there = cute.arch.map_dsmem_ptr(place, block, loc=loc, ip=ip)
-    signal = cute.arch.map_dsmem_ptr(barrier, block, loc=loc, ip=ip)
+def store_state_remote(
+    state: MaxSum, target: cute.Pointer, mbar: cute.Pointer, cta_rank: cutlass.Int32, *, loc=None, ip=None
+) -> None:
+    """st.async of a state to the same shared-memory address of another CTA; that CTA's mbarrier counts the bytes."""
+    there = cute.arch.map_dsmem_ptr(target, cta_rank, loc=loc, ip=ip)
+    signal = cute.arch.map_dsmem_ptr(mbar, cta_rank, loc=loc, ip=ip)
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], { {$r1}, {$r2} }, [{$r3}];",
         read_only_args=[
             cutlass.Int32(there.toint(loc=loc, ip=ip)),
-            first,
-            second,
+            state.maximum,
+            state.total,
             cutlass.Int32(signal.toint(loc=loc, ip=ip)),
         ],
         loc=loc,
@@ -94,38 +97,38 @@ def send_pair(first, second, place, barrier, block, *, loc=None, ip=None):
 
 
 @cute.jit
-def open_exchange(barrier: cute.Pointer):
-    """Make the mbarrier of `in_cluster`; `in_cluster` waits until every block has done so.
+def init_cluster_reduce(mbar: cute.Pointer):
+    """Initialise the mbarrier of `cluster_reduce`, which waits until every CTA has done so.
 
-    All threads of the cluster call both, in this order, with what takes time between them.
+    All threads of the cluster call both, in this order. Work between them hides the wait.
     """
     if cute.arch.thread_idx()[0] == 0:
-        cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init(mbar, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed()
 
 
 @cute.jit
-def in_cluster(
+def cluster_reduce(
     state: MaxSum,
-    slots: cute.Tensor,
-    barrier: cute.Pointer,
+    buffer: cute.Tensor,
+    mbar: cute.Pointer,
     warps: cutlass.Constexpr[int],
     cluster: cutlass.Constexpr[int],
 ) -> MaxSum:
-    """Merge the states of all warps of a cluster whose blocks work on one row; once in a kernel.
+    """Reduce over all warps of a cluster whose CTAs share one row; once in a kernel.
 
-    Every warp sends its state to every block, itself included, so that one wait is the only step between them. A block
-    has received all that is sent to it when this returns, so it may exit.
+    Every warp sends its state to every CTA, its own included, so that one wait is all the synchronisation. When this
+    returns, the CTA has received all that is sent to it, so it may exit.
     """
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     lane = cute.arch.lane_idx()
     cute.arch.cluster_wait()
     if cute.arch.thread_idx()[0] == 0:
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, warps * cluster * PAIR_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(mbar, warps * cluster * PAIR_BYTES)
     if lane < cluster:
-        slot = cute.arch.block_idx_in_cluster() * warps + warp
-        place = slots.iterator + slots.layout((0, slot, 0))
-        send_pair(state.maximum, state.total, place, barrier, lane)
-    cute.arch.mbarrier_wait(barrier, 0)
-    return from_slots(slots, cutlass.Int32(0))
+        warp_of_row = cute.arch.block_idx_in_cluster() * warps + warp
+        target = buffer.iterator + buffer.layout((0, warp_of_row, 0))
+        store_state_remote(state, target, mbar, lane)
+    cute.arch.mbarrier_wait(mbar, 0)
+    return reduce_buffer(buffer, cutlass.Int32(0))

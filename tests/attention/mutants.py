@@ -165,7 +165,7 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM100 (forward|shared ring|pairs)",
-        r"swap: .*before_thread_sync.*behind `bar.sync.*\(tensor_memory.py:\d+ in before_sync",
+        r"swap: .*before_thread_sync.*behind `bar.sync.*\(tmem.py:\d+ in before_sync",
         "where no warp rests, every thread arrives for itself, behind its fence: as good",
     ),
     (

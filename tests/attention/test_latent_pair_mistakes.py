@@ -15,7 +15,7 @@ from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
 from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
-from dsl_backend.primitives import tensor_copy, tensor_product
+from dsl_backend.primitives import tcgen05_mma, tma
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import mla
@@ -71,10 +71,10 @@ MISTAKES = (
     Mistake(
         "half of the keys' largest", latent_pair, "fmax(largest, self.other(largest, place))", "fmax(largest, largest)"
     ),
-    Mistake("bytes counted by the block's own", tensor_copy, "~SECOND_BLOCK & 0xFFFFFFFF", "0xFFFFFFFF"),
-    Mistake("the first block alone is told", tensor_product, "(1 << self.cluster) - 1", "1"),
-    Mistake("all of k in each part", tensor_product, "steps or range(k, k + size)", "range(k, k + size)"),
-    Mistake("sums of the last step of k", tensor_product, 'fate = "adds"\n            k', "pass\n            k"),
+    Mistake("bytes counted by the block's own", tma, "~PEER_CTA_BIT & 0xFFFFFFFF", "0xFFFFFFFF"),
+    Mistake("the first block alone is told", tcgen05_mma, "(1 << self.cluster) - 1", "1"),
+    Mistake("all of k in each part", tcgen05_mma, "steps or range(k, k + size)", "range(k, k + size)"),
+    Mistake("sums of the last step of k", tcgen05_mma, 'scale_d = "adds"\n            k', "pass\n            k"),
 )
 QUICK = ("a part of keys never free",)
 
@@ -108,7 +108,7 @@ def test_right_without_a_mistake(case: Any) -> None:
 def test_mistake_is_found(case: Any, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = spoilt(mistake, tmp_path)
     pair = module if mistake.module is latent_pair else latent_pair
-    for name in ("copy_boxes", "TensorProduct"):
+    for name in ("tma_load_boxes", "Tcgen05Mma"):
         monkeypatch.setattr(pair, name, getattr(module, name, getattr(pair, name)))
     with pytest.raises((EmulatorError, AssertionError)):
         run(pair, case, SCHEDULES)

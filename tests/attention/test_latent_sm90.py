@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsl_backend.attention.cute.sm90.dense_configs import PRODUCT_REGISTERS, SM_REGISTERS
+from dsl_backend.attention.cute.sm90.dense_configs import SM_REGISTERS, WGMMA_SPARE_REGISTERS
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, MlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm90.mla_host import Mla, MlaSplitKV
 from dsl_backend.attention.protocol import Operands
@@ -143,7 +143,7 @@ def test_roles_share_what_a_block_starts_with(dequant_stages: int) -> None:
     math, other, widening = config.registers
     first = SM_REGISTERS // config.threads // 8 * 8
     assert (GROUPS * math + other + widening) * 128 <= first * config.threads
-    assert config.columns(512) // 2 + PRODUCT_REGISTERS <= first
+    assert config.columns(512) // 2 + WGMMA_SPARE_REGISTERS <= first
 
 
 def test_unaligned_cache_is_refused() -> None:

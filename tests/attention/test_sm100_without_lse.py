@@ -169,7 +169,7 @@ def test_without_lse(index: int, subject: Subject) -> None:
 
 
 def exp2_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return softmax, "exp2_by_polynomial", wrong.exp2_by_polynomial
+    return softmax, "ex2_emulation_pair", wrong.ex2_emulation_pair
 
 
 def softmax_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
@@ -180,8 +180,8 @@ def score_mod_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
     return softmax, "score_mod_of", wrong.score_mod_of
 
 
-SHIFTED = "return shift_exponent(power[0], rounded[0]), shift_exponent(power[1], rounded[1])"
-LARGEST = "row_max = largest_by_threes([before, *scores], nan=self.ex2_emulation > 0)"
+SHIFTED = "return add_exponent(power[0], rounded[0]), add_exponent(power[1], rounded[1])"
+LARGEST = "row_max = fmax3_tree([before, *scores], nan=self.ex2_emulation > 0)"
 # A mistake, what has it in place of the right one, and the quick case that has to show it.
 MISTAKES = (
     (
@@ -190,7 +190,7 @@ MISTAKES = (
         "plain",
     ),
     (
-        Mistake("sign-of-the-part", device_math, "part = sub_pair(x, away)", "part = sub_pair(away, x)"),
+        Mistake("sign-of-the-part", device_math, "fraction = sub_pair(x, integer)", "part = sub_pair(away, x)"),
         exp2_of,
         "plain",
     ),
@@ -208,7 +208,7 @@ MISTAKES = (
         Mistake(
             "no-least-power",
             device_math,
-            "x = tuple(cute.arch.fmax(value, LEAST_POWER) for value in x)",
+            "x = tuple(cute.arch.fmax(value, MIN_EXPONENT) for value in x)",
             "x = tuple(x)",
         ),
         exp2_of,
@@ -221,7 +221,7 @@ MISTAKES = (
     ),
     (
         Mistake(
-            "distance-without-abs", scores, "value -= slope * cute.arch.fmax(away, -away)", "value -= slope * away"
+            "distance-without-abs", scores, "value -= slope * cute.arch.fmax(signed, -signed)", "value -= slope * away"
         ),
         score_mod_of,
         "alibi-full",

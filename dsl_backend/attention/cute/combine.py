@@ -13,9 +13,9 @@ from dsl_backend.attention.cute.scheduler.requests import Requests, seqlen_info_
 from dsl_backend.attention.cute.scheduler.split_kv import even_splits_of, fixed_splits_of, row_tile_idx_of
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
-from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, fused, quotient, tree
+from dsl_backend.primitives.math import exp2, finite_or_zero, fma, quotient, tree_reduce
 
 WARP, WARPS = 32, 8
 THREADS = WARP * WARPS
@@ -195,9 +195,9 @@ class CombineThread:
                 for i in cutlass.range_constexpr(FOLD_DEPTH):
                     its_top, its_total = cute.arch.shuffle_sync(here, at + i), cute.arch.shuffle_sync(mine, at + i)
                     row_max, keeps, adds = combine_scales(row_max, its_top)
-                    row_sum = fused(its_total, adds, row_sum * keeps)
+                    row_sum = fma(its_total, adds, row_sum * keeps)
                     for j in cutlass.range_constexpr(self.vector):
-                        own[j] = fused(values[j, i], adds, own[j] * keeps)
+                        own[j] = fma(values[j, i], adds, own[j] * keeps)
         self.write(own, row_max, row_sum, query, head_block, row, column)
 
     @cute.jit
@@ -292,12 +292,12 @@ class CombineThread:
         cute.arch.sync_threads()
         if self.warp == 0:
             row_maxes = [statistics[warp, 0] for warp in range(WARPS)]
-            row_max = tree(row_maxes, cute.arch.fmax)
+            row_max = tree_reduce(row_maxes, cute.arch.fmax)
             probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
-            row_sum = tree([statistics[warp, 1] * probs[warp] for warp in range(WARPS)], lambda a, b: a + b)
+            row_sum = tree_reduce([statistics[warp, 1] * probs[warp] for warp in range(WARPS)], lambda a, b: a + b)
             for j in cutlass.range_constexpr(self.vector):
                 parts_of = [sums[j, self.lane, warp] * probs[warp] for warp in range(WARPS)]
-                own[j] = tree(parts_of, lambda a, b: a + b)
+                own[j] = tree_reduce(parts_of, lambda a, b: a + b)
             self.write(own, row_max, row_sum, query, head_block, row, column)
         cute.arch.sync_threads()
 
@@ -364,7 +364,7 @@ class CombineThread:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block))
+        factor, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block))
         place = column
         if cutlass.const_expr(self.key.v_splits > 1):
             place += v_split_of(self.key, head_block) * self.key.columns

@@ -9,29 +9,29 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.primitives.math import widen_e4m3, widen_e5m2
+from dsl_backend.primitives.math import e4m3_to_f16, e5m2_to_f16
 from dsl_backend.quant.format import E4M3, E5M2
 
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes
 AT_A_TIME = 8  # vectors of a thread, in registers at once
-WIDENERS = {E4M3: widen_e4m3, E5M2: widen_e5m2}
+WIDENERS = {E4M3: e4m3_to_f16, E5M2: e5m2_to_f16}
 USUAL = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
 
 
-def rings_of_loader(barriers):
+def tma_barriers(barriers):
     """A kernel's barriers with those of the rings that tensor copies fill under the usual names."""
     filled = {usual: getattr(barriers, name, None) for name, usual in USUAL.items()}
     return barriers._replace(**{name: pointer for name, pointer in filled.items() if pointer is not None})
 
 
-def bytes_staged(rows: int, width: int, copied: int, stages: int) -> cute.Layout:
+def fp8_smem_layout(rows: int, width: int, copied: int, stages: int) -> cute.Layout:
     """[rows, width, stages] of fp8 in shared memory: chunks of `copied` columns, without a swizzle."""
     shape = (rows, (copied, width // copied), stages)
     return cute.make_layout(shape, stride=(copied, (1, rows * copied), rows * width))
 
 
-def bytes_boxed(rows: int, copied: int) -> tuple[cute.Layout, tuple[int, int]]:
+def fp8_tma_box(rows: int, copied: int) -> tuple[cute.Layout, tuple[int, int]]:
     """A box of one tensor copy of them: how it lies in shared memory, and its shape."""
     return cute.make_layout((rows, copied), stride=(copied, 1)), (rows, copied)
 

@@ -11,7 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors
-from dsl_backend.attention.cute.dequant import DequantTiles, bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.dequant import DequantTiles, fp8_smem_layout, fp8_tma_box
 from dsl_backend.attention.cute.loader.dense import LoadWarp, box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler
@@ -100,7 +100,7 @@ class TiledMla:
         """Where tensor copies lay keys: where products read them, or where fp8 is widened from."""
         if not self.key.kv.fp8:
             return sK
-        layout = bytes_staged(self.tile_n, self.dims, self.chunk, self.config.dequant_stages)
+        layout = fp8_smem_layout(self.tile_n, self.dims, self.chunk, self.config.dequant_stages)
         return allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128)
 
     def values(self, sK: cute.Tensor) -> cute.Tensor:
@@ -119,7 +119,7 @@ class TiledMla:
         q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
         q_tile = (key.pack_gqa, self.box_tokens, self.chunk)
         k_tile = (self.box, self.chunk)
-        k_box = bytes_boxed(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
+        k_box = fp8_tma_box(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(tensors.k.iterator, cute.select(tensors.k.layout, mode=order))
         return MlaLoads(

@@ -10,7 +10,7 @@ from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of, v_scale_of
-from dsl_backend.primitives.accumulators import packed, words_of
+from dsl_backend.primitives.accumulators import cvt_f16x2, words_of
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import LOG2_E
 
@@ -42,7 +42,7 @@ class AccumulatorRows:
         self.key, self.tile_n, self.requests, self.scoring = key, tile_n, requests, scoring
         self.mask = Mask(key, tile_n, requests)
         self.row, self.column = row, column
-        self.scores = score_mod_of(key, scoring)
+        self.score_mod = score_mod_of(key, scoring)
         self.slope = cute.make_rmem_tensor(self.count, cutlass.Float32)
 
     def column_of(self, j: int) -> int:
@@ -52,7 +52,7 @@ class AccumulatorRows:
     @cute.jit
     def start(self, work: WorkTile):
         """Before the scores of a work tile."""
-        self.scores.of_head.start(work.head_block)
+        self.score_mod.softmax_scale.load(work.head_block)
         if cutlass.const_expr(self.key.scores.alibi):
             for row in cutlass.range_constexpr(self.count):
                 self.slope[row] = self.scoring.alibi_slopes[self.head(work, row)] * LOG2_E
@@ -83,12 +83,12 @@ class AccumulatorRows:
     @cute.jit
     def score_mod(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):
         """q·k becomes scores in place, where that takes more than a scale. acc_S: (row, column)."""
-        if cutlass.const_expr(self.scores.modifies):
+        if cutlass.const_expr(self.score_mod.modifies):
             first_key = n_block * self.tile_n + self.column
             for row in cutlass.range_constexpr(self.count):
                 distance = self.position(work, row) - first_key
                 for j in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
-                    acc_S[row, j] = self.scores.score_mod(acc_S[row, j], self.slope[row], distance - self.column_of(j))
+                    acc_S[row, j] = self.score_mod.apply(acc_S[row, j], self.slope[row], distance - self.column_of(j))
 
     @cute.jit
     def apply_mask(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):
@@ -144,8 +144,8 @@ def store_acc_row(
     words = words_of(vector)
     for j in cutlass.range_constexpr(0, cute.size(acc_O, mode=[1]), 4):
         # Of two groups of 8 columns, an even lane stores 4 of the first, an odd lane 4 of the second.
-        first = packed(acc_O[row, j], acc_O[row, j + 1], out.element_type)
-        second = packed(acc_O[row, j + 2], acc_O[row, j + 3], out.element_type)
+        first = cvt_f16x2(acc_O[row, j], acc_O[row, j + 1], out.element_type)
+        second = cvt_f16x2(acc_O[row, j + 2], acc_O[row, j + 3], out.element_type)
         received = cute.arch.shuffle_sync_bfly(first if odd else second, 1)
         words[0] = received if odd else first
         words[1] = second if odd else received

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From q·k to the scores that the softmax weighs: scale, softcap, ALiBi; and sinks, which join its denominator.
+"""Score modifications: softmax scale, softcap, ALiBi; and sinks, which join the softmax's denominator.
 
-Scores are kept in base 2, times log2(e), so that exp2 serves the softmax.
+Scores are in base 2, that is times log2(e), so that the softmax can use exp2.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -16,102 +16,108 @@ from dsl_backend.primitives.math import LOG2_E, exp2
 
 @dataclass(frozen=True)
 class ScoreModKey:
-    """Which of them a layer has."""
+    """Which score modifications a layer has.
+
+    Attributes:
+        sinks: their dtype; None where the layer has none.
+        signed: the softmax scale is not positive, so the largest score need not be the largest of q·k.
+    """
 
     softcap: bool = False
     alibi: bool = False
-    sinks: str | None = None  # their dtype
-    signed: bool = False  # the scale is not positive: the largest score need not be the largest product
+    sinks: str | None = None
+    signed: bool = False
 
 
 class ScoreModArgs(NamedTuple):
-    """Their values: sinks [heads_q], slopes [heads_q] float32; of fp8 keys and values, the scales [heads_kv] float32.
+    """Run-time values of the score modifications.
 
-    Where all heads have one scale, it is there once, with a stride of 0.
+    Attributes:
+        k_scale, v_scale: dequantization scales of an fp8 cache. A scale that all heads share has a stride of 0.
     """
 
     scale: cutlass.Float32
     softcap: cutlass.Float32
-    sinks: cute.Tensor | None
-    alibi_slopes: cute.Tensor | None
-    k_scale: cute.Tensor | None
-    v_scale: cute.Tensor | None
+    sinks: cute.Tensor | None  # (head_q)
+    alibi_slopes: cute.Tensor | None  # (head_q), float32
+    k_scale: cute.Tensor | None  # (head_kv), float32
+    v_scale: cute.Tensor | None  # (head_kv), float32
 
 
-def qk_scale_of(scoring: ScoreModArgs, head_kv=0):
-    """What a product of a query and a stored key is multiplied by."""
+def qk_scale_of(scoring: ScoreModArgs, head_kv: cutlass.Int32 | int = 0) -> cutlass.Float32:
+    """The softmax scale, times the dequantization scale of the keys."""
     return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[head_kv]
 
 
-def v_scale_of(key, scoring: ScoreModArgs, head_block):
-    """What stored values of a unit's key head are multiplied by; None where they are real ones."""
+def v_scale_of(key: Any, scoring: ScoreModArgs, head_block: cutlass.Int32) -> cutlass.Float32 | None:
+    """The dequantization scale of the values; None if they are not quantized. `key` is a LayerKey."""
     if scoring.v_scale is None:
         return None
     return scoring.v_scale[kv_head_of(key, head_block) if key.scaled_by_head else 0]
 
 
 class SoftmaxScale:
-    """`factor_of` times a constant: found once where all key heads have the same, else for every item."""
+    """`qk_scale_of` times a constant: computed once if all key heads share it, else for every work tile."""
 
-    def __init__(self, key, scoring: ScoreModArgs, constant: float):
+    def __init__(self, key: Any, scoring: ScoreModArgs, constant: float):
         self.key, self.scoring, self.constant = key, scoring, constant
-        self.held = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_head else None
-        self.shared = None if key.scaled_by_head else self.times(0)
+        self.of_head = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_head else None
+        self.shared = None if key.scaled_by_head else self.scaled(0)
 
-    def times(self, head_kv):
-        factor = qk_scale_of(self.scoring, head_kv)
-        return factor if self.constant == 1.0 else factor * self.constant
+    def scaled(self, head_kv: cutlass.Int32 | int) -> cutlass.Float32:
+        scale = qk_scale_of(self.scoring, head_kv)
+        return scale if self.constant == 1.0 else scale * self.constant
 
     @cute.jit
-    def start(self, head_block):
-        """Before the scores of an item."""
+    def load(self, head_block: cutlass.Int32):
+        """Load the scale of a work tile's head, before its scores."""
         if cutlass.const_expr(self.key.scaled_by_head):
-            self.held[0] = self.times(kv_head_of(self.key, head_block))
+            self.of_head[0] = self.scaled(kv_head_of(self.key, head_block))
 
     @property
-    def value(self):
-        return self.shared if self.held is None else self.held[0]
+    def value(self) -> cutlass.Float32:
+        return self.shared if self.of_head is None else self.of_head[0]
 
 
 class NoScoreMod:
-    """score = scale q·k. The scale is left to the exponential's own multiplication."""
+    """score = scale q·k. The scale is applied in the FMA of the exponential."""
 
     modifies = False
 
-    def __init__(self, key, scoring: ScoreModArgs):
-        self.of_head = SoftmaxScale(key, scoring, LOG2_E)
+    def __init__(self, key: Any, scoring: ScoreModArgs):
+        self.softmax_scale = SoftmaxScale(key, scoring, LOG2_E)
 
     @property
-    def factor(self):
-        """What products are multiplied by to be base-2 scores."""
-        return self.of_head.value
+    def softmax_scale_log2(self) -> cutlass.Float32:
+        """What S is multiplied by to be base-2 scores."""
+        return self.softmax_scale.value
 
 
 class ScoreMod:
-    """score = softcap tanh(scale q·k / softcap) - slope |position - key|."""
+    """score = softcap tanh(scale q·k / softcap) - slope |q_idx - kv_idx|, in base 2."""
 
     modifies = True
 
-    def __init__(self, key, scoring: ScoreModArgs):
-        self.key, self.scoring, self.of_head = key.scores, scoring, SoftmaxScale(key, scoring, 1.0)
-        self.factor = cutlass.Float32(1.0)
+    def __init__(self, key: Any, scoring: ScoreModArgs):
+        self.key, self.scoring, self.softmax_scale = key.scores, scoring, SoftmaxScale(key, scoring, 1.0)
+        self.softmax_scale_log2 = cutlass.Float32(1.0)
 
-    def score_mod(self, score, slope, distance):
-        """The base-2 score; slope times log2(e), distance = position - key."""
-        value = score * self.of_head.value
+    def apply(self, score: cutlass.Float32, slope: cutlass.Float32, distance: cutlass.Int32) -> cutlass.Float32:
+        """The score of a q·k; slope is times log2(e), distance = q_idx - kv_idx."""
+        value = score * self.softmax_scale.value
         if self.key.softcap:
-            # c tanh(s / c) = c (1 - 2 / (e^(2s/c) + 1)); where that overflows it still gives c or -c.
+            # c tanh(s / c) = c (1 - 2 / (e^(2s/c) + 1)), which is c or -c when the exponential overflows or underflows.
             cap = self.scoring.softcap
             power = exp2(value * (2.0 * LOG2_E) * cute.arch.rcp_approx(cap))
             value = cap - 2.0 * cap * cute.arch.rcp_approx(power + 1.0)
         value *= LOG2_E
         if self.key.alibi:
-            away = cutlass.Float32(distance)
-            value -= slope * cute.arch.fmax(away, -away)
+            signed = cutlass.Float32(distance)
+            value -= slope * cute.arch.fmax(signed, -signed)
         return value
 
 
-def score_mod_of(key, scoring: ScoreModArgs):
-    """What a layer's scores are made by; key: a LayerKey."""
+def score_mod_of(key: Any, scoring: ScoreModArgs) -> NoScoreMod | ScoreMod:
+    """The score modification of a layer; `key` is a LayerKey."""
     modifies = key.scores.softcap or key.scores.alibi or key.scores.signed
     return ScoreMod(key, scoring) if modifies else NoScoreMod(key, scoring)

@@ -5,7 +5,7 @@ WARPGROUP = 128
 MBARRIER_BYTES = 8
 # Of a row's sums: 128 registers of a thread on SM90, and half of tensor memory on SM100.
 MOST_COLUMNS = 256
-MAILBOX_BYTES = 256  # of scheduler/work_tile.py: two items, their barriers, room to align them
+WORK_TILE_SMEM_BYTES = 256  # of scheduler/work_tile.py: two items, their barriers, room to align them
 CLC_RESPONSE_BYTES = 16
 
 

@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors
-from dsl_backend.attention.cute.dequant import bytes_boxed, bytes_staged
+from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
@@ -156,7 +156,7 @@ class TiledKernel:
         if not self.key.kv.fp8:
             return sK, sV
         widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
-        layouts = [bytes_staged(self.tile_n, width, copied, self.config.dequant_stages) for width, copied in widths]
+        layouts = [fp8_smem_layout(self.tile_n, width, copied, self.config.dequant_stages) for width, copied in widths]
         return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
 
     def value_box(self):
@@ -165,7 +165,7 @@ class TiledKernel:
     def key_box(self, width: int):
         """The box of one tensor copy of keys or values, and how it lies in shared memory."""
         if self.key.kv.fp8:
-            return bytes_boxed(self.box, fp8_chunk(width))
+            return fp8_tma_box(self.box, fp8_chunk(width))
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:

@@ -11,10 +11,10 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.tiles import NUMERIC, VECTOR
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import narrow_e4m3, narrow_e5m2
+from dsl_backend.primitives.math import f32_to_e4m3, f32_to_e5m2
 from dsl_backend.quant.format import E4M3, E5M2, KVFormat
 
-NARROWERS = {E4M3: narrow_e4m3, E5M2: narrow_e5m2}
+NARROWERS = {E4M3: f32_to_e4m3, E5M2: f32_to_e5m2}
 THREADS = 256  # of a block, at most
 WARP = 32
 

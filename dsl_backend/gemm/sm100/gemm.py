@@ -17,7 +17,7 @@ from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import ACC_STAGES, LOAD_WARP, MMA_K, MMA_M, MMA_WARP, GemmConfig
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.math import add_pair, in_pairs
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
@@ -174,16 +174,16 @@ class Gemm(GemmBase):
         acc_layout = tiled_mma.make_fragment_C(shape).layout
         for tile in cutlass.range(tiles, unroll=1):
             acc_pipeline.producer_acquire(tile)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             tCtAcc = cute.make_tensor(tmem_ptr + acc_pipeline.stage(tile) * (2 * self.box_n), acc_layout)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
                 pipeline.consumer_wait(position)
-                accumulating = tiled_mma.with_()
+                with_accumulate = tiled_mma.with_()
                 for k in cutlass.range_constexpr(BLOCK_K // MMA_K):
-                    accumulating.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if cutlass.const_expr(k == 0) else True)
-                    cute.gemm(accumulating, tCtAcc, tCrX[None, None, k, stage], tCrW[None, None, k, stage], tCtAcc)
+                    with_accumulate.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if cutlass.const_expr(k == 0) else True)
+                    cute.gemm(with_accumulate, tCtAcc, tCrX[None, None, k, stage], tCrW[None, None, k, stage], tCtAcc)
                 self.commit(pipeline.mbar_empty + stage)
             self.commit(acc_pipeline.full(tile))
 
@@ -219,7 +219,7 @@ class Gemm(GemmBase):
             m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
             first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + warp * WARP
             acc_pipeline.consumer_wait(tile)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
             for epi in cutlass.range(epi_tiles, unroll=1):
                 first_column = n_tile * self.columns + epi * self.epilogue_n
@@ -243,7 +243,7 @@ class Gemm(GemmBase):
                     target = tOgO[None, first_row // WARP, first_column // self.epilogue_n]
                     cute.copy(params.tma_atom_out, source, target)
                     cute.arch.cp_async_bulk_commit_group()
-            tensor_memory.before_sync()
+            tmem.before_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 if cutlass.const_expr(self.two_cta):
@@ -272,7 +272,7 @@ class Gemm(GemmBase):
         thread = cute.arch.thread_idx()[0]
         acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
-            tensor_memory.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
+            tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
         cute.arch.fence_view_async_tmem_load()
         rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
         for i in cutlass.range_constexpr(self.register_columns // VECTOR):

@@ -25,7 +25,7 @@ from dsl_backend.gemm.sm100.configs import (
 )
 from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
 
@@ -143,20 +143,20 @@ class SmallMGemm(SmallMGemmBase):
         for tile in cutlass.range(tiles, unroll=1):
             _, _, start, end = self.iterations(work, first_tile + tile)
             acc_pipeline.producer_acquire(tile)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             acc_ptr = tmem_ptr + acc_pipeline.stage(tile) * (2 * self.tokens)
             tCtAcc = [cute.make_tensor(acc_ptr + i * self.tokens, acc_layout) for i in range(2)]
             for iteration in cutlass.range(start, end, unroll=1):
                 stage = pipeline.stage(iteration - work.start)
                 pipeline.consumer_wait(iteration - work.start)
-                accumulating = tiled_mma.with_()
+                with_accumulate = tiled_mma.with_()
                 for k in cutlass.range_constexpr(self.tile_k // MMA_K):
-                    accumulating.set(
+                    with_accumulate.set(
                         tcgen05.Field.ACCUMULATE, iteration > start if cutlass.const_expr(k == 0) else True
                     )
                     for i in cutlass.range_constexpr(2):
                         cute.gemm(
-                            accumulating,
+                            with_accumulate,
                             tCtAcc[i],
                             tCrW[i][None, None, k, stage],
                             tCrX[None, None, k, stage],
@@ -186,12 +186,12 @@ class SmallMGemm(SmallMGemmBase):
             tile = first_tile + i
             tile_start, tile_end, start, end = self.iterations(work, tile)
             acc_pipeline.consumer_wait(i)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             tmem_column = acc_pipeline.stage(i) * (2 * self.tokens) + group * self.thread_tokens
-            tensor_memory.load(tmem_ptr, tmem_column, acc_0, thread)
-            tensor_memory.load(tmem_ptr, tmem_column + self.tokens, acc_1, thread)
+            tmem.load(tmem_ptr, tmem_column, acc_0, thread)
+            tmem.load(tmem_ptr, tmem_column + self.tokens, acc_1, thread)
             cute.arch.fence_view_async_tmem_load()
-            tensor_memory.before_sync()
+            tmem.before_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(acc_pipeline.empty(i))

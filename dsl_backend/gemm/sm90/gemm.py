@@ -18,7 +18,7 @@ from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives.accumulators import settle
+from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 from dsl_backend.primitives.schedule import raster
@@ -184,7 +184,7 @@ class Gemm(GemmBase):
                 if tile + 1 < tiles:
                     cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
             wgmma.wait_group(0)
-            settle(acc)
+            fence_operand(acc)
             pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
             first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + row_tile * self.consumer_m
             self.epilogue(params, acc, sOut, group, thread, first_row, n_tile)

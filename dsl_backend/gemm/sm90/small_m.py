@@ -14,7 +14,7 @@ from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, SmallMConfig
 from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives.accumulators import settle
+from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 
 # Iterations that a CTA is behind its peers, so that their partial sums are there.
@@ -127,8 +127,8 @@ class SmallMGemm(SmallMGemmBase):
                 tiled_mma, acc_0, acc_1, tCrW_0, tCrW_1, tCrX, pipeline, start - work.start, end - start, early, thread
             )
             wgmma.wait_group(0)
-            settle(acc_0)
-            settle(acc_1)
+            fence_operand(acc_0)
+            fence_operand(acc_1)
             pipeline.warpgroup_release(end - 1 - work.start, thread)
             if start > tile_start:
                 self.store_partials(params, acc_0, acc_1, work.worker, group, thread)

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.primitives import math, reduce
-from dsl_backend.primitives.accumulators import settle
+from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import MaxSum
 from dsl_backend.softmax.configs import RowConfig
@@ -74,7 +74,7 @@ class Softmax:
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         slots, barrier = self.shared()
         if cutlass.const_expr(self.cluster > 1):
-            reduce.open_exchange(barrier)
+            reduce.init_cluster_reduce(barrier)
         if cutlass.const_expr(self.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
@@ -112,13 +112,13 @@ class Softmax:
             sums = []
             # One vector at a time, here and below: otherwise the float32 values of all are in registers at once.
             for i in cutlass.range_constexpr(self.vectors_per_thread):
-                rP[None, i].store(math.weight(to_float32(rX[None, i]), safe))
-                sums.append(math.total(elements(rP[None, i].load())))
-            state = self.merged(MaxSum(thread_max, math.total(sums)), slots, barrier)
+                rP[None, i].store(math.exp_difference(to_float32(rX[None, i]), safe))
+                sums.append(math.tree_sum(elements(rP[None, i].load())))
+            state = self.merged(MaxSum(thread_max, math.tree_sum(sums)), slots, barrier)
             if cutlass.const_expr(self.recompute or self.log):
                 if cutlass.const_expr(self.recompute and cute.size(rX) * self.dtype.width % 32 == 0):
                     # Otherwise the compiler keeps the float32 values in registers too.
-                    settle(words(rX))
+                    fence_operand(words(rX))
                 self.store(
                     lambda i: self.result(to_float32(rX[None, i]), state),
                     mOut.iterator,
@@ -129,7 +129,7 @@ class Softmax:
                 )
             else:
                 # NaN where the whole row is -inf.
-                scale = math.weight(thread_max, state.maximum) * cute.arch.rcp_approx(state.total)
+                scale = math.exp_difference(thread_max, state.maximum) * cute.arch.rcp_approx(state.total)
                 self.store(lambda i: rP[None, i].load() * scale, mOut.iterator, out_offset, first, in_bounds, width)
 
     def shared(self):
@@ -138,15 +138,15 @@ class Softmax:
             return None, None
         allocator = cutlass.utils.SmemAllocator()
         barrier = allocator.allocate_array(cutlass.Int64, 1) if self.cluster > 1 else None
-        layout = reduce.slots_layout(self.rows_per_cta, self.warps_per_row, self.cluster)
+        layout = reduce.reduction_buffer_layout(self.rows_per_cta, self.warps_per_row, self.cluster)
         return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=8), barrier
 
     def merged(self, state: MaxSum, slots, barrier) -> MaxSum:
         """The (maximum, sum) of the row, from those of its threads."""
-        state = reduce.in_warp(state, min(self.threads_per_row, reduce.WARP))
+        state = reduce.warp_reduce(state, min(self.threads_per_row, reduce.WARP))
         if self.cluster > 1:
-            return reduce.in_cluster(state, slots, barrier, self.warps_per_row, self.cluster)
-        return state if self.warps_per_row == 1 else reduce.in_block(state, slots, self.warps_per_row)
+            return reduce.cluster_reduce(state, slots, barrier, self.warps_per_row, self.cluster)
+        return state if self.warps_per_row == 1 else reduce.cta_reduce(state, slots, self.warps_per_row)
 
     @cute.jit
     def load(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width):
@@ -189,26 +189,30 @@ class Softmax:
             values = to_float32(rX)
             new_max = cute.arch.fmax(row_max, fragment_max(rX))
             safe = math.finite_or_zero(new_max)
-            row_sum = row_sum * math.weight(row_max, safe) + math.total(elements(math.weight(values, safe)))
+            row_sum = row_sum * math.exp_difference(row_max, safe) + math.tree_sum(
+                elements(math.exp_difference(values, safe))
+            )
             row_max = new_max
         return MaxSum(row_max, row_sum)
 
     def result(self, values, state: MaxSum):
         """Outputs from inputs and the (maximum, sum) of the row."""
         if self.log:
-            return (values - state.maximum) - math.natural_log(state.total)
-        return math.weight(values, state.maximum) * cute.arch.rcp_approx(state.total)
+            return (values - state.maximum) - math.log(state.total)
+        return math.exp_difference(values, state.maximum) * cute.arch.rcp_approx(state.total)
 
 
 def fragment_max(rX: cute.Tensor) -> cutlass.Float32:
     """The maximum of registers of the input's type; NaN is ignored. 16-bit values are compared in pairs."""
     if rX.element_type.width == 32 or cute.size(rX) % 2:
-        return math.largest(elements(to_float32(rX)))
+        return math.tree_max(elements(to_float32(rX)))
     kind = "bf16x2" if rX.element_type is cutlass.BFloat16 else "f16x2"
     pairs = words(rX)
     two = cute.make_rmem_tensor(2, rX.element_type)
-    words(two)[0] = math.tree([pairs[i] for i in range(cute.size(pairs))], lambda a, b: math.larger_pair(a, b, kind))
-    return math.largest(elements(to_float32(two)))
+    words(two)[0] = math.tree_reduce(
+        [pairs[i] for i in range(cute.size(pairs))], lambda a, b: math.max_f16x2(a, b, kind)
+    )
+    return math.tree_max(elements(to_float32(two)))
 
 
 def to_float32(rX: cute.Tensor) -> cute.TensorSSA:

@@ -9,7 +9,7 @@ from cutlass import cute
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests, SeqlenInfo
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, RowTile, WorkTilePipeline, no_work_tile
-from dsl_backend.primitives.copy import send_word
+from dsl_backend.primitives.copy import store_shared_remote
 
 CTAS_PER_CLUSTER = 2
 TILE_IDX_BYTES = 4
@@ -73,7 +73,7 @@ class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
             tile_idx = self.claim_tile() + num_clusters
             self.wait_message_read(phase)
             if cute.arch.lane_idx() == 0:
-                send_word(tile_idx, sent, mbar_full, 1)
+                store_shared_remote(tile_idx, sent, mbar_full, 1)
         else:
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar_full, TILE_IDX_BYTES)

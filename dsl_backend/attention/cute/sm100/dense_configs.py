@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from dsl_backend.attention.cute.sizes import (
     CLC_RESPONSE_BYTES,
-    MAILBOX_BYTES,
     MBARRIER_BYTES,
     WARPGROUP,
+    WORK_TILE_SMEM_BYTES,
     chunk,
     packed_gqa_heads,
     padded,
@@ -148,7 +148,7 @@ class DenseConfig:
             statistics = 4 * self.halves * self.swap_ab * SWAPPED_TOLD
             queries += self.halves * self.tile_n * self.swap_ab
         control = 2 * CLC_RESPONSE_BYTES if self.use_clc or self.two_cta else 0  # aligned, with its barriers
-        return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + MAILBOX_BYTES
+        return spec.dtype.itemsize * (queries + keys) + staged + barriers + statistics + control + WORK_TILE_SMEM_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can."""

@@ -13,9 +13,9 @@ from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import sums_at
 from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
 from dsl_backend.attention.cute.sm100.idle_warps import WARP, arrivals_of, arrive
-from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import VECTOR, store_rows
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -101,7 +101,7 @@ class CorrectionWarps:
     @cute.jit
     def leave(self, work, stage):
         """Whole rows go out; the queries' place is free, and the sums of the warpgroup's rows."""
-        tensor_memory.before_sync()
+        tmem.before_sync()
         self.meet()
         if work.partial_idx == NOT_SPLIT:
             rows = self.sOut[None, None, stage]
@@ -136,7 +136,7 @@ class CorrectionWarps:
     @cute.jit
     def wait_sums(self, items):
         cute.arch.mbarrier_wait(self.barriers.o_full, items & 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
 
     @cute.jit
     def finish_together(self, work, stage, items, even, odd):
@@ -175,17 +175,17 @@ class CorrectionWarps:
 
     def scale(self, g: int, factor):
         """Sums times the factor."""
-        tensor_memory.after_sync()
+        tmem.after_sync()
         base = self.base + sums_at(self.kernel, g)
         for first in range(0, self.kernel.dims_v, PIECE):
             held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-            tensor_memory.load(base, first, held, self.thread)
+            tmem.load(base, first, held, self.thread)
             cute.arch.fence_view_async_tmem_load()
             for j in range(0, PIECE, 2):
                 held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
-            tensor_memory.store(held, base, first, self.thread)
+            tmem.store(held, base, first, self.thread)
         cute.arch.fence_view_async_tmem_store()
-        tensor_memory.before_sync()
+        tmem.before_sync()
 
     @cute.jit
     def finish(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
@@ -207,7 +207,7 @@ class CorrectionWarps:
     def columns(self, g: cutlass.Constexpr[int], first: cutlass.Int32, registers: cute.Tensor):
         """The half's sums of this thread's row."""
         first = cute.assume(first, divby=PIECE)
-        tensor_memory.load(self.base + sums_at(self.kernel, g), first, registers, self.thread)
+        tmem.load(self.base + sums_at(self.kernel, g), first, registers, self.thread)
         cute.arch.fence_view_async_tmem_load()
 
     @cute.jit
@@ -234,7 +234,7 @@ class CorrectionWarps:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
+        factor, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < lse_rows(self.key, work):

@@ -16,7 +16,7 @@ from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine
-from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
+from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
@@ -237,7 +237,7 @@ class DenseForward(TiledKernel):
                 role = AlternatingMmaWarp if self.alternate else MmaWarp
                 role(self, work_pipeline, mmas, barriers, base, sQ, places).run()
             if warp == LOAD:
-                rings = rings_of_loader(barriers)
+                rings = tma_barriers(barriers)
                 if cutlass.const_expr(config.shared_ring):
                     SharedRingLoadWarp(self, work_pipeline, rings, loads, sQ, places, requests).run()
                 else:

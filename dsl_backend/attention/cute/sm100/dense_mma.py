@@ -13,9 +13,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tensor_product import TensorProduct
+from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
 class MmaWarp:
@@ -25,10 +25,8 @@ class MmaWarp:
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places = places
-        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n)
-        self.tiled_mma_pv = TensorProduct(
-            dtype=kernel.dtype_v, rows=ROWS, columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True
-        )
+        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=kernel.tile_n)
+        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype_v, m=ROWS, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
         mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
         own = range(1 if kernel.alternate else kernel.halves)
@@ -117,7 +115,7 @@ class MmaWarp:
         queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
         at = self.places.of_keys(tile)
         keys = [columns[None, None, None, place] for columns, place in zip(self.fK, at, strict=True)]
-        self.tiled_mma_qk.issue(self.S[g], queries, keys, False, then=[self.barriers.s_full + g, *then])
+        self.tiled_mma_qk.issue(self.S[g], queries, keys, False, commit=[self.barriers.s_full + g, *then])
 
     @cute.jit
     def sum(
@@ -130,12 +128,12 @@ class MmaWarp:
     ):
         """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
         cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
         self.issue_sums(g, tile, adds, then)
 
     def issue_sums(self, g, tile, adds, then):
         values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.tiled_mma_pv.issue(self.O[g], self.P[g], [values], adds, then=then)
+        self.tiled_mma_pv.issue(self.O[g], self.P[g], [values], adds, commit=then)
 
 
 class AlternatingMmaWarp(MmaWarp):

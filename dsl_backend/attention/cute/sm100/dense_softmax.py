@@ -11,16 +11,16 @@ from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import scores_at
 from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of, arrive
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.math import (
     LOG2_E,
     add_pair,
+    ex2_emulation_pair,
     exp2,
-    exp2_by_polynomial,
     finite_or_zero,
     fma_pair,
-    largest_by_threes,
-    tree,
+    fmax3_tree,
+    tree_reduce,
 )
 
 # What the correction is told of a row: first how its sums shrink, at the end its total and its largest score.
@@ -36,7 +36,7 @@ class SoftmaxWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
-        self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
+        self.requests, self.scoring, self.score_mod = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half = half
         # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
         self.ex2_emulation = 0 if kernel.key.lse else kernel.config.ex2_emulation
@@ -98,7 +98,7 @@ class SoftmaxWarps:
     def start(self, work):
         self.row_max.fill(-cutlass.Float32.inf)
         self.row_sum.fill(0.0)
-        self.scores.of_head.start(work.head_block)
+        self.score_mod.softmax_scale.load(work.head_block)
         if cutlass.const_expr(self.key.scores.alibi):
             self.slope[0] = self.scoring.alibi_slopes[self.head(work)] * LOG2_E
 
@@ -116,8 +116,8 @@ class SoftmaxWarps:
         """
         half, phase, columns = self.turn(count)
         cute.arch.mbarrier_wait(self.barriers.s_full + half, phase)
-        tensor_memory.after_sync()
-        tensor_memory.load(self.base, columns, self.S, self.thread)
+        tmem.after_sync()
+        tmem.load(self.base, columns, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[j] for j in range(self.kernel.tile_n)]
         position = work.q_position + self.row // self.key.pack_gqa
@@ -125,24 +125,25 @@ class SoftmaxWarps:
         if cutlass.const_expr(self.kernel.alternate):
             place = 2 * place + self.half
         first = (work.n_block_max - 1 - place) * self.kernel.tile_n
-        if cutlass.const_expr(self.scores.modifies):
+        if cutlass.const_expr(self.score_mod.modifies):
             away = position - first
-            scores = [self.scores.score_mod(score, self.slope[0], away - j) for j, score in enumerate(scores)]
+            scores = [self.score_mod.apply(score, self.slope[0], away - j) for j, score in enumerate(scores)]
         if cutlass.const_expr(masked):
             scores = self.masked(scores, work, position, first)
         before = self.row_max[0]
         # A NaN must not vanish: the polynomial has none.
-        row_max = largest_by_threes([before, *scores], nan=self.ex2_emulation > 0)
+        row_max = fmax3_tree([before, *scores], nan=self.ex2_emulation > 0)
         # A little growth is let pass: weights above 1 are as good, and sums need no correction.
-        row_max = before if (row_max - before) * self.scores.factor <= self.config.rescale_threshold else row_max
+        growth = (row_max - before) * self.score_mod.softmax_scale_log2
+        row_max = before if growth <= self.config.rescale_threshold else row_max
         self.row_max[0] = row_max
-        reference = finite_or_zero(row_max) * self.scores.factor
-        acc_scale = exp2(before * self.scores.factor - reference)
+        reference = finite_or_zero(row_max) * self.score_mod.softmax_scale_log2
+        acc_scale = exp2(before * self.score_mod.softmax_scale_log2 - reference)
         self.statistics[self.thread, SHRINK, half] = acc_scale
         arrive(self.barriers.l_full + half, self.arrivals)
         sums = self.narrow(scores, reference, 0 if masked else self.ex2_emulation, columns)
         cute.arch.fence_view_async_tmem_store()
-        tensor_memory.before_sync()
+        tmem.before_sync()
         self.tell_weights(half)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (sums[0] + sums[1])
 
@@ -164,21 +165,21 @@ class SoftmaxWarps:
             narrow = cute.make_rmem_tensor(len(probs), self.kernel.dtype_v)
             narrow.store(wide.load().to(self.kernel.dtype_v))
             packed = cute.recast_tensor(narrow, cutlass.Float32)
-            tensor_memory.store(packed, self.base, columns + first // 2, self.thread)
+            tmem.store(packed, self.base, columns + first // 2, self.thread)
             for j, pair in enumerate(zip(probs[::2], probs[1::2], strict=True)):
                 if len(sums) < CHAINS:
                     sums.append(pair)
                 else:
                     sums[j % CHAINS] = add_pair(sums[j % CHAINS], pair)
-        return tree(sums, add_pair)
+        return tree_reduce(sums, add_pair)
 
     def powers(self, scores, reference, ex2_emulation: int) -> list:
         """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""
-        factor = self.scores.factor
+        factor = self.score_mod.softmax_scale_log2
         probs: list = []
         for j in range(0, len(scores), 2):
             power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
-            probs += exp2_by_polynomial(power) if j % 16 < ex2_emulation else (exp2(power[0]), exp2(power[1]))
+            probs += ex2_emulation_pair(power) if j % 16 < ex2_emulation else (exp2(power[0]), exp2(power[1]))
         return probs
 
     @cute.jit
@@ -198,7 +199,7 @@ class SoftmaxWarps:
         cute.arch.mbarrier_wait(self.barriers.p_full + self.half, (tiles - 1) & 1)
         place = self.statistics
         place[self.thread, SHRINK, self.half] = self.row_sum[0]
-        place[self.thread, TOP, self.half] = self.row_max[0] * self.scores.factor
+        place[self.thread, TOP, self.half] = self.row_max[0] * self.score_mod.softmax_scale_log2
         arrive(self.barriers.l_full + self.half, self.arrivals)
 
 

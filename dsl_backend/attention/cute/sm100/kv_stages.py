@@ -9,7 +9,7 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.loader.dense import PerTileLoads, RolledLoadWarp
 from dsl_backend.attention.cute.sm100.dense_configs import SHARED_PLACES
-from dsl_backend.primitives.accumulators import settled
+from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
@@ -174,4 +174,4 @@ class OwnRingsLoadWarp(RingLoadWarp):
     def turn(self, count):
         """Stage of the count-th tile, and the phase of being empty that it waits for."""
         # Settled: of a count in sight, each address would be made by a shift and a mask.
-        return settled(stage_of(count, self.stages)), phase_of(count, self.stages) ^ 1
+        return fence_register(stage_of(count, self.stages)), phase_of(count, self.stages) ^ 1

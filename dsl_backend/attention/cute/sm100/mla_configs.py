@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS, MlaTileConfig, row_tiles
-from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
 
@@ -33,7 +33,7 @@ class MlaConfig(MlaTileConfig):
     def smem_bytes(self, spec: AttentionSpec) -> int:
         rows = ROWS * spec.head_dim + ROWS * self.tile_n
         queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * (2 + SCORES + 2)
-        return queries + self.key_bytes(spec) + 4 * ROWS * STATISTICS + MAILBOX_BYTES
+        return queries + self.key_bytes(spec) + 4 * ROWS * STATISTICS + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = []
@@ -69,7 +69,7 @@ class TwoCtaMlaConfig(MlaConfig):
         rows = ROWS * (spec.head_dim + self.tile_n) + halves
         parts = PARTS + spec.head_dim_v // 2 // BLOCK
         barriers = MBARRIER_BYTES * (2 + 2 * parts * self.stages + SCORES + 2)
-        return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * PAIR_STATISTICS + MAILBOX_BYTES
+        return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * PAIR_STATISTICS + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = super().own_objections(spec)

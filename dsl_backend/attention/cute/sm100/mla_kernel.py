@@ -16,7 +16,7 @@ from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine
-from dsl_backend.attention.cute.dequant import rings_of_loader
+from dsl_backend.attention.cute.dequant import tma_barriers
 from dsl_backend.attention.cute.mla import MlaDequantWarps, MlaLoadWarp, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -159,7 +159,7 @@ class MlaForward(TiledMla):
         if warp == MULTIPLY:
             MlaMmaWarp(self, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP).run()
         if warp == LOAD:
-            rings = rings_of_loader(barriers)
+            rings = tma_barriers(barriers)
             MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
         if warp == SCHEDULE:
             self.schedule(work_pipeline, requests, scheduler_workspace).run()

@@ -10,9 +10,9 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tensor_product import TensorProduct
+from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
 class MlaMmaWarp:
@@ -23,10 +23,8 @@ class MlaMmaWarp:
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         # Every block of a cluster may write to a place of keys: each hears that it was read. Widened ones are its own.
         cluster = 1 if kernel.key.kv.fp8 else self.config.cluster
-        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=kernel.tile_n, cluster=cluster)
-        self.tiled_mma_pv = TensorProduct(
-            dtype=kernel.dtype, rows=BLOCK, columns=ROWS, rows_inside=True, cluster=cluster
-        )
+        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=kernel.tile_n, cluster=cluster)
+        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype, m=BLOCK, n=ROWS, a_mn_major=True, cluster=cluster)
         mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         self.fQ = tiled_mma_qk.make_fragment_A(mine.partition_A(sQ))
         self.fK = tiled_mma_qk.make_fragment_B(mine.partition_B(sK))
@@ -77,9 +75,9 @@ class MlaMmaWarp:
                 queries,
                 [keys],
                 part > 0,
-                then=[self.barriers.s_full + place] if end else [],
+                commit=[self.barriers.s_full + place] if end else [],
                 # Of the place, what is only key: sums read the rest.
-                everywhere=[self.barriers.k_empty + stage * PARTS] if end else [],
+                commit_multicast=[self.barriers.k_empty + stage * PARTS] if end else [],
                 steps=steps_of(self.kernel, part),
             )
         if last:
@@ -90,7 +88,7 @@ class MlaMmaWarp:
         """Sums of the tile, once its weights are there and earlier sums are at their scale; adds: to those."""
         stage = stage_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
         num_ctas = cutlass.const_expr(len(self.fV))
         for block in cutlass.range_constexpr(num_ctas):
             half_done, done = (block + 1) % (num_ctas // 2) == 0, block == num_ctas - 1
@@ -100,8 +98,8 @@ class MlaMmaWarp:
                 self.fV[block][None, None, None, stage],
                 [self.fP],
                 adds,
-                then=[self.barriers.o_full] if done else [],
-                everywhere=[self.barriers.k_empty + stage * PARTS + part] if half_done else [],
+                commit=[self.barriers.o_full] if done else [],
+                commit_multicast=[self.barriers.k_empty + stage * PARTS + part] if half_done else [],
             )
 
     @cute.jit

@@ -16,8 +16,8 @@ from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
 from dsl_backend.attention.cute.sm100.mla_mma import sums_at
-from dsl_backend.attention.cute.softmax import OnlineSoftmax, normalized
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -42,7 +42,7 @@ class MlaSoftmaxWarps:
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK)
+        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, SLACK)
         held = ROWS_PER_THREAD * kernel.tile_n // QUAD
         self.S = cute.make_rmem_tensor(held, cutlass.Float32)
         self.P = cute.make_rmem_tensor(held, kernel.dtype)
@@ -54,12 +54,12 @@ class MlaSoftmaxWarps:
         work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            self.softmax.start()
+            self.softmax.reset()
             self.rows.start(work)
             for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
                 self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
                 tiles += 1
-            self.softmax.merge_lanes()
+            self.softmax.reduce_row_sum()
             self.sums_done(tiles - 1)
             self.store(work)
             items += 1
@@ -73,11 +73,11 @@ class MlaSoftmaxWarps:
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
         place = count % SCORES
         cute.arch.mbarrier_wait(self.barriers.s_full + place, (count // SCORES) & 1)
-        tensor_memory.after_sync()
-        tensor_memory.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
+        tmem.after_sync()
+        tmem.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = reshape_acc_to_mn(self.S)
-        self.rows.score_mod(scores, work, tile)
+        self.rows.apply_score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.apply_mask(scores, work, tile)
         self.softmax.online_softmax(scores, self.acc_scale)
@@ -85,11 +85,11 @@ class MlaSoftmaxWarps:
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
         cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
         self.shrink_sums(work, adds)
         self.lay_weights()
         cute.arch.fence_proxy("async.shared", space="cta")
-        tensor_memory.before_sync()
+        tmem.before_sync()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.p_full)
@@ -134,7 +134,7 @@ class MlaSoftmaxWarps:
     def sums_done(self, count):
         """The sums hold all tiles up to the count-th."""
         cute.arch.mbarrier_wait(self.barriers.o_full, count & 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
 
     @cute.jit
     def shrink_sums(self, work, adds):
@@ -150,7 +150,7 @@ class MlaSoftmaxWarps:
                 for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
                     column = sums_at(self.kernel, block) + first
                     held = self.scaled(column, first, SHRINK)
-                    tensor_memory.store(held, self.base, column, self.thread)
+                    tmem.store(held, self.base, column, self.thread)
             cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
@@ -166,7 +166,7 @@ class MlaSoftmaxWarps:
     def scaled(self, column, first, place):
         """Sums of PIECE rows from a column of tensor memory on, times a statistic of their rows."""
         held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-        tensor_memory.load(self.base, column, held, self.thread)
+        tmem.load(self.base, column, held, self.thread)
         cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(PIECE):
             held[j] *= self.statistics[first + j, place]
@@ -192,7 +192,7 @@ class MlaSoftmaxWarps:
         held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
         for block in cutlass.range_constexpr(columns // BLOCK):
             for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
-                tensor_memory.load(self.base, sums_at(self.kernel, block) + first, held, self.thread)
+                tmem.load(self.base, sums_at(self.kernel, block) + first, held, self.thread)
                 cute.arch.fence_view_async_tmem_load()
                 for j in cutlass.range_constexpr(PIECE):
                     if first + j < work.num_rows:
@@ -203,7 +203,8 @@ class MlaSoftmaxWarps:
                 m = self.row + 8 * row
                 if m < work.num_rows:
                     place = partial + rows * columns + m
-                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.row_max[row] * self.softmax.factor
+                    row_max = self.softmax.row_max[row] * self.softmax.softmax_scale_log2
+                    cute.make_tensor(place, cute.make_layout(1))[0] = row_max
                     cute.make_tensor(place + rows, cute.make_layout(1))[0] = self.softmax.row_sum[row]
 
     @cute.jit
@@ -211,8 +212,8 @@ class MlaSoftmaxWarps:
         """Divide, and send the rows out: neighbouring threads have neighbouring columns."""
         factors = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
-            factors[row], lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
+            factors[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):
                 to = self.lse

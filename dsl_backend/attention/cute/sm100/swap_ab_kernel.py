@@ -32,7 +32,7 @@ from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp
 from dsl_backend.attention.cute.sm100.kv_stages import OwnRings, OwnRingsLoadWarp, placed
 from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwapABSoftmaxWarps
 from dsl_backend.primitives.copy import clear_rows
-from dsl_backend.primitives.tensor_product import TensorProduct
+from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
 class SwapABBarriers(NamedTuple):
@@ -157,10 +157,8 @@ class SwapABMmaWarp(AlternatingMmaWarp):
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, rows = places, kernel.tile_m
-        self.tiled_mma_qk = TensorProduct(dtype=kernel.dtype, rows=ROWS, columns=rows)
-        self.tiled_mma_pv = TensorProduct(
-            dtype=kernel.dtype, rows=kernel.dims_v, columns=rows, rows_inside=True, columns_inside=True
-        )
+        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=rows)
+        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype, m=kernel.dims_v, n=rows, a_mn_major=True, b_mn_major=True)
         mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         self.fK = tiled_mma_qk.make_fragment_A(mine.partition_A(places.keys[0]))
         self.fQ = tiled_mma_qk.make_fragment_B(mine.partition_B(sQ))
@@ -176,11 +174,11 @@ class SwapABMmaWarp(AlternatingMmaWarp):
     def score(self, g, stage, tile, then=()):
         keys = self.fK[None, None, None, self.places.of_keys(tile)[0]]
         queries = self.fQ[None, None, None, stage]
-        self.tiled_mma_qk.issue(self.S[g], keys, [queries], False, then=[self.barriers.s_full + g, *then])
+        self.tiled_mma_qk.issue(self.S[g], keys, [queries], False, commit=[self.barriers.s_full + g, *then])
 
     def issue_sums(self, g, tile, adds, then):
         values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.tiled_mma_pv.issue(self.O[g], values, [self.fP[None, None, None, g]], adds, then=then)
+        self.tiled_mma_pv.issue(self.O[g], values, [self.fP[None, None, None, g]], adds, commit=then)
 
     def end(self, stage):
         self.commit(self.barriers.q_empty + stage, self.barriers.o_full)

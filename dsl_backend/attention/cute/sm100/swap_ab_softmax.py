@@ -16,9 +16,9 @@ from dsl_backend.attention.cute.score_mod import score_mod_of, v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import ROWS
 from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps, hidden
-from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import VECTOR
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.math import (
     LOG2_E,
@@ -26,11 +26,11 @@ from dsl_backend.primitives.math import (
     exp2,
     finite_or_zero,
     fma_pair,
+    fmax3,
     in_pairs,
-    largest_of_three,
     mul_pair,
     sub_pair,
-    tree,
+    tree_reduce,
 )
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -56,7 +56,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         self.sP, self.told, self.places = sP, told, places
         self.out, self.lse, self.partials = outputs
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
-        self.requests, self.scoring, self.scores = requests, scoring, score_mod_of(kernel.key, scoring)
+        self.requests, self.scoring, self.score_mod = requests, scoring, score_mod_of(kernel.key, scoring)
         self.half, self.rows = half, kernel.tile_m
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.warp, lane = self.thread // 32, self.thread % 32
@@ -73,7 +73,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
     def run(self):
         if cutlass.const_expr(self.kernel.dims_v < ROWS):
             # Lanes that no product writes are loaded with the others.
-            tensor_memory.store(self.row_sum, self.base, (2 + self.half) * self.rows, self.thread)
+            tmem.store(self.row_sum, self.base, (2 + self.half) * self.rows, self.thread)
             cute.arch.fence_view_async_tmem_store()
         items, tiles, mine = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(items)
@@ -86,7 +86,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
             self.before.fill(tiles)
             self.weigh_all(work, mine, own)
             cute.arch.mbarrier_wait(self.barriers.o_full, items & 1)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             self.finish(work, count)
             mine += own
             tiles += count
@@ -118,14 +118,14 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         """A tile's scores into weights; arguments as the base class has them."""
         half = self.half
         cute.arch.mbarrier_wait(self.barriers.s_full + half, count & 1)
-        tensor_memory.after_sync()
-        tensor_memory.load(self.base, half * self.rows, self.S, self.thread)
+        tmem.after_sync()
+        tmem.load(self.base, half * self.rows, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = [self.S[n] for n in range(self.rows)]
         key = (work.n_block_max - 1 - 2 * (count - tiles) - half) * self.kernel.tile_n + self.thread
-        if cutlass.const_expr(self.scores.modifies):
+        if cutlass.const_expr(self.score_mod.modifies):
             scores = [
-                self.scores.score_mod(score, self.slope[n], self.position(work, n) - key)
+                self.score_mod.apply(score, self.slope[n], self.position(work, n) - key)
                 for n, score in enumerate(scores)
             ]
         if cutlass.const_expr(masked):
@@ -135,7 +135,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         growth = in_pairs(sub_pair, scores, [self.bound[n] for n in range(self.rows)])
         if self.any_of_half(largest_of(growth) > 0.0):
             self.refer(scores, count > tiles)
-        factor = self.scores.factor
+        factor = self.score_mod.softmax_scale_log2
         powers = in_pairs(
             lambda a, b: fma_pair(a, (factor, factor), b), scores, [self.shift[n] for n in range(self.rows)]
         )
@@ -145,7 +145,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
             self.row_sum[n] = row_sum
         # Products read by another proxy: weights, and values that were cleared; and sums that were scaled.
         cute.arch.fence_proxy("async.shared", space="cta")
-        tensor_memory.before_sync()
+        tmem.before_sync()
         cute.arch.mbarrier_arrive(self.barriers.p_full + half)
 
     def position(self, work, n: int):
@@ -182,7 +182,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         Args:
             adds: whether there are sums already.
         """
-        factor = self.scores.factor
+        factor = self.score_mod.softmax_scale_log2
         mine = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         for n, score in enumerate(scores):
             mine[n] = cute.arch.warp_redux_sync(score, "fmax")
@@ -193,7 +193,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         largest = [self.read(warp, half) for warp in range(WARPS)]
         shrinks = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         for n in cutlass.range_constexpr(self.rows):
-            row_max = tree([one[n] for one in largest], cute.arch.fmax)
+            row_max = tree_reduce([one[n] for one in largest], cute.arch.fmax)
             outgrown = row_max > self.bound[n]
             shift = -row_max * factor if outgrown else self.shift[n]
             acc_scale = exp2(shift - self.shift[n]) if self.bound[n] > -cutlass.Float32.inf else cutlass.Float32(0.0)
@@ -215,12 +215,12 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         """The half's sums times a factor for each query row. Products are done: the scores came after them."""
         held = cute.make_rmem_tensor(self.rows, cutlass.Float32)
         first = (2 + self.half) * self.rows
-        tensor_memory.load(self.base, first, held, self.thread)
+        tmem.load(self.base, first, held, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scaled = in_pairs(mul_pair, [held[n] for n in range(self.rows)], [shrinks[n] for n in range(self.rows)])
         for n, value in enumerate(scaled):
             held[n] = value
-        tensor_memory.store(held, self.base, first, self.thread)
+        tmem.store(held, self.base, first, self.thread)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
@@ -286,9 +286,9 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         sums = [cute.make_rmem_tensor(own, cutlass.Float32) for _ in range(2)]
         sums[1].fill(0.0)
         place = cute.assume(2 * self.rows + first, divby=own)
-        tensor_memory.load(self.base, place, sums[0], self.thread)
+        tmem.load(self.base, place, sums[0], self.thread)
         if count > 1:
-            tensor_memory.load(self.base, place + self.rows, sums[1], self.thread)
+            tmem.load(self.base, place + self.rows, sums[1], self.thread)
         cute.arch.fence_view_async_tmem_load()
         self.meet()
         factors = [cute.make_rmem_tensor(own, cutlass.Float32) for _ in range(2)]
@@ -298,7 +298,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
             value = sums[0][j] * factors[0][j] + sums[1][j] * factors[1][j]
             self.store(work, first + j, value)
         # The next item's weights, totals and sums come behind.
-        tensor_memory.before_sync()
+        tmem.before_sync()
         self.meet_both()
 
     @cute.jit
@@ -306,7 +306,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         """What both halves' sums of query row m are multiplied by, and all of it that is no sum."""
         told, half = self.told, self.half
         row_maxes = [told[m, TOP, g] for g in range(2)]
-        row_sums = [tree([told[m, warp, g] for warp in range(WARPS)], add) for g in range(2)]
+        row_sums = [tree_reduce([told[m, warp, g] for warp in range(WARPS)], add) for g in range(2)]
         row_max = cute.arch.fmax(*row_maxes)
         probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
         row_sum = row_sums[0] * probs[0] + row_sums[1] * probs[1]
@@ -328,7 +328,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = normalized(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
+        factor, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if m < work.num_rows:
@@ -382,7 +382,7 @@ def largest_of(values):
     """The largest of an even number of float32 values, NaN left out."""
     level = [cute.arch.fmax(values[0], values[1]), *values[2:]]
     while len(level) > 1:
-        threes = [largest_of_three(*level[i : i + 3], False) for i in range(0, len(level) - 2, 3)]
+        threes = [fmax3(*level[i : i + 3], False) for i in range(0, len(level) - 2, 3)]
         rest = level[len(threes) * 3 :]
         level = threes + ([cute.arch.fmax(*rest)] if len(rest) == 2 else rest)
     return level[0]

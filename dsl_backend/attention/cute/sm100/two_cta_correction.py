@@ -9,7 +9,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import PAIR
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
 from dsl_backend.attention.cute.sm100.two_cta_softmax import END
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -34,7 +34,7 @@ class TwoCtaCorrectionWarps(CorrectionWarps):
                 self.correct_for(work, tile, tile + 1 == through)
             tiles = through
             self.wait_summed(tiles - 1)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             cute.arch.mbarrier_wait(self.barriers.l_full + END, items & 1)
             row_sum, row_max = self.statistics[self.thread, TOP, 0], self.statistics[self.thread, TOP, 1]
             cute.arch.mbarrier_arrive(self.barriers.l_empty)

@@ -28,14 +28,14 @@ from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, LOAD, MULTIPLY, 
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp, steps_of
 from dsl_backend.attention.cute.sm100.mla_softmax import OWN, SLACK
-from dsl_backend.attention.cute.softmax import OnlineSoftmax, normalized
+from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.attention.cute.tiles import VECTOR
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows, store_vector
-from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, largest_by_threes, tree
+from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, fmax3_tree, tree_reduce
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tensor_copy import Box, copy_boxes
-from dsl_backend.primitives.tensor_product import TensorProduct
+from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
+from dsl_backend.primitives.tma import TmaBox, tma_load_boxes
 
 PAIR = 2
 BOTH = 0b11  # blocks of the pair, as a mask
@@ -156,7 +156,7 @@ class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
         at = to[None, None, None, stage]
         size = target.element_type.width // 8
         boxes = [
-            Box(
+            TmaBox(
                 size * cute.crd2idx((0, i, c), at.layout),
                 given[None, place, first_chunk + c - chunks.start, page].iterator,
             )
@@ -164,7 +164,7 @@ class TwoCtaLoadWarp(PerTileLoads, MlaLoadWarp):
             for c in chunks
         ]
         expected = PAIR * len(boxes) * self.box * self.chunk * size
-        copy_boxes(self.tma_atom_k, boxes, at.iterator, full, expected, self.rank == 0)
+        tma_load_boxes(self.tma_atom_k, boxes, at.iterator, full, expected, self.rank == 0)
 
 
 class TwoCtaMmaWarp(MlaMmaWarp):
@@ -173,9 +173,9 @@ class TwoCtaMmaWarp(MlaMmaWarp):
     def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP):
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
-        both = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
-        self.tiled_mma_qk = TensorProduct(columns=kernel.tile_n, **both)
-        self.tiled_mma_pv = TensorProduct(columns=PAIR * BLOCK, columns_inside=True, **both)
+        both = {"dtype": kernel.dtype, "m": PAIR * ROWS, "cta_group": PAIR, "cluster": PAIR}
+        self.tiled_mma_qk = Tcgen05Mma(n=kernel.tile_n, **both)
+        self.tiled_mma_pv = Tcgen05Mma(n=PAIR * BLOCK, b_mn_major=True, **both)
         self.base = base
         self.fQ = tiled_mma_qk.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
         self.fK = tiled_mma_qk.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
@@ -199,7 +199,8 @@ class TwoCtaMmaWarp(MlaMmaWarp):
             cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
             done = [told] if part == PARTS - 1 and not first and not windowed else []
             done.append(self.barriers.k_empty + stage * PARTS + part)
-            self.tiled_mma_qk.issue(S, queries, [keys], part > 0, everywhere=done, steps=steps_of(self.kernel, part))
+            steps = steps_of(self.kernel, part)
+            self.tiled_mma_qk.issue(S, queries, [keys], part > 0, commit_multicast=done, steps=steps)
         if cutlass.const_expr(first):
             if work.seqlen_k < work.n_block_max * self.kernel.tile_n:
                 # Who is told of these scores clears values behind the last key.
@@ -221,7 +222,7 @@ class TwoCtaMmaWarp(MlaMmaWarp):
     def sum(self, tile, adds):
         stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
         for block in cutlass.range_constexpr(self.kernel.num_ctas):
             place = stage * self.kernel.num_ctas + block
             self.wait_values(place, round_)
@@ -229,7 +230,7 @@ class TwoCtaMmaWarp(MlaMmaWarp):
             if cutlass.const_expr(block == self.kernel.num_ctas - 1):
                 done.append(self.barriers.o_full)
             sums, values = self.base + sums_at(self.kernel) + block * BLOCK, self.fV[block][None, None, None, stage]
-            self.tiled_mma_pv.issue(sums, self.fP, [values], adds, everywhere=done)
+            self.tiled_mma_pv.issue(sums, self.fP, [values], adds, commit_multicast=done)
 
     @cute.jit
     def tell_late(self, work, tile):
@@ -264,7 +265,7 @@ class TwoCtaSoftmaxWarps(OnlineSoftmax):
     def weigh_half(self, scores: cute.Tensor, acc_scale: cute.Tensor, place):
         """As `weigh`; place: in the statistics, for the larger of two."""
         before, factor = self.row_max[0], self.factor
-        largest = largest_by_threes([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
+        largest = fmax3_tree([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
         largest = cute.arch.fmax(largest, self.other(largest, place))
         # The difference is no number where both are -inf: top stays.
         moves = (largest - before) * factor > self.rescale_threshold
@@ -277,7 +278,7 @@ class TwoCtaSoftmaxWarps(OnlineSoftmax):
             power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
             scores[j], scores[j + 1] = exp2(power[0]), exp2(power[1])
             sums.append((scores[j], scores[j + 1]))
-        added = tree(sums, add_pair)
+        added = tree_reduce(sums, add_pair)
         self.row_sum[0] = self.row_sum[0] * acc_scale[0] + (added[0] + added[1])
 
     @cute.jit
@@ -301,7 +302,7 @@ class TwoCtaMlaSoftmaxWarps:
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // PAIR
         self.rows = AccumulatorRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
-        self.softmax = TwoCtaSoftmaxWarps(self.rows.scores, statistics, self.thread)
+        self.softmax = TwoCtaSoftmaxWarps(self.rows.score_mod, statistics, self.thread)
         self.S = cute.make_rmem_tensor(self.keys, cutlass.Float32)
         self.P = cute.make_rmem_tensor((VECTOR, self.keys // VECTOR), kernel.dtype)
         self.acc_scale = cute.make_rmem_tensor(1, cutlass.Float32)
@@ -312,13 +313,13 @@ class TwoCtaMlaSoftmaxWarps:
         work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            self.softmax.start()
+            self.softmax.reset()
             self.rows.start(work)
             for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
                 self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
                 tiles += 1
             cute.arch.mbarrier_wait(self.barriers.o_full, (tiles - 1) & 1)
-            tensor_memory.after_sync()
+            tmem.after_sync()
             self.store(work)
             items += 1
             work = self.work_pipeline.consume(items)
@@ -329,11 +330,11 @@ class TwoCtaMlaSoftmaxWarps:
         """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
         place = stage_of(count, SCORES)
         cute.arch.mbarrier_wait(self.barriers.s_full + place, phase_of(count, SCORES))
-        tensor_memory.after_sync()
-        tensor_memory.load(self.base, place * self.keys, self.S, self.thread)
+        tmem.after_sync()
+        tmem.load(self.base, place * self.keys, self.S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         scores = cute.make_tensor(self.S.iterator, cute.make_layout((1, self.keys)))
-        self.rows.score_mod(scores, work, tile)
+        self.rows.apply_score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.apply_mask(scores, work, tile)
         self.softmax.weigh_half(self.S, self.acc_scale, place)
@@ -341,17 +342,17 @@ class TwoCtaMlaSoftmaxWarps:
         self.clear_past(work, tile, count)
         # The weights' place is read, and the sums are at rest.
         cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
-        tensor_memory.after_sync()
+        tmem.after_sync()
         if cute.arch.vote_any_sync(adds and self.row < work.num_rows and self.acc_scale[0] != 1.0):
             for first in cutlass.range(0, self.kernel.dims_v // PAIR, PIECE, unroll=1):
                 held = self.sums(first, self.acc_scale[0])
-                tensor_memory.store(held, self.base, sums_at(self.kernel) + first, self.thread)
+                tmem.store(held, self.base, sums_at(self.kernel) + first, self.thread)
             cute.arch.fence_view_async_tmem_store()
         for i in cutlass.range_constexpr(self.keys // VECTOR):
             to = cute.local_tile(self.sP, (1, VECTOR), (self.row, self.half * (self.keys // VECTOR) + i))
             cute.autovec_copy(self.P[None, i], cute.group_modes(to, 0, 2))
         cute.arch.fence_proxy("async.shared", space="cta")
-        tensor_memory.before_sync()
+        tmem.before_sync()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.p_full, 0)
@@ -373,7 +374,7 @@ class TwoCtaMlaSoftmaxWarps:
     def sums(self, first, factor):
         """A piece of this thread's sums, times a factor."""
         held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-        tensor_memory.load(self.base, sums_at(self.kernel) + first, held, self.thread)
+        tmem.load(self.base, sums_at(self.kernel) + first, held, self.thread)
         cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(PIECE):
             held[j] *= factor
@@ -384,7 +385,7 @@ class TwoCtaMlaSoftmaxWarps:
         """Out of registers: a thread has half of a row."""
         row_sum = self.softmax.row_sum[0]
         row_sum += self.softmax.other(row_sum, TOTALS)
-        row_max = self.softmax.row_max[0] * self.softmax.factor
+        row_max = self.softmax.row_max[0] * self.softmax.softmax_scale_log2
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work, row_max, row_sum)
@@ -413,7 +414,7 @@ class TwoCtaMlaSoftmaxWarps:
     def store_whole(self, work, row_max, row_sum):
         columns = cutlass.const_expr(self.kernel.dims_v)
         token, head = work.q_offset + self.row // self.key.pack_gqa, self.rows.head(work, 0)
-        factor, lse = normalized(row_max, row_sum, self.rows.sink(work, 0), self.rows.v_scale(work))
+        factor, lse = finalize(row_max, row_sum, self.rows.sink(work, 0), self.rows.v_scale(work))
         if cutlass.const_expr(self.key.lse):
             to = self.lse
             if self.row < work.num_rows and self.half == 0:

@@ -13,9 +13,9 @@ from cutlass.cute.nvgpu import tcgen05
 from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.sm100.dense_configs import PAIR, ROWS
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp, sums_at
-from dsl_backend.primitives import tensor_memory
+from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tensor_product import TensorProduct
+from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 BOTH = 0b11  # blocks, as a mask
 
@@ -27,9 +27,9 @@ class TwoCtaMmaWarp(MmaWarp):
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.places, self.base = places, base
-        pair = {"dtype": kernel.dtype, "rows": PAIR * ROWS, "group": PAIR, "cluster": PAIR}
-        self.tiled_mma_qk = TensorProduct(columns=kernel.tile_n, **pair)
-        self.tiled_mma_pv = TensorProduct(columns=kernel.dims_v, columns_inside=True, from_tensor_memory=True, **pair)
+        pair = {"dtype": kernel.dtype, "m": PAIR * ROWS, "cta_group": PAIR, "cluster": PAIR}
+        self.tiled_mma_qk = Tcgen05Mma(n=kernel.tile_n, **pair)
+        self.tiled_mma_pv = Tcgen05Mma(n=kernel.dims_v, b_mn_major=True, a_in_tmem=True, **pair)
         (sK,) = places.keys
         self.fQ = tiled_mma_qk.make_fragment_A(cute.tiled_divide(sQ, (ROWS, 16)))
         self.fK = tiled_mma_qk.make_fragment_B(cute.tiled_divide(sK, (kernel.tile_n // PAIR, 16)))
@@ -83,18 +83,18 @@ class TwoCtaMmaWarp(MmaWarp):
         place, at = stage_of(tile, PAIR), stage_of(tile, self.config.stages)
         queries, keys = self.fQ[None, None, None, stage], self.fK[None, None, None, at]
         then = [*then, self.barriers.k_empty + at]
-        self.tiled_mma_qk.issue(self.base + place * self.kernel.tile_n, queries, [keys], False, everywhere=then)
+        self.tiled_mma_qk.issue(self.base + place * self.kernel.tile_n, queries, [keys], False, commit_multicast=then)
 
     @cute.jit
     def issue_sums(self, tile, adds: cutlass.Constexpr[bool]):
         place, at = stage_of(tile, PAIR), stage_of(tile, self.config.stages)
         self.wait_values(tile)
         cute.arch.mbarrier_wait(self.barriers.p_full + place, phase_of(tile, PAIR))
-        tensor_memory.after_sync()
+        tmem.after_sync()
         there = cute.recast_ptr(self.base + place * self.kernel.tile_n, dtype=self.kernel.dtype)
         probs, values = cute.make_tensor(there, self.probs), self.fV[None, None, None, at]
         sums = self.base + sums_at(self.kernel, 0)
-        self.tiled_mma_pv.issue(sums, probs, [values], adds, everywhere=[self.barriers.v_empty + at])
+        self.tiled_mma_pv.issue(sums, probs, [values], adds, commit_multicast=[self.barriers.v_empty + at])
 
     @cute.jit
     def commit(self, barrier):

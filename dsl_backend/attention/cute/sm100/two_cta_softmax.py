@@ -25,5 +25,5 @@ class TwoCtaSoftmaxWarps(SoftmaxWarps):
         # It has read what it was told of the item before.
         place = self.statistics
         place[self.thread, TOP, 0] = self.row_sum[0]
-        place[self.thread, TOP, 1] = self.row_max[0] * self.scores.factor
+        place[self.thread, TOP, 1] = self.row_max[0] * self.score_mod.softmax_scale_log2
         cute.arch.mbarrier_arrive(self.barriers.l_full + END)

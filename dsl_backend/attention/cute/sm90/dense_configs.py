@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP, chunk, padded, v_split_dim
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES, chunk, padded, v_split_dim
 from dsl_backend.attention.spec import AttentionSpec
 
 ROWS = 64  # of a warpgroup's wgmma
@@ -15,9 +15,9 @@ REGISTERS = {1: (240, 80), 2: (232, 40), 3: (160, 32)}
 WIDENING_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (208, 32, 64)}
 SM_REGISTERS = 1 << 16
 # ptxas refuses a product whose accumulator and so many registers more are not there when the kernel starts (C7602).
-PRODUCT_REGISTERS = 30
+WGMMA_SPARE_REGISTERS = 30
 # A batch-invariant layer of MLA.
-GUESSES_VARY = "guesses are not batch-invariant: whether one holds depends on all rows of a warp"
+SPECULATIVE_MAX_VARIES = "guesses are not batch-invariant: whether one holds depends on all rows of a warp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class DenseConfig:
         keys = self.stages * self.tile_n * (dims + dims_v)
         staged = self.dequant_stages * self.tile_n * (dims + dims_v)
         barriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + 2 * self.dequant_stages)
-        return spec.dtype.itemsize * (queries + keys) + staged + barriers + MAILBOX_BYTES
+        return spec.dtype.itemsize * (queries + keys) + staged + barriers + WORK_TILE_SMEM_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can.
@@ -105,9 +105,9 @@ class DenseConfig:
         if not reasons and held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most}")
         accumulator = max(padded(columns), self.tile_n) // 2
-        if accumulator + PRODUCT_REGISTERS > self.first_registers:
+        if accumulator + WGMMA_SPARE_REGISTERS > self.first_registers:
             reasons.append(
-                f"an accumulator of {accumulator} registers and {PRODUCT_REGISTERS} more do not fit the "
+                f"an accumulator of {accumulator} registers and {WGMMA_SPARE_REGISTERS} more do not fit the "
                 f"{self.first_registers} of a thread with which {self.ctas_per_sm} blocks of {self.threads} start"
             )
         needed = self.smem_bytes(spec) * self.ctas_per_sm

@@ -16,7 +16,7 @@ from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
-from dsl_backend.attention.cute.dequant import DequantWarps, rings_of_loader
+from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
@@ -178,7 +178,7 @@ class DenseForward(TiledKernel):
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
-                rings = rings_of_loader(barriers)
+                rings = tma_barriers(barriers)
                 loader = RolledLoadWarp if self.dims > 256 else LoadWarp
                 loader(self, work_pipeline, rings, loads, sQ, loaded_k, loaded_v, requests).run()
             if warp == SCHEDULE_WARP:

@@ -15,11 +15,11 @@ from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import ROWS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
-from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
-from dsl_backend.primitives.accumulators import keep, narrow, settle, settled, words_of
+from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register, keep_alive, words_of
 from dsl_backend.primitives.copy import clear_rows, load_vector, store_vector
-from dsl_backend.primitives.math import fused
+from dsl_backend.primitives.math import fma
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Named barriers; 0 is the block's own.
@@ -48,8 +48,9 @@ class MmaConsumer:
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers = work_pipeline, barriers
-        self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
-        self.adding_weighing = accumulating(tiled_mma_pv, True)
+        self.tiled_mma_qk = with_accumulate(tiled_mma_qk, False)
+        self.adding_product = with_accumulate(tiled_mma_qk, True)
+        self.adding_weighing = with_accumulate(tiled_mma_pv, True)
         self.sQ, self.sV = sQ, sV
         self.out, self.lse, self.partials = outputs
         self.thread = thread
@@ -72,7 +73,7 @@ class MmaConsumer:
         self.guessed = cute.make_rmem_tensor(self.P.shape, kernel.dtype_v) if self.config.speculative_max else None
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         self.softmax = SpeculativeSoftmax(
-            ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK, in_order=kernel.key.tiles_per_split > 0
+            ROWS_PER_THREAD, QUAD, self.rows.score_mod, SLACK, in_order=kernel.key.tiles_per_split > 0
         )
         # Of a split that is complete, or of all that were folded: each row's largest base-2 score, and its total.
         self.ended_top = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
@@ -114,7 +115,7 @@ class MmaConsumer:
     def attend(self, work, items, tiles):
         """One item; tiles: key tiles before it. Returns those after it."""
         stage = stage_of(items, self.config.query_stages)
-        self.softmax.start()
+        self.softmax.reset()
         self.O.fill(0.0)
         self.rows.start(work)
         cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
@@ -189,11 +190,11 @@ class MmaConsumer:
         self.issue_scores(stage, count)
         self.give_turn()
         warpgroup.wait_group(0)
-        settle(self.S)
+        fence_operand(self.S)
         self.release(self.barriers.k_empty, count)
         self.clear_past(work, tile, count)
         self.online_softmax(work, tile, True)
-        narrow(self.S, self.P)
+        downcast(self.S, self.P)
 
     @cute.jit
     def next(self, work, tile, stage, count, masked: cutlass.Constexpr[bool]):
@@ -203,7 +204,7 @@ class MmaConsumer:
         self.issue_sums(count - 1)
         self.give_turn()
         warpgroup.wait_group(1)
-        settle(self.S)
+        fence_operand(self.S)
         self.release(self.barriers.k_empty, count)
         known, begins = None, False
         if cutlass.const_expr(self.key.tiles_per_split):
@@ -219,11 +220,11 @@ class MmaConsumer:
             self.online_softmax(work, tile, masked)
         self.end_sums(count)
         if cutlass.const_expr(not self.key.tiles_per_split):
-            shrink_rows(self.O, self.acc_scale)
+            rescale_rows(self.O, self.acc_scale)
         if cutlass.const_expr(self.config.speculative_max):
             take_words(self.guessed, self.P, self.rows.requests.rows >> 31)
         else:
-            narrow(self.S, self.P)
+            downcast(self.S, self.P)
         if cutlass.const_expr(self.key.tiles_per_split):
             if begins:
                 # Behind the weights' rounding, which leaves registers for what is read.
@@ -231,19 +232,19 @@ class MmaConsumer:
                 self.keep_folded()
                 self.O.fill(0.0)
             else:
-                shrink_rows(self.O, self.acc_scale)
+                rescale_rows(self.O, self.acc_scale)
 
     # ------------------------------------------------------------------ splits
 
     @cute.jit
     def end_split(self):
         """The last tile of a split was weighed: its tops and totals are set aside, and the next split's begin."""
-        self.softmax.merge_lanes()
+        self.softmax.reduce_row_sum()
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             # Settled: a product that is subtracted from would be rounded with the difference, once, and not here.
-            self.ended_top[row] = settled(self.softmax.row_max[row] * self.softmax.factor)
+            self.ended_top[row] = fence_register(self.softmax.row_max[row] * self.softmax.softmax_scale_log2)
             self.ended_total[row] = self.softmax.row_sum[row]
-        self.softmax.start()
+        self.softmax.reset()
 
     @cute.jit
     def fold(self, work, tile):
@@ -264,13 +265,13 @@ class MmaConsumer:
         load_vector(self.partials.iterator, self.folding(cute.size(sums, mode=[1])), held)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, keeps[row], adds[row] = combine_scales(held[row], self.ended_top[row])
-            row_sum = fused(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
+            row_sum = fma(self.ended_total[row], adds[row], held[2 + row] * keeps[row])
             self.ended_top[row], self.ended_total[row] = row_max, row_sum
         for j in cutlass.range_constexpr(0, cute.size(sums, mode=[1]), 2):
             load_vector(self.partials.iterator, self.folding(j), held)
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for i in cutlass.range_constexpr(2):
-                    sums[row, j + i] = fused(sums[row, j + i], adds[row], held[2 * row + i] * keeps[row])
+                    sums[row, j + i] = fma(sums[row, j + i], adds[row], held[2 * row + i] * keeps[row])
 
     @cute.jit
     def keep_folded(self):
@@ -295,7 +296,7 @@ class MmaConsumer:
     def end_sums(self, count):
         """The sums of the tile before are there."""
         warpgroup.wait_group(0)
-        settle(self.O)
+        fence_operand(self.O)
         self.release(self.barriers.v_empty, count - 1)
 
     @cute.jit
@@ -314,7 +315,7 @@ class MmaConsumer:
     def scores(self, work, tile, masked: cutlass.Constexpr[bool]):
         """The products [row, column] as scores."""
         scores = reshape_acc_to_mn(self.S)
-        self.rows.score_mod(scores, work, tile)
+        self.rows.apply_score_mod(scores, work, tile)
         if cutlass.const_expr(masked):
             self.rows.apply_mask(scores, work, tile)
         return scores
@@ -364,7 +365,7 @@ class MmaConsumer:
             self.end_split()
             self.fold(work, work.n_block_min)
         else:
-            self.softmax.merge_lanes()
+            self.softmax.reduce_row_sum()
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work)
@@ -378,7 +379,7 @@ class MmaConsumer:
         """A row's largest base-2 score, and its total."""
         row_max, row_sum = self.ended_top[row], self.ended_total[row]
         if cutlass.const_expr(not self.key.tiles_per_split):
-            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
         return row_max, row_sum
 
     @cute.jit
@@ -408,7 +409,7 @@ class MmaConsumer:
         sums = reshape_acc_to_mn(self.O)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.statistics(row)
-            factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            factor, lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             if cutlass.const_expr(self.key.lse):
@@ -422,7 +423,7 @@ class MmaConsumer:
             )
 
 
-def accumulating(tiled_mma_qk: cute.TiledMma, adds: bool) -> cute.TiledMma:
+def with_accumulate(tiled_mma_qk: cute.TiledMma, adds: bool) -> cute.TiledMma:
     """A product that adds to its accumulator, or overwrites it. Set once: a change inside a loop would stay in it."""
     changed = tiled_mma_qk.with_()
     changed.set(warpgroup.Field.ACCUMULATE, adds)
@@ -439,13 +440,13 @@ def take_words(source: cute.Tensor, to: cute.Tensor, zero: cutlass.Int32):
     words, taken = words_of(source), words_of(to)
     for i in range(cute.size(words)):
         # Else the source would get the same registers: the compiler does not know that the products still read them.
-        keep(taken[i])
+        keep_alive(taken[i])
     for i in range(cute.size(words)):
-        taken[i] = settled(words[i] | zero)
+        taken[i] = fence_register(words[i] | zero)
 
 
 @cute.jit
-def shrink_rows(accumulator: cute.Tensor, acc_scale: cute.Tensor):
+def rescale_rows(accumulator: cute.Tensor, acc_scale: cute.Tensor):
     """A thread's sums times its rows' factors, unless they are 1 throughout the warp."""
     sums = reshape_acc_to_mn(accumulator)
     if cute.arch.vote_any_sync(acc_scale[0] != 1.0 or acc_scale[1] != 1.0):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
-from dsl_backend.attention.cute.sizes import MAILBOX_BYTES, MBARRIER_BYTES, WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_configs import GUESSES_VARY
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
+from dsl_backend.attention.cute.sm90.dense_configs import SPECULATIVE_MAX_VARIES
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
@@ -51,12 +51,12 @@ class MlaConfig(MlaTileConfig):
         # Of each row, in float32: the largest score, what to shrink by, the groups' totals of this item and the last.
         state = 4 * ROWS * (2 + 2 * GROUPS)
         queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * 2
-        return queries + self.key_bytes(spec) + state + MAILBOX_BYTES
+        return queries + self.key_bytes(spec) + state + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_USES
-        reasons = [GUESSES_VARY] if self.speculative_max and spec.batch_invariant else []
+        reasons = [SPECULATIVE_MAX_VARIES] if self.speculative_max and spec.batch_invariant else []
         if held > most:
             reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most} for them")
         return reasons

@@ -16,7 +16,7 @@ from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs
 from dsl_backend.attention.cute.combine import SplitKVCombine
-from dsl_backend.attention.cute.dequant import rings_of_loader
+from dsl_backend.attention.cute.dequant import tma_barriers
 from dsl_backend.attention.cute.mla import MOST_BOXES, MlaDequantWarps, MlaLoadWarp, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -153,7 +153,7 @@ class MlaForward(TiledMla):
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(other)
             if warp == LOAD_WARP:
-                rings = rings_of_loader(barriers)
+                rings = tma_barriers(barriers)
                 MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace).run()

@@ -17,12 +17,12 @@ from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_mma import SLACK, accumulating, shrink_rows
+from dsl_backend.attention.cute.sm90.dense_mma import SLACK, rescale_rows, with_accumulate
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
-from dsl_backend.attention.cute.softmax import normalized
+from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
-from dsl_backend.primitives.accumulators import narrow, settle
+from dsl_backend.primitives.accumulators import downcast, fence_operand
 from dsl_backend.primitives.copy import clear_rows, store_vector
 
 # Named barriers; 0 is the block's own. Weights of group g lie ready: READY + g.
@@ -49,8 +49,10 @@ class MlaMmaConsumer:
         sQ, sK, sV, sP, state, row_sums = smem
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers = work_pipeline, barriers
-        self.tiled_mma_qk, self.adding_product = accumulating(tiled_mma_qk, False), accumulating(tiled_mma_qk, True)
-        self.tiled_mma_pv, self.weighing_shared = accumulating(tiled_mma_pv, True), accumulating(weighing_shared, True)
+        self.tiled_mma_qk = with_accumulate(tiled_mma_qk, False)
+        self.adding_product = with_accumulate(tiled_mma_qk, True)
+        self.tiled_mma_pv = with_accumulate(tiled_mma_pv, True)
+        self.weighing_shared = with_accumulate(weighing_shared, True)
         self.sQ, self.sV, self.sP, self.state, self.row_sums = sQ, sV, sP, state, row_sums
         self.out, self.lse, self.partials = outputs
         self.thread = thread % WARPGROUP
@@ -71,7 +73,7 @@ class MlaMmaConsumer:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.scores, SLACK)
+        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, SLACK)
 
     @cute.jit
     def run(self):
@@ -86,7 +88,7 @@ class MlaMmaConsumer:
         work = self.work_pipeline.consume(items)
         valid = work.valid
         while valid != 0:
-            self.softmax.start()
+            self.softmax.reset()
             self.O.fill(0.0)
             self.rows.start(work)
             cute.arch.mbarrier_wait(self.barriers.q_full, items & 1)
@@ -210,17 +212,17 @@ class MlaMmaConsumer:
 
     @cute.jit
     def online_softmax(self, work, step):
-        settle(self.S)
+        fence_operand(self.S)
         tile = work.n_block_max - 1 - step
         scores = reshape_acc_to_mn(self.S)
-        self.rows.score_mod(scores, work, tile)
+        self.rows.apply_score_mod(scores, work, tile)
         if tile >= work.n_block_full_max or tile < work.n_block_full_min:
             self.rows.apply_mask(scores, work, tile)
         if cutlass.const_expr(self.config.speculative_max):
             self.softmax.online_softmax_speculative(scores, self.S, self.P, self.acc_scale, step > 0)
         else:
             self.softmax.online_softmax(scores, self.acc_scale)
-            narrow(self.S, self.P)
+            downcast(self.S, self.P)
 
     @cute.jit
     def give(self, work, step, count):
@@ -243,7 +245,7 @@ class MlaMmaConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=READY + self.group, number_of_threads=MATH_THREADS)
         self.clear_past(work, step, count)
-        shrink_rows(self.O, self.acc_scale)
+        rescale_rows(self.O, self.acc_scale)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
@@ -260,7 +262,7 @@ class MlaMmaConsumer:
             self.softmax.row_max[row] = self.state[self.row + 8 * row, 0]
             self.acc_scale[row] = self.state[self.row + 8 * row, 1]
             self.softmax.row_sum[row] *= self.acc_scale[row]
-        shrink_rows(self.O, self.acc_scale)
+        rescale_rows(self.O, self.acc_scale)
         buffer = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.P, mode=[2])):
@@ -298,7 +300,7 @@ class MlaMmaConsumer:
     @cute.jit
     def merge_totals(self, items):
         """Each group has the totals of its tiles. Items take turns at two places: one may still be read."""
-        self.softmax.merge_lanes()
+        self.softmax.reduce_row_sum()
         place, row_sums = items & 1, self.row_sums
         if self.column == 0:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -333,7 +335,8 @@ class MlaMmaConsumer:
                     store_vector(pair, partial, first + j * 4)
                 if self.column == 0 and self.group == 0:
                     place = partial + held * columns + m
-                    cute.make_tensor(place, cute.make_layout(1))[0] = self.softmax.row_max[row] * self.softmax.factor
+                    row_max = self.softmax.row_max[row] * self.softmax.softmax_scale_log2
+                    cute.make_tensor(place, cute.make_layout(1))[0] = row_max
                     cute.make_tensor(place + held, cute.make_layout(1))[0] = self.softmax.row_sum[row]
 
     @cute.jit
@@ -342,8 +345,8 @@ class MlaMmaConsumer:
         columns = cutlass.const_expr(self.kernel.dims_v)
         sums = reshape_acc_to_mn(self.O)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row_max, row_sum = self.softmax.row_max[row] * self.softmax.factor, self.softmax.row_sum[row]
-            factor, lse = normalized(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
+            factor, lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[row, j] *= factor
             m, to = self.row + 8 * row, self.lse

@@ -1,36 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a tile by the largest scores before it: a third of a softmax's instructions look for maxima.
+"""Online softmax with a speculative maximum: a third of a softmax's instructions look for row_max.
 
-The largest score of a row seldom moves after its first tile, and it need not be the reference of the exponentials:
-anything close will do. So a tile's weights are taken by the old reference, and their sum, which is needed anyway, tells
-whether that was close: where it is no more than 2^slack, no weight is. Else the tile's maxima are found after all.
+row_max seldom moves after a row's first tile, and it need not be exact: any reference close to it keeps exponentials in
+range. So P is computed with the row_max of the tiles before. Its sum, which is needed anyway, checks the speculation:
+if it is at most 2^rescale_threshold, so is every element of P. Else the tile's own row_max is computed after all.
 """
+
+from collections.abc import Sequence
 
 import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.rows import ROWS_PER_THREAD
+from dsl_backend.attention.cute.score_mod import NoScoreMod, ScoreMod
 from dsl_backend.attention.cute.softmax import OnlineSoftmax
-from dsl_backend.primitives.accumulators import narrow, packed, words_of
+from dsl_backend.primitives.accumulators import cvt_f16x2, downcast, words_of
 from dsl_backend.primitives.math import exp2
 
 
 class SpeculativeSoftmax(OnlineSoftmax):
-    """The online softmax of a math thread's two rows; `slack` is also what a guess may miss the tops by.
+    """The online softmax of the two rows that a thread of a WGMMA accumulator has.
 
     Args:
-        in_order: weights that were not guessed are summed in the order of those that were, so that a row's bits do not
-            tell whether the guess did for all rows of its warp.
+        rescale_threshold: also how far, in base 2, a tile's maximum may exceed a speculative row_max.
+        in_order: sum the P of `online_softmax` in the order of `speculate`. A row's bits then do not depend on whether
+            the speculation held, which depends on all rows of its warp.
     """
 
-    def __init__(self, rows: int, lanes: int, scores, rescale_threshold: float = 0.0, in_order: bool = False):
-        super().__init__(rows, lanes, scores, rescale_threshold)
+    def __init__(
+        self,
+        rows: int,
+        lanes: int,
+        score_mod: NoScoreMod | ScoreMod,
+        rescale_threshold: float = 0.0,
+        in_order: bool = False,
+    ):
+        super().__init__(rows, lanes, score_mod, rescale_threshold)
         self.in_order = in_order
 
-    def added(self, probs):
-        """The sum of a row's weights of a tile."""
+    def tile_sum(self, probs: Sequence[cutlass.Float32]) -> cutlass.Float32:
         if not self.in_order:
-            return super().added(probs)
+            return super().tile_sum(probs)
         low, high = cutlass.Float32(0.0), cutlass.Float32(0.0)
         for j in range(0, len(probs), 2):
             low += probs[j]
@@ -39,48 +49,53 @@ class SpeculativeSoftmax(OnlineSoftmax):
 
     @cute.jit
     def online_softmax_speculative(
-        self, scores: cute.Tensor, products: cute.Tensor, probs: cute.Tensor, acc_scale, known=None
+        self,
+        acc_S: cute.Tensor,
+        acc: cute.Tensor,
+        probs: cute.Tensor,
+        acc_scale: cute.Tensor,
+        has_row_max: cutlass.Boolean | None = None,
     ):
-        """Scores become narrow weights, by the tops so far where they will do for all rows of the warp.
+        """Turn S into P, in 16 bits: by the speculative row_max if that will do for all rows of the warp.
 
         Args:
-            scores: [row, column] of `products`, the registers that hold them.
-            weights: a product's operand.
-            shrink: [row], as `weigh` has it.
-            known: whether there are tops, where that is not known already. A row without one costs its warp time alone.
+            acc_S: [row, column] of `acc`, the accumulator's registers.
+            probs: registers of the A operand.
+            acc_scale: [row], as in `online_softmax`.
+            has_row_max: False at the first tile of a split; None if there is always a row_max. A row without one only
+                costs its warp time: its speculative sum is inf or NaN.
         """
-        added, row_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32), self.row_sum
-        added.fill(cutlass.Float32.inf)
-        if cutlass.const_expr(known is not None):
-            if known:
-                self.speculate(scores, probs, added)
+        tile_sum, row_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32), self.row_sum
+        tile_sum.fill(cutlass.Float32.inf)
+        if cutlass.const_expr(has_row_max is not None):
+            if has_row_max:
+                self.speculate(acc_S, probs, tile_sum)
         else:
-            self.speculate(scores, probs, added)
+            self.speculate(acc_S, probs, tile_sum)
         acc_scale.fill(1.0)
-        # A top of -inf makes the sum +inf or no number.
-        most = cutlass.const_expr(2.0**self.rescale_threshold)
-        fits = added[0] <= most and added[1] <= most
-        if cute.arch.vote_all_sync(fits):
+        limit = cutlass.const_expr(2.0**self.rescale_threshold)
+        holds = tile_sum[0] <= limit and tile_sum[1] <= limit
+        if cute.arch.vote_all_sync(holds):
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-                row_sum[row] += added[row]
+                row_sum[row] += tile_sum[row]
         else:
-            self.online_softmax(scores, acc_scale)
-            narrow(products, probs)
+            self.online_softmax(acc_S, acc_scale)
+            downcast(acc, probs)
 
     @cute.jit
-    def speculate(self, scores: cute.Tensor, probs: cute.Tensor, added: cute.Tensor):
-        """Scores as narrow weights by the tops so far; added: their sums, [row]."""
+    def speculate(self, acc_S: cute.Tensor, probs: cute.Tensor, tile_sum: cute.Tensor):
+        """Compute P in 16 bits with the current row_max, and its sums [row]. S stays."""
         words = words_of(probs)
-        # Two chains a row: the exponentials are slower than they.
+        # Two chains of additions a row are enough: the exponentials take longer.
         sums = cute.make_rmem_tensor((ROWS_PER_THREAD, 2), cutlass.Float32)
         sums.fill(0.0)
-        for j in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+        for j in cutlass.range_constexpr(0, cute.size(acc_S, mode=[1]), 2):
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-                reference = self.row_max[row] * self.factor
-                low = exp2(scores[row, j] * self.factor - reference)
-                high = exp2(scores[row, j + 1] * self.factor - reference)
-                words[j + row] = packed(low, high, probs.element_type)
+                row_max_scaled = self.row_max[row] * self.softmax_scale_log2
+                low = exp2(acc_S[row, j] * self.softmax_scale_log2 - row_max_scaled)
+                high = exp2(acc_S[row, j + 1] * self.softmax_scale_log2 - row_max_scaled)
+                words[j + row] = cvt_f16x2(low, high, probs.element_type)
                 sums[row, 0] += low
                 sums[row, 1] += high
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            added[row] = sums[row, 0] + sums[row, 1]
+            tile_sum[row] = sums[row, 0] + sums[row, 1]
