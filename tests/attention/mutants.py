@@ -215,12 +215,12 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM90",
-        r"(drop|swap): .*wgmma.fence.*behind multiply.py:\d+ in issue_sums",
+        r"(drop|swap): .*wgmma.fence.*behind dense_mma.py:\d+ in issue_pv",
         "the scores' fence, before it, already comes behind the last access to these registers",
     ),
     (
         "SM90",
-        r"swap: .*fence.proxy.async.*behind `bar.sync.*\(multiply.py:\d+ in publish",
+        r"swap: .*fence.proxy.async.*behind `bar.sync.*\(dense_mma.py:\d+ in sync_smem_writes",
         "every thread fences behind the barrier, when it knows of all writes, and before its products: as good",
     ),
     (

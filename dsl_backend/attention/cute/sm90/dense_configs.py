@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES, chunk, padded, v_split_dim
 from dsl_backend.attention.spec import AttentionSpec
 
-ROWS = 64  # of a warpgroup's wgmma
+WGMMA_M = 64  # of a warpgroup's wgmma
 # Registers of a thread by the number of math warpgroups, as (math, other): together they are the SM's 64 K at most.
 REGISTERS = {1: (240, 80), 2: (232, 40), 3: (160, 32)}
 # The same with a warpgroup that widens fp8 tiles, and that one's, by math warpgroups and blocks on an SM.
@@ -50,7 +50,7 @@ class DenseConfig:
 
     @property
     def tile_m(self) -> int:
-        return self.groups * ROWS
+        return self.groups * WGMMA_M
 
     @property
     def threads(self) -> int:

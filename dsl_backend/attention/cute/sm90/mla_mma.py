@@ -17,7 +17,7 @@ from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_mma import SLACK, rescale_rows, with_accumulate
+from dsl_backend.attention.cute.sm90.dense_mma import RESCALE_THRESHOLD, rescale_rows, with_accumulate
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.softmax import finalize
@@ -73,7 +73,7 @@ class MlaMmaConsumer:
         self.P = cute.make_rmem_tensor(weighs.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.O = cute.make_rmem_tensor(weighs.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, SLACK)
+        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD)
 
     @cute.jit
     def run(self):
