@@ -15,7 +15,7 @@ from dsl_backend.quant.format import E4M3, E5M2
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of 16 bytes
 AT_A_TIME = 8  # vectors of a thread, in registers at once
-WIDENERS = {E4M3: e4m3_to_f16, E5M2: e5m2_to_f16}
+FP8_TO_F16 = {E4M3: e4m3_to_f16, E5M2: e5m2_to_f16}
 USUAL = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
 
 
@@ -55,7 +55,7 @@ class DequantTiles:
     def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), num_ctas=1):
         self.rows, width, self.dequant_stages = (cute.size(source, mode=[i]) for i in range(3))
         self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
-        self.widen_word = WIDENERS[kv]
+        self.widen_word = FP8_TO_F16[kv]
         which, self.parts = part
         self.loaded, self.taken, self.full, self.empty = (ring + which for ring in rings)
         self.num_ctas, self.thread = num_ctas, cute.arch.thread_idx()[0] % WARPGROUP

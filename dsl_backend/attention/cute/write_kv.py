@@ -14,7 +14,7 @@ from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, f32_to_e5m2
 from dsl_backend.quant.format import E4M3, E5M2, KVFormat
 
-NARROWERS = {E4M3: f32_to_e4m3, E5M2: f32_to_e5m2}
+F32_TO_FP8 = {E4M3: f32_to_e4m3, E5M2: f32_to_e5m2}
 THREADS = 256  # of a block, at most
 WARP = 32
 
@@ -126,7 +126,7 @@ class WriteRows:
                 quotients = held.load().to(cutlass.Float32) / divisor
                 words = cute.make_rmem_tensor(VECTOR // 4, cutlass.Int32)
                 for i in cutlass.range_constexpr(VECTOR // 4):
-                    words[i] = NARROWERS[self.kv](*(quotients[4 * i + j] for j in range(4)))
+                    words[i] = F32_TO_FP8[self.kv](*(quotients[4 * i + j] for j in range(4)))
                 store_vector(cute.recast_tensor(words, cutlass.Uint8), cache.iterator, to)
             else:
                 store_vector(held, cache.iterator, to)

@@ -264,7 +264,7 @@ class TwoCtaSoftmaxWarps(OnlineSoftmax):
     @cute.jit
     def weigh_half(self, scores: cute.Tensor, acc_scale: cute.Tensor, place):
         """As `weigh`; place: in the statistics, for the larger of two."""
-        before, factor = self.row_max[0], self.factor
+        before, factor = self.row_max[0], self.softmax_scale_log2
         largest = fmax3_tree([before, *(scores[j] for j in range(cute.size(scores)))], nan=False)
         largest = cute.arch.fmax(largest, self.other(largest, place))
         # The difference is no number where both are -inf: top stays.

@@ -7,7 +7,6 @@ of one head, or tokens times the heads that share its keys.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -19,9 +18,10 @@ from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_si
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, allocate_barriers, init_barriers
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
@@ -37,24 +37,6 @@ class DenseKey(LayerKey):
     """All that the kernel's code depends on."""
 
     config: DenseConfig
-
-
-class Barriers(NamedTuple):
-    """Pairs of mbarrier arrays: full ones say that a buffer was written, empty ones that it was read."""
-
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    v_full: cute.Pointer
-    v_empty: cute.Pointer
-    work_full: cute.Pointer
-    work_empty: cute.Pointer
-    # Of fp8 tiles, on their way to the others.
-    k_loaded: cute.Pointer | None = None
-    k_taken: cute.Pointer | None = None
-    v_loaded: cute.Pointer | None = None
-    v_taken: cute.Pointer | None = None
 
 
 class DenseForward(TiledKernel):
@@ -151,21 +133,13 @@ class DenseForward(TiledKernel):
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         loaded_k, loaded_v = self.loaded(allocator, sK, sV)
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
-        # A loading warp fills by bytes, others by a lane of each warp; those who read empty by a lane of each warp.
-        warps, widening = config.groups * WARPGROUP // 32, WARPGROUP // 32 if self.key.kv.fp8 else 0
-        sizes = [config.query_stages] * 2 + [config.stages] * 4 + [WORK_TILE_STAGES] * 2
-        counts = [1, warps, *[widening or 1, warps] * 2, 1, warps + widening + 1]
-        if cutlass.const_expr(self.key.kv.fp8):
-            sizes, counts = sizes + [config.dequant_stages] * 4, counts + [1, widening] * 2
-        barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        barriers = allocate_barriers(allocator, config)
 
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
-                    for i in cutlass.range_constexpr(size):
-                        cute.arch.mbarrier_init(pointer + i, count)
+                init_barriers(barriers, config)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -175,7 +149,7 @@ class DenseForward(TiledKernel):
             # The merge kernel may take its place beside this one, and waits there.
             cute.arch.griddepcontrol_launch_dependents()
         work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
-        if warp < WARPGROUP // 32:
+        if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.least_registers)
             if warp == LOAD_WARP:
                 rings = tma_barriers(barriers)
@@ -186,7 +160,7 @@ class DenseForward(TiledKernel):
                 if cutlass.const_expr(self.key.split and self.key.tiles_per_split):
                     _, slots = self.slots(outputs.partials, cute.arch.grid_dim()[0], requests.rows)
                 self.schedule(work_pipeline, requests, scheduler_workspace, slots).run()
-        elif warp >= WARPGROUP // 32 + warps:
+        elif warp >= (1 + config.groups) * WARPS_PER_WARPGROUP:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.widening_registers)
                 DequantWarps(self, work_pipeline, barriers, loaded_k, sK, loaded_v, sV).run()

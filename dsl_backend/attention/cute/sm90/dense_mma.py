@@ -5,8 +5,6 @@ As in FlashAttention-3 (Shah et al., 2024), Q K^T of a key tile is issued before
 tensor cores are busy during a warpgroup's softmax; and several warpgroups take turns at issuing (ping-pong).
 """
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
@@ -18,6 +16,7 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_barriers import Barriers
 from dsl_backend.attention.cute.sm90.dense_configs import WGMMA_M
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.sm90.split_fold import SplitFold
@@ -26,9 +25,6 @@ from dsl_backend.attention.cute.tiles import TiledKernel, row_offset
 from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register, keep_alive, words_of
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.ring import phase_of, stage_of
-
-if TYPE_CHECKING:
-    from dsl_backend.attention.cute.sm90.dense_kernel import Barriers
 
 # Named barriers; 0 is that of all threads. Warpgroup g waits for its turn at WARP_SCHEDULER_BARRIER + g.
 WARP_SCHEDULER_BARRIER, MMA_BARRIER = 1, 4
@@ -47,7 +43,7 @@ class MmaConsumer:
         kernel: TiledKernel,
         work_pipeline: WorkTilePipeline,
         mmas: TiledMmas,
-        barriers: "Barriers",
+        barriers: Barriers,
         sQ: cute.Tensor,  # (tile_m, head_dim, q_stage)
         sK: cute.Tensor,  # (tile_n, head_dim, stage)
         sV: cute.Tensor,  # (tile_n, head_dim_v, stage)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mbarriers of the SM90 kernel: stages, and arrivals by who arrives."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
+
+WARPS_PER_WARPGROUP = WARPGROUP // 32
+
+
+class MbarArray(NamedTuple):
+    """An array of mbarriers: one for each stage, and the arrivals that complete a phase."""
+
+    stages: int
+    arrivals: int
+
+
+class Barriers(NamedTuple):
+    """Arrays of mbarriers in pairs: `full` for the producer of a stage, `empty` for its consumers.
+
+    `k_loaded` and `k_taken` are full and empty of the fp8 stages of K, from which DequantWarps fill the 16-bit ones;
+    `v_loaded` and `v_taken` those of V.
+    """
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
+    v_loaded: cute.Pointer | None = None
+    v_taken: cute.Pointer | None = None
+
+
+def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
+    """The arrays that a configuration has, by their field of Barriers, in the order of allocation.
+
+    TMA arrives once, with its bytes. Every other role arrives once for each of its warps.
+    """
+    q, kv, fp8 = config.query_stages, config.stages, config.dequant_stages
+    tma = load_warp = scheduler_warp = 1
+    mma_warps = config.groups * WARPS_PER_WARPGROUP
+    dequant_warps = WARPS_PER_WARPGROUP if fp8 else 0
+    kv_producer = dequant_warps or tma
+    arrays = {
+        "q_full": MbarArray(q, tma),
+        "q_empty": MbarArray(q, mma_warps),
+        "k_full": MbarArray(kv, kv_producer),
+        "k_empty": MbarArray(kv, mma_warps),
+        "v_full": MbarArray(kv, kv_producer),
+        "v_empty": MbarArray(kv, mma_warps),
+        "work_full": MbarArray(WORK_TILE_STAGES, scheduler_warp),
+        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + dequant_warps + load_warp),
+    }
+    if fp8:
+        for tensor in ("k", "v"):
+            arrays[f"{tensor}_loaded"] = MbarArray(fp8, tma)
+            arrays[f"{tensor}_taken"] = MbarArray(fp8, dequant_warps)
+    return arrays
+
+
+def allocate_barriers(allocator: cutlass.utils.SmemAllocator, config: DenseConfig) -> Barriers:
+    arrays = mbar_arrays(config)
+    return Barriers(**{name: allocator.allocate_array(cutlass.Int64, mbars.stages) for name, mbars in arrays.items()})
+
+
+def init_barriers(barriers: Barriers, config: DenseConfig) -> None:
+    """Initialise all mbarriers. One thread calls it; a fence and a barrier of the CTA follow."""
+    for name, (stages, arrivals) in mbar_arrays(config).items():
+        for i in range(stages):
+            cute.arch.mbarrier_init(getattr(barriers, name) + i, arrivals)
