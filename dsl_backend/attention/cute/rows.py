@@ -81,7 +81,7 @@ class AccumulatorRows:
         return v_scale_of(self.key, self.scoring, work.head_block)
 
     @cute.jit
-    def score_mod(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):
+    def apply_score_mod(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):
         """q·k becomes scores in place, where that takes more than a scale. acc_S: (row, column)."""
         if cutlass.const_expr(self.score_mod.modifies):
             first_key = n_block * self.tile_n + self.column
