@@ -12,7 +12,7 @@ export VENV
 SYSTEM_PYTHON ?= python3
 PYTHON = $(VENV)/bin/python
 
-.PHONY: help serve test lint format unit e2e emulate-full setup setup-serve peers clean
+.PHONY: help serve test test-rest lint format unit e2e emulate-full setup setup-serve peers clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -24,7 +24,11 @@ help: ## This list
 serve: setup-serve ## Serve MODEL on PORT through dsl; sets up what it needs
 	$(PYTHON) tools/serve.py --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) -- $(SERVE_FLAGS)
 
-test: lint unit e2e ## Lint, types, unit tests and end-to-end checks; sets up what it needs
+test: SELECTION = not full and not rest
+test: lint unit e2e ## Lint, types and the tests that a change waits for: every operator, both SMs, a server
+
+test-rest: SELECTION = rest and not full
+test-rest: unit e2e ## The tests that `make test` leaves
 
 setup: peers ## The environment of the checks, in VENV, and their browser where apt can
 	@$(SYSTEM_PYTHON) tools/setup_browser.py
@@ -41,11 +45,13 @@ lint: setup ## ruff and mypy
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
+SELECTION = not full
+
 unit: setup ## Tests that start no server
-	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m 'not full'
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m '$(SELECTION)'
 
 e2e: setup ## Checks against a real vLLM
-	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m 'not full'
+	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)'
 
 emulate-full: setup ## All tests of the emulator and on it, those marked full as well
 	$(PYTHON) -m pytest tests/emulator tests/attention tests/gemm tests/linear tests/sampling tests/softmax -n $(PYTEST_WORKERS)
