@@ -48,11 +48,11 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["#other", "gone.md"]
 
 
-@pytest.mark.parametrize("page", ["architecture", "add-a-kernel"])
+@pytest.mark.parametrize("page", ["architecture", "add-a-kernel", "decisions", "design"])
 def test_files_that_pages_name_are_there(page: str) -> None:
     """Their paths are relative to the package."""
     named = re.findall(r"`(\w+/[\w/]*(?:\.py|/))`", (ROOT / f"docs/{page}.md").read_text())
-    assert len(named) > 10
+    assert len(named) > 3
     assert [path for path in named if not any((base / path).exists() for base in (ROOT / "dsl_backend", ROOT))] == []
 
 
