@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsl_backend.attention.cute.combine import FEW, RESIDENT, WARP, WARPS
+from dsl_backend.attention.cute.combine import CTAS_PER_SM, MAX_SPLITS_PER_WARP, WARP, WARPS
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES, MAX_SPLITS_BELOW_MIN
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
@@ -32,7 +32,7 @@ def parts_of(case: Case, sms: int, index: int = 0, least: int = 1) -> list[int]:
     return [int(parts) for parts in split_ranges[:, 0]]
 
 
-@pytest.mark.parametrize("parts", [2, FEW, FEW + 1, 11])
+@pytest.mark.parametrize("parts", [2, MAX_SPLITS_PER_WARP, MAX_SPLITS_PER_WARP + 1, 11])
 @pytest.mark.parametrize("dim", [48, 128, 256])
 def test_parts_of_one_range(parts: int, dim: int) -> None:
     """Rows of neighbouring heads and tokens; a part more than a block's team merges alone."""
@@ -47,14 +47,14 @@ def test_few_and_many_parts_at_once(dim: int) -> None:
     lengths = (5 * TILE, 3, 30 * TILE, 40, 10 * TILE + 1)
     case = Case(q_lens=(1, 1, 2, 1, 1), kv_lens=lengths, heads=(3, 1), dim=dim)
     parts = parts_of(case, 22, 2)
-    assert max(parts) > FEW > min(one for one in parts if one) > 1
+    assert max(parts) > MAX_SPLITS_PER_WARP > min(one for one in parts if one) > 1
 
 
-@pytest.mark.parametrize("parts", [3, FEW + 3])
+@pytest.mark.parametrize("parts", [3, MAX_SPLITS_PER_WARP + 3])
 def test_more_items_than_turns(parts: int) -> None:
     """64 rows of two slices each: a block's turn, and a warp's, comes around more than once."""
     rows, slices = 64, 2
-    assert rows * slices > parts * RESIDENT * (WARPS if parts <= FEW else 1)
+    assert rows * slices > parts * CTAS_PER_SM * (WARPS if parts <= MAX_SPLITS_PER_WARP else 1)
     # As many tiles a block as leave no range whole.
     tiles = 30 * parts
     case = Case(q_lens=(1,), kv_lens=(tiles * TILE,), heads=(rows, 1), dim=256)
@@ -69,7 +69,7 @@ def test_few_blocks(sms: int) -> None:
 
 
 def test_more_blocks_than_lanes() -> None:
-    parts = FEW + 2
+    parts = MAX_SPLITS_PER_WARP + 2
     count = (WARP + 8) // parts
     case = Case(q_lens=(1,) * count, kv_lens=(parts * 7 * TILE,) * count, heads=(2, 1), dim=64)
     found = parts_of(case, count * parts)

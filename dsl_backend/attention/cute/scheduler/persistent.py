@@ -59,8 +59,8 @@ class StaticPersistentTileScheduler:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(tile_end <= tile_idx))
                 own_info = from_lane(info, owner)
                 own_tiles, own_end = (cute.arch.shuffle_sync(value, owner) for value in (num_tiles, tile_end))
-                local_idx = tile_idx - (own_end - own_tiles)
-                work = self.work_tile(chunk * WARP + owner, own_info, local_idx, own_tiles)
+                request, local_idx = chunk * WARP + owner, tile_idx - (own_end - own_tiles)
+                work = self.work_tile(request, own_info, local_idx, own_tiles)
                 self.work_pipeline.produce(num_produced, work)
                 num_produced += 1
                 tile_idx += grid_size
