@@ -5,9 +5,8 @@
     out = api.run(plan, q, keys, values)         # for each layer of that spec
 
 All lengths stay on the device: neither call reads one, so both may be captured in a CUDA graph. An argument that does
-not fit is refused here with InvalidInput, a problem that no kernel serves with Unsupported and all objections. What
-only a tensor's values tell, such as a slot beyond the cache, is not seen on a GPU; `Batch` and `write_kv` say what it
-does.
+not fit raises InvalidInput; a problem that no kernel serves raises Unsupported with all objections. Errors in values on
+a GPU, such as a slot beyond the cache, are not detected; `Batch` and `write_kv` say what happens then.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,6 @@ __all__ = ["AttentionPlan", "AttentionSpec", "Batch", "Causality", "Planner", "W
 
 CAUSAL_DTYPES = (torch.bool, torch.int32)
 SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 # Layouts to remember; a served model has one or two for each number of rows.
 MOST_LAYOUTS = 256
 
@@ -53,7 +50,7 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
         require(
             table.dim() == 2 and table.shape[0] >= requests and (table.stride(1) == 1 or table.shape[1] <= 1),
             f"block_table has shape {tuple(table.shape)} and strides {table.stride()}: [requests = {requests}, pages] "
-            f"with neighbouring pages side by side is needed",
+            f"with pages contiguous in a row is needed",
         )
         check_integers("block_table", table, batch)
     for name, tensor, length in per_request:
@@ -90,7 +87,7 @@ def plan(
 
     Args:
         workspace: scratch to share with other plans of the same stream; a new one by default.
-        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec.
+        kernel: a name from the dispatch table; no other kernel is taken. By default the best that serves the spec.
 
     Raises:
         InvalidInput: a tensor of the batch does not fit.
@@ -127,7 +124,7 @@ def check_rows(
 def check_scales(
     spec: AttentionSpec, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
 ) -> None:
-    """An fp8 layer has both scales, one number or [heads_kv]; for other layers they mean nothing and may be there."""
+    """An fp8 layer needs both scales, each one number or [heads_kv]; other layers ignore theirs."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             require(not spec.is_fp8_kv, f"fp8 keys and values need {name}")
@@ -175,18 +172,19 @@ def run(
         plan: of this step and this layer's spec.
         q: [tokens, heads_q, head_dim]; for absorbed MLA also a pair of its first head_dim_v and its other elements.
         keys: [pages, page_size, heads_kv, head_dim], or packed [tokens_kv, heads_kv, head_dim]. Any strides but the
-            last, as long as no two elements share memory. What no row of a request sees may hold anything: pages and
-            tokens past its length, and those below its first row's window. A NaN among the values of a request's later
-            queries is not "unseen": it may reach earlier ones that share a tile with them, as in FlashAttention.
+            last, as long as no two elements share memory. Pages and tokens that no row of a request sees may hold
+            anything, NaN included: those past its length, and those below its first row's window. A NaN in a key or
+            value that only later rows of a request see may reach earlier rows of the same tile, as in FlashAttention.
         values: the same with head_dim_v. For absorbed MLA, keys[..., :head_dim_v].
         out: [tokens, heads_q, head_dim_v], written in place and returned; a new tensor by default. Rows that belong
-            to no request are left as they are; a row that sees no key becomes 0. May share memory with no other tensor
-            (which is not looked at).
-        lse: [tokens, heads_q] float32 of any strides without overlap, receives the natural logarithm of the softmax's
+            to no request are not written; a row that sees no key becomes 0. It must not share memory with another
+            tensor, which is not checked.
+        lse: [tokens, heads_q] float32 of any strides without overlap; receives the natural logarithm of the softmax's
             denominator (sinks included).
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
-        k_scale, v_scale: with fp8 keys, one float32 each, or [heads_kv]; real values are stored ones times these.
+        k_scale, v_scale: with fp8 keys, one float32 each, or [heads_kv]; a real value is the stored value times its
+            scale.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -217,16 +215,16 @@ def run(
 
 
 def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
-    """All that `check_operands` looks at beside the planner's spec; None where something is no tensor.
+    """All that `check_operands` reads beside the planner's spec; None where an operand is no tensor.
 
-    Asked for every layer of every step.
+    Called for every layer of every step.
     """
     try:
-        lying = [one if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in operands]
+        layout = [one if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in operands]
         shared = plan.spec.latent and operands.keys.data_ptr() == operands.values.data_ptr()
     except AttributeError:
         return None
-    return (plan.batch.num_tokens, plan.batch.device, shared, *lying)
+    return (plan.batch.num_tokens, plan.batch.device, shared, *layout)
 
 
 def check_gradients(tensors: Operands) -> None:
@@ -295,11 +293,12 @@ def write_kv(
         key, value: [tokens, heads_kv, dim].
         key_cache, value_cache: [pages, page_size, heads_kv, dim], any strides but the last, as long as no two elements
             share memory.
-        slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size, negative: skip. A
-            slot beyond the cache is an error: the kernels skip it, since slots are not read on the host, and the
-            reference refuses it before it writes anything.
-        k_scale, v_scale: with an fp8 cache, one float32 each, or [heads_kv]; it stores x / scale, saturated at the
-            largest number of its dtype (±448 of float8_e4m3fn, ±57344 of float8_e5m2), infinities too.
+        slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size; a row whose slot
+            is negative is skipped. A slot beyond the cache is an error: kernels skip it, since slots are not read on
+            the host; the reference raises InvalidInput before it writes anything.
+        k_scale, v_scale: with an fp8 cache, one float32 each, or [heads_kv]; the cache stores x / scale. Infinities
+            and what is too large saturate at the dtype's largest number (±448 of float8_e4m3fn, ±57344 of
+            float8_e5m2).
 
     Raises:
         InvalidInput: a tensor does not fit, or requires a gradient while gradients are on.
@@ -317,20 +316,20 @@ def write_kv(
 
 @cache
 def writer(spec: AttentionSpec, device: torch.device, kernel: str | None = None) -> "Writer":
-    """What `write_kv` calls; chosen once, since every layer asks in every step."""
+    """What `write_kv` calls; chosen once, since every layer calls it in every step."""
     return Writer(spec, lambda: targets.detect(device), kernel)
 
 
 class Writer:
     """Stores keys and values for layers of one spec.
 
-    A step has one call for each layer, on the host's time: tensors that lie as those of an earlier call did are not
-    looked at again.
+    Every layer of a step makes one call, and each costs host time: a layout that an earlier call had is not checked
+    again.
 
     Args:
-        target: of the caches' device; asked for when it is needed.
-        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec, and
-            where it does not take the tensors as they lie in memory, the next one.
+        target: returns the caches' target; called at first use.
+        kernel: a name from the dispatch table; no other kernel is taken. By default the best that serves the spec;
+            where that does not take the tensors' alignment or strides, the next one.
     """
 
     def __init__(self, spec: AttentionSpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
@@ -355,7 +354,7 @@ class Writer:
             self.check_gradients(key, value, key_cache, value_cache)
         try:
             tokens, key_shape, value_shape = slot_mapping.numel(), key.shape, value.shape
-            # All that `check` and a kernel's objections look at, but for the number of rows.
+            # All that `check` and a kernel's objections read, except the number of rows.
             facts = (
                 (slot_mapping.dtype, slot_mapping.device, slot_mapping.dim(), slot_mapping.is_contiguous()),
                 (key_shape[1:], key.stride(), key.dtype, key.device),
@@ -367,7 +366,7 @@ class Writer:
                 k_scale is None or (k_scale.shape, k_scale.dtype, k_scale.device),
                 v_scale is None or (v_scale.shape, v_scale.dtype, v_scale.device),
             )
-        except AttributeError:  # one is no tensor: refused here
+        except AttributeError:  # one of them is no tensor: `check` says which
             self.check(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
             raise
         serving = self._by_layout.get(facts)
@@ -421,7 +420,7 @@ class Writer:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the kernels that serve the spec, best first; one by its name."""
+        """The kernels that serve the spec, best first; the named kernel alone where there is one."""
         operation, target = dispatch.Operation.WRITE_KV, self.target()
         best = dispatch.choose(operation, self.spec, target, self.kernel).name
         served = [entry.name for entry, reasons in dispatch.judge(operation, self.spec, target) if not reasons]
@@ -437,21 +436,21 @@ class Writer:
         return self._kernels[name]
 
     def prepare(self) -> None:
-        """Compile now what calls need.
+        """Compile what calls need.
 
         Raises:
-            Unsupported: no kernel serves the spec, or not the one asked for.
+            Unsupported: no kernel serves the spec, or the named one does not.
         """
         self.prepared(self.names[0])
 
     def kernel_for(
         self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
     ) -> Writes:
-        """The best kernel that takes tensors as they lie in memory.
+        """The best kernel that takes the tensors' alignment and strides.
 
         Raises:
-            InvalidInput: there is none.
-            Unsupported: no kernel serves the spec, or not the one asked for.
+            InvalidInput: no kernel takes them.
+            Unsupported: no kernel serves the spec, or the named one does not.
         """
         refused: list[str] = []
         for name in self.names:

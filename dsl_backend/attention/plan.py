@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided once a step and shared by the layers: the kernels, the requests each serves, and their scratch.
+"""What is decided once a step and shared by its layers: the kernels, which requests each of them serves, and scratch.
 
-Nothing here reads a device value, so that a plan made for an eager step and one captured in a CUDA graph are the same.
+Nothing here reads a device value: a plan of an eager step and one captured in a CUDA graph are the same.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from dsl_backend.log import warning_once
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-# The kernels that take tensors at any address and stride, and those that serve queries of all lengths alike.
+# The kernels that take tensors at any address and stride; the kernels that serve all query lengths.
 ANY_ALIGNMENT = ANY_LENGTH = "triton"
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of a batch that one kernel serves: requests of `shortest` to `longest` queries."""
+class Part:
+    """The part of a batch that one kernel serves: requests of min_seqlen_q to max_seqlen_q queries."""
 
     operation: Operation
     name: str
@@ -58,10 +58,10 @@ class Planner:
         checks.kernel(kernel)
         self.spec, self.target, self.workspace, self.kernel = spec, target, workspace, kernel
         self._unaligned: Planner | None = None
-        # Of operands that fit the spec, by layout: `api.run` looks at each once.
+        # Layouts of operands that `api.run` has checked against the spec.
         self.layouts: set[object] = set()
 
-        # What they are, such as `dense-decode sm90`.
+        # As the dispatch table titles them, such as `dense-decode sm90`.
         self.kernel_titles: dict[Operation, str] = {}
 
         def bind(operation: Operation, name: str | None = kernel) -> tuple[Operation, str, Kernel]:
@@ -73,37 +73,40 @@ class Planner:
         self.short = bind(Operation.MLA_DECODE if spec.latent else Operation.DECODE)
         self.long = self.short if self.short[2].max_query_len_served() is None else bind(Operation.PREFILL)
         if spec.batch_invariant and self.long[1] != self.short[1]:
-            # Sums of two kinds of kernels differ, and a prompt's chunks go to the one or the other by their lengths.
+            # Two kinds of kernels add in different orders, and the length of a chunk would choose between them.
             self.short = self.long = bind(Operation.PREFILL, ANY_LENGTH)
 
     @property
     def kernels(self) -> list[tuple[Operation, str, Kernel]]:
-        """(operation, name, kernel) for short queries and for long ones; once where it is the same."""
+        """(operation, name, kernel) for short queries and for long ones; one entry where one kernel serves both."""
         return list(
             {id(kernel): (operation, name, kernel) for operation, name, kernel in (self.short, self.long)}.values()
         )
 
     def prepare(self, lse: bool = False, sinks: torch.dtype | None = None) -> None:
-        """Compile now what launches need that ask for lse or not, and have sinks of a dtype or none."""
+        """Compile what launches with or without LSE need, and with sinks of that dtype or without sinks."""
         for _, _, kernel in self.kernels:
             kernel.prepare(lse, sinks)
 
     def plan(self, batch: Batch) -> "AttentionPlan":
         limit = self.short[2].max_query_len_served()
         if limit is None or batch.max_query_len <= limit:
-            return AttentionPlan(self.spec, batch, (self.share(self.short, batch, 0, batch.max_query_len),), self)
-        shares = (
-            self.share(self.long, batch, limit + 1, batch.max_query_len),
-            self.share(self.short, batch, 0, limit),
+            return AttentionPlan(self.spec, batch, (self.part(self.short, batch, 0, batch.max_query_len),), self)
+        parts = (
+            self.part(self.long, batch, limit + 1, batch.max_query_len),
+            self.part(self.short, batch, 0, limit),
         )
-        return AttentionPlan(self.spec, batch, shares, self)
+        return AttentionPlan(self.spec, batch, parts, self)
 
     def for_unaligned(self, error: Misaligned) -> "Planner":
-        """Plans for tensors that the best kernel cannot take as they lie in memory; the error says which, and why.
+        """A planner of kernels that take any alignment, for tensors that the best kernel refused.
+
+        Args:
+            error: which tensor was refused, and why.
 
         Raises:
-            Misaligned: the kernel was asked for by name, or is the one that takes tensors anywhere.
-            Unsupported: that one does not serve the spec.
+            Misaligned: the caller named the kernel, or it is the one that takes any alignment.
+            Unsupported: the kernel that takes any alignment does not serve the spec.
         """
         if self.kernel is not None:
             raise error
@@ -112,8 +115,8 @@ class Planner:
             self._unaligned = Planner(self.spec, self.target, self.workspace, ANY_ALIGNMENT)
         return self._unaligned
 
-    def share(self, by: tuple[Operation, str, Kernel], batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Share:
-        return Share(*by, min_seqlen_q, max_seqlen_q, by[2].bind(batch, min_seqlen_q, max_seqlen_q))
+    def part(self, by: tuple[Operation, str, Kernel], batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Part:
+        return Part(*by, min_seqlen_q, max_seqlen_q, by[2].bind(batch, min_seqlen_q, max_seqlen_q))
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,12 @@ class AttentionPlan:
 
     spec: AttentionSpec
     batch: Batch
-    shares: tuple[Share, ...]
+    parts: tuple[Part, ...]
     planner: Planner
 
     def launch(self, operands: Operands) -> None:
         try:
-            for share in self.shares:
-                share.launch(operands)
+            for part in self.parts:
+                part.launch(operands)
         except Misaligned as error:
             self.planner.for_unaligned(error).plan(self.batch).launch(operands)

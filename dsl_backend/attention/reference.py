@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in eager torch: the oracle of the tests, and the server's kernels on a CPU.
 
-It follows the definition, one request after another, in any compute dtype up to float64, and reads lengths on the
-host, which the device kernels never do.
+It follows the definition, one request after another, in any compute dtype up to float64. It reads lengths on the host;
+the device kernels never do.
 """
 
 from functools import partial
@@ -55,22 +55,23 @@ def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: 
     return keep
 
 
-def weighted(weights: torch.Tensor, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Weights [..., q_len, kv_len] @ values [..., kv_len, dim], to which a value adds where it is seen alone.
+def product_pv(probs: torch.Tensor, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """P [..., q_len, kv_len] @ V [..., kv_len, dim], in which a masked key adds nothing, NaN and infinity included.
 
-    A weight of 0 would not take away a NaN or an infinity. keep: [q_len, kv_len] bool.
+    Args:
+        keep: [q_len, kv_len] bool: which keys a row sees. 0 * NaN would be NaN.
     """
-    sums = weights @ values
-    if sums.isfinite().all():
-        return sums
-    odd = (~values.isfinite()).any(-1).flatten(0, -2).any(0).nonzero().flatten()
+    out = probs @ values
+    if out.isfinite().all():
+        return out
+    not_finite = (~values.isfinite()).any(-1).flatten(0, -2).any(0).nonzero().flatten()
     finite = values.clone()
-    finite[..., odd, :] = 0
-    sums = weights @ finite
-    for key in odd.tolist():
+    finite[..., not_finite, :] = 0
+    out = probs @ finite
+    for key in not_finite.tolist():
         rows = keep[:, key]
-        sums[..., rows, :] += weights[..., rows, key, None] * values[..., key, None, :]
-    return sums
+        out[..., rows, :] += probs[..., rows, key, None] * values[..., key, None, :]
+    return out
 
 
 def attention(
@@ -92,7 +93,7 @@ def attention(
         q: [tokens, heads_q, head_dim].
         keys, values: [pages, page_size, heads_kv, dim] or packed [tokens_kv, heads_kv, dim].
         sinks, alibi_slopes: [heads_q].
-        k_scale, v_scale: what stored fp8 values are multiplied by to be real ones: one number, or [heads_kv].
+        k_scale, v_scale: a real value is the stored fp8 value times its scale: one number, or [heads_kv].
         compute_dtype: all arithmetic and every intermediate; float64 makes the result an oracle.
 
     Returns:
@@ -101,9 +102,9 @@ def attention(
     """
     out = q.new_zeros((q.shape[0], spec.heads_q, spec.head_dim_v), dtype=compute_dtype)
     lse = q.new_full((q.shape[0], spec.heads_q), -torch.inf, dtype=compute_dtype)
-    starts, kv_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    cu_seqlens_q, kv_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     for request, kv_len in enumerate(kv_lens):
-        first, last = starts[request], starts[request + 1]
+        first, last = cu_seqlens_q[request], cu_seqlens_q[request + 1]
         q_len = last - first
         if q_len == 0:
             continue
@@ -131,13 +132,13 @@ def attention(
         scores = scores.masked_fill(~keep, -torch.inf)
         if sinks is not None:
             sink = sinks.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1).expand(-1, -1, q_len, 1)
-            weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+            probs = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
             row_lse = torch.logaddexp(torch.logsumexp(scores, dim=-1), sink.squeeze(-1))
         else:
-            weights = torch.softmax(scores, dim=-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
+            probs = torch.softmax(scores, dim=-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
             row_lse = torch.logsumexp(scores, dim=-1)
-        sums = weighted(weights, v.transpose(0, 1)[:, None], keep)
-        out[first:last] = sums.permute(2, 0, 1, 3).flatten(1, 2)
+        product = product_pv(probs, v.transpose(0, 1)[:, None], keep)
+        out[first:last] = product.permute(2, 0, 1, 3).flatten(1, 2)
         lse[first:last] = row_lse.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an attention problem is: the static facts of a layer, and one step's batch."""
+"""An attention problem: the static facts of a layer, and the batch of one step."""
 
 import enum
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Causality(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The static facts of one attention layer: all that dispatch judges and kernels specialise on.
+    """The static facts of one attention layer: all that dispatch decides by and kernels are compiled for.
 
-    Query row i of a request with `q_len` queries and `kv_len` keys stands at position `kv_len - q_len + i`; it sees
-    the keys j with `position - window_left <= j <= position + window_right`, and j <= position where causal.
+    Query row i of a request with `q_len` queries and `kv_len` keys has position `kv_len - q_len + i`. It sees the
+    keys j with `position - window_left <= j <= position + window_right`, and j <= position where causal.
 
     Attributes:
         heads_q, heads_kv: query and key/value heads; heads_q is a multiple of heads_kv (1: MQA).
@@ -41,8 +41,8 @@ class AttentionSpec:
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
         latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
-        batch_invariant: a request's results are the same bits whatever requests are beside it, on the same GPU; in
-            Triton, and for dense attention on SM90, also however its queries are cut into chunks.
+        batch_invariant: on one GPU, a request's results are the same bits whatever other requests are in the batch;
+            in Triton, and for dense attention on SM90, also however its queries are cut into chunks.
     """
 
     heads_q: int
@@ -63,14 +63,14 @@ class AttentionSpec:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        settle = partial(object.__setattr__, self)  # the class is frozen
+        set_field = partial(object.__setattr__, self)  # the class is frozen
         for name in ("heads_q", "heads_kv", "head_dim", "head_dim_v"):
-            settle(name, checks.integer(name, getattr(self, name), 1))
+            set_field(name, checks.integer(name, getattr(self, name), 1))
         for name, least in (("page_size", 1), ("window_left", 0), ("window_right", 0)):
             value = getattr(self, name)
-            settle(name, value if value is None else checks.integer(name, value, least))
-        settle("scale", checks.number("scale", self.scale))
-        settle("softcap", checks.number("softcap", self.softcap, 0))
+            set_field(name, value if value is None else checks.integer(name, value, least))
+        set_field("scale", checks.number("scale", self.scale))
+        set_field("softcap", checks.number("softcap", self.softcap, 0))
         checks.dtype("dtype", self.dtype)
         checks.dtype("kv_dtype", self.kv_dtype)
         checks.member("causality", self.causality, Causality)
@@ -120,11 +120,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's requests. Lengths live on the device and are never read on the host.
+    """One step's requests. Lengths stay on the device and are never read on the host.
 
-    What is wrong in a value that lies on a device is therefore not seen on a GPU: starts that go down, lengths beyond
-    the bounds, a page below 0 or beyond the cache among those that a request has. Such a step reads or writes memory
-    of others. The reference reads values, and refuses pages that are not there.
+    Wrong values are therefore not detected on a GPU: a query_start_loc that decreases, a length beyond its bound, a
+    page number below 0 or beyond the cache. Such a step reads or writes out of bounds. The reference reads values, and
+    raises InvalidInput for pages that do not exist.
 
     Attributes:
         query_start_loc: [requests + 1] int32; request r's queries are rows [r] to [r + 1] of q.
@@ -155,7 +155,7 @@ class Batch:
                 checks.tensor(name, value)
         for name in ("num_tokens", "max_query_len", "max_seq_len"):
             value = getattr(self, name)
-            # Made in every step: what is right already is not stored again.
+            # A batch is made in every step: a valid int is not stored again, which saves host time.
             if type(value) is not int or not 0 <= value <= checks.MOST:
                 object.__setattr__(self, name, checks.integer(name, value, 0))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cache stores keys and values: the one list of storage types that dispatch, kernels and the plugin ask."""
+"""How a cache stores keys and values: the list of storage types that dispatch, kernels and the plugin use."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ import torch
 class KVFormat:
     """A storage type of keys and values.
 
-    fp8 values are real ones divided by a scale; `api.check_scales` has what a scale may be. float8_e4m3fn has NaN and
-    no infinity, float8_e5m2 both; what is too large for either is stored as its largest number, infinities too.
+    A stored fp8 value is the real value divided by a scale; `api.check_scales` says what a scale may be. float8_e4m3fn
+    has NaN and no infinity, float8_e5m2 has both. Infinities and what is too large are stored as the largest number.
 
     Attributes:
-        name: torch's, without the module.
+        name: of the torch dtype, without the module.
     """
 
     name: str
@@ -31,12 +31,12 @@ class KVFormat:
 
     @property
     def fp8(self) -> bool:
-        """Whether values have scales, and are dequantised as they are read."""
+        """Whether values have scales and are dequantized as they are read."""
         return self in FP8
 
     @property
     def largest(self) -> float:
-        """The largest number: what larger ones saturate at where they are stored as fp8."""
+        """The largest number; larger ones saturate at it where they are stored as fp8."""
         return torch.finfo(self.dtype).max
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from dsl_backend.attention.plan import Planner, Share
+from dsl_backend.attention.plan import Part, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime import registry
 from dsl_backend.runtime.target import Target, from_arch
@@ -134,12 +134,12 @@ def compiling_for(target: Target) -> Iterator[list[tuple[str, Any, float]]]:
         yield done
 
 
-def tile_of(share: Share, batch: Batch, spec: AttentionSpec, target: Target) -> dict[str, Any]:
-    """What the configuration of a share's kernel says."""
-    kernel: Any = share.kernel
+def tile_of(part: Part, batch: Batch, spec: AttentionSpec, target: Target) -> dict[str, Any]:
+    """What the configuration of a part's kernel says."""
+    kernel: Any = part.kernel
     config = kernel.config
     if callable(config):
-        config = config(min(share.max_seqlen_q, batch.max_query_len))
+        config = config(min(part.max_seqlen_q, batch.max_query_len))
     return {
         "name": f"{config.block_m}x{config.block_n} {config.num_warps}w {config.num_stages}s",
         "predicted": config.smem_bytes(spec, target),
@@ -152,10 +152,10 @@ def attention(case: Case, target: Target) -> Iterator[Compiled]:
     problem = case.problem()
     planner = Planner(problem.spec, target, Workspace(problem.device), "triton")
     plan = planner.plan(problem.batch)
-    for share in plan.shares:
-        tile = tile_of(share, problem.batch, problem.spec, target)
+    for part in plan.parts:
+        tile = tile_of(part, problem.batch, problem.spec, target)
         with compiling_for(target) as done:
-            check.launch(replace(plan, shares=(share,)), problem, check.empty_result(problem), split_q=case.split_q)
+            check.launch(replace(plan, parts=(part,)), problem, check.empty_result(problem), split_q=case.split_q)
         for name, kernel, seconds in done:
             attends = not name.startswith(("merge", "combine"))  # these have no tiles
             yield Compiled(

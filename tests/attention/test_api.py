@@ -110,7 +110,7 @@ def ints(*shape: int) -> torch.Tensor:
         (CASE, change(block_table=ints(2, 1).expand(2, 4)), "strides (1, 0)"),
         (CASE, change(seq_lens=ints(2, 1)), "seq_lens has shape (2, 1): [requests] is needed"),
         (CASE, change(block_table=ints(2, 4).to("meta")), "block_table is on meta, seq_lens on cpu"),
-        (CASE, change(block_table=ints(4, 2).t()), "with neighbouring pages side by side is needed"),
+        (CASE, change(block_table=ints(4, 2).t()), "with pages contiguous in a row is needed"),
         (CASE, change(block_table=ints(2, 4).long()), "block_table is int64: int32 is needed"),
         (CASE, change(num_tokens=-1), "num_tokens is -1: an integer from 0 to 2**31 - 1 is needed"),
         (CASE, change(num_tokens=True), "num_tokens is True: an integer from 0"),
@@ -677,7 +677,7 @@ def test_plan_reads_no_device_value(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = {name: getattr(batch, name).to("meta") for name in ("query_start_loc", "seq_lens", "block_table")}
     planner = Planner(CASE.spec, cpu_target(), Workspace(torch.device("cpu")), "reference")
     plan = planner.plan(dataclasses.replace(batch, **moved))
-    assert [share.name for share in plan.shares] == ["reference"]
+    assert [part.name for part in plan.parts] == ["reference"]
 
 
 def test_shares_cover_every_query_length_once() -> None:
@@ -693,7 +693,7 @@ def test_shares_cover_every_query_length_once() -> None:
     for max_seqlen_q in (0, 1, limit, limit + 1, 10 * limit):
         plan = planner.plan(dataclasses.replace(CASE.problem().batch, max_query_len=max_seqlen_q))
         for q_len in range(1, max_seqlen_q + 1):
-            serving = [share for share in plan.shares if share.min_seqlen_q <= q_len <= share.max_seqlen_q]
+            serving = [part for part in plan.parts if part.min_seqlen_q <= q_len <= part.max_seqlen_q]
             assert len(serving) == 1, f"{q_len=} of {max_seqlen_q=} is served {len(serving)} times"
 
 
@@ -702,8 +702,8 @@ def test_kernels_bind_once() -> None:
     planner = Planner(CASE.spec, CPU, Workspace(torch.device("cpu")))
     batch = CASE.problem().batch
     one, two = planner.plan(batch), planner.plan(batch)
-    assert one.shares[0].kernel is two.shares[0].kernel
-    assert isinstance(one.shares[0].kernel, ReferenceKernel)
+    assert one.parts[0].kernel is two.parts[0].kernel
+    assert isinstance(one.parts[0].kernel, ReferenceKernel)
 
 
 def test_workspace_keeps_what_it_outgrew() -> None:

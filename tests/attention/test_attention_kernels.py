@@ -102,15 +102,15 @@ def test_kernels_keep_to_their_requests(name: str, kernel: str, device: torch.de
     problem = case.problem(device)
     expected, magnitude = problem.expected(), problem.score_magnitude()
     plan = api.plan(problem.spec, problem.batch, kernel=kernel)
-    assert len(plan.shares) == 2
+    assert len(plan.parts) == 2
     q_lens = torch.tensor(case.q_lens)
     of_row = torch.zeros(len(expected.owned), dtype=torch.int64)
     of_row[: int(q_lens.sum())] = q_lens.repeat_interleave(q_lens)
-    for share in plan.shares:
+    for part in plan.parts:
         result = check.empty_result(problem)
-        check.launch(dataclasses.replace(plan, shares=(share,)), problem, result)
-        mine = ((of_row >= max(1, share.min_seqlen_q)) & (of_row <= share.max_seqlen_q)).to(device)
-        assert mine.any(), f"{share.operation} has nothing to do"
+        check.launch(dataclasses.replace(plan, parts=(part,)), problem, result)
+        mine = ((of_row >= max(1, part.min_seqlen_q)) & (of_row <= part.max_seqlen_q)).to(device)
+        assert mine.any(), f"{part.operation} has nothing to do"
         check.judge(result, dataclasses.replace(expected, owned=mine), magnitude)
 
 
@@ -353,8 +353,8 @@ def test_a_misaligned_launch_is_taken_over() -> None:
     for kernel in (None, "triton"):
         planner = Planner(problem.spec, interpreted, Workspace(cpu), kernel)
         plan = planner.plan(problem.batch)
-        shares = tuple(dataclasses.replace(share, launch=refuse) for share in plan.shares)
-        plan = dataclasses.replace(plan, shares=shares)
+        parts = tuple(dataclasses.replace(part, launch=refuse) for part in plan.parts)
+        plan = dataclasses.replace(plan, parts=parts)
         result = check.empty_result(problem)
         if kernel is not None:
             with pytest.raises(InvalidInput, match="q begins at 0x2"):

@@ -274,7 +274,7 @@ def test_a_plan_serves_mixed_batches(case: Case, device: torch.device) -> None:
     """Through the plain API: padding, requests without keys, queries in two parts. One kernel serves all lengths."""
     problem = replace(case, batch_invariant=True).problem(device)
     plan = api.plan(problem.spec, problem.batch, kernel="triton")
-    assert [type(share.kernel) for share in plan.shares] == [BatchInvariant]
+    assert [type(part.kernel) for part in plan.parts] == [BatchInvariant]
     result = check.empty_result(problem)
     check.launch(plan, problem, result, split_q=case.split_q)
     check.judge(result, problem.expected(), problem.score_magnitude())
