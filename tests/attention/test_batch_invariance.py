@@ -12,12 +12,12 @@ import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import dense_host as sm90_launch
-from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
-from dsl_backend.attention.cute.sm90 import mla_host as latent_sm90_launch
+from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
+from dsl_backend.attention.cute.sm90 import mla_host as mla_sm90_launch
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import dense_host as sm100_launch
-from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
-from dsl_backend.attention.cute.sm100 import mla_host as latent_sm100_launch
+from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
+from dsl_backend.attention.cute.sm100 import mla_host as mla_sm100_launch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.protocol import Kernel, Operands
 from dsl_backend.attention.spec import Batch
@@ -32,8 +32,8 @@ DECODE = Case(q_lens=(1, 3, 0, 1, 2), kv_lens=(700, 200, 0, 33, 400), heads=(8, 
 PREFILL = Case(q_lens=(70, 3, 0, 90), kv_lens=(200, 140, 0, 90), heads=(2, 1))
 WIDE = Case(q_lens=(1, 2, 0, 1), kv_lens=(300, 100, 0, 33), heads=(4, 1), dim=512)
 # Requests of several row tiles, of four tokens each and of one.
-LATENT = mla(16, (288, 256), q_lens=(1, 6, 0, 1), kv_lens=(420, 200, 0, 33))
-LATENT_128 = mla(128, (288, 256), q_lens=(2, 1), kv_lens=(200, 140), page=64)
+MLA = mla(16, (288, 256), q_lens=(1, 6, 0, 1), kv_lens=(420, 200, 0, 33))
+MLA_128 = mla(128, (288, 256), q_lens=(2, 1), kv_lens=(200, 140), page=64)
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Run:
     case: Case
     arch: str = "sm_90a"
     split: bool = True
-    latent: Any = None
+    mla_config: Any = None
     two_cta: bool = False
 
     def kernel(self, spec: Any) -> Kernel:
         target = replace(from_arch(self.arch), sm_count=SMS)
-        if self.latent is not None:
-            latent_launch: Any = latent_sm90_launch if self.arch == "sm_90a" else latent_sm100_launch
-            assert not self.latent.objections(spec, target.smem_bytes)
-            return latent_launch.MlaSplitKV(spec, target, scratch(), self.latent)  # type: ignore[no-any-return]
+        if self.mla_config is not None:
+            mla_launch: Any = mla_sm90_launch if self.arch == "sm_90a" else mla_sm100_launch
+            assert not self.mla_config.objections(spec, target.smem_bytes)
+            return mla_launch.MlaSplitKV(spec, target, scratch(), self.mla_config)  # type: ignore[no-any-return]
         launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
         dequant_stages, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
         tile_n = 32 if wide else 64
@@ -85,15 +85,15 @@ RUNS = (
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
-    Run("mla", LATENT, latent=latent_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
-    Run("mla-128", LATENT_128, latent=latent_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1, cluster=2)),
+    Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1, cluster=2)),
     Run(
         "mla-fp8",
-        replace(LATENT, fp8=True),
-        latent=latent_sm90.MlaConfig(tile_n=32, dequant_stages=2, min_split_tiles=1),
+        replace(MLA, fp8=True),
+        mla_config=mla_sm90.MlaConfig(tile_n=32, dequant_stages=2, min_split_tiles=1),
     ),
-    Run("mla-sm100", LATENT, "sm_100a", latent=latent_sm100.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
-    Run("mla-128-sm100", LATENT_128, "sm_100a", latent=latent_sm100.TwoCtaMlaConfig(min_split_tiles=1)),
+    Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
+    Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig(min_split_tiles=1)),
 )
 QUICK = ("decode", "prefill", "mla", "mla-128-sm100")
 EACH = [
@@ -206,8 +206,8 @@ def test_mla_has_fewer_shares_of_more_heads(arch: str, heads: int) -> None:
 
 def test_a_guess_is_not_batch_invariant() -> None:
     """Of MLA: whether one holds depends on all rows of a warp, and those that do not are summed in another order."""
-    spec = replace(LATENT.spec, batch_invariant=True)
-    config = latent_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True)
+    spec = replace(MLA.spec, batch_invariant=True)
+    config = mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True)
     assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
 

@@ -16,9 +16,9 @@ from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.testing.cases import Case, mla
-from tests.attention import latent
+from tests.attention import mla_cases
 from tests.attention.emulated import emulate, scratch
-from tests.attention.latent import Run
+from tests.attention.mla_cases import Run
 
 FACTS: dict[str, Any] = {"window": (70, None), "why": "tiles straddle the beginning of windows"}
 LONG = Case(q_lens=(20, 140, 33), kv_lens=(300, 260, 115), heads=(2, 1), **FACTS)
@@ -67,7 +67,7 @@ def test_dense(index: int, name: str, schedule: int) -> None:
 
 MLA = mla(16, q_lens=(1, 2, 1), kv_lens=(300, 150, 75), **FACTS)
 MLA_128 = mla(128, q_lens=(1, 1), kv_lens=(300, 90), page=64, **FACTS)
-LATENT = {
+MLA = {
     "mla": Run(MLA, "random", config=MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
     "mla-tiles-of-64": Run(MLA, "eager", config=MlaConfig(stages=2, min_split_tiles=1)),
     "mla-fp8": Run(
@@ -79,16 +79,13 @@ LATENT = {
     "mla-pairs-three-stages": Run(MLA_128, "random", config=TwoCtaMlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
     "mla-clusters": Run(MLA_128, "lazy", config=MlaConfig(stages=2, min_split_tiles=1, cluster=2)),
 }
-QUICK_LATENT = ("mla", "mla-pairs")
+QUICK_MLA = ("mla", "mla-pairs")
 
 
 @pytest.mark.parametrize(
     ("seed", "name"),
-    [
-        pytest.param(i, name, id=name, marks=() if name in QUICK_LATENT else pytest.mark.full)
-        for i, name in enumerate(LATENT)
-    ],
+    [pytest.param(i, name, id=name, marks=() if name in QUICK_MLA else pytest.mark.full) for i, name in enumerate(MLA)],
 )
-def test_latent(seed: int, name: str) -> None:
-    run = LATENT[name]
-    latent.emulate(run, seed, "sm_100a", MlaSplitKV, run.config, nan_below=True)
+def test_mla(seed: int, name: str) -> None:
+    run = MLA[name]
+    mla_cases.emulate(run, seed, "sm_100a", MlaSplitKV, run.config, nan_below=True)

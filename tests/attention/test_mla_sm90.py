@@ -15,9 +15,9 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP8, by_id, mla
-from tests.attention import latent
+from tests.attention import mla_cases
 from tests.attention.emulated import widening_conflicts
-from tests.attention.latent import EVERYWHERE, Run, emulate
+from tests.attention.mla_cases import EVERYWHERE, Run, emulate
 
 TARGET = from_arch("sm_90a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts.
@@ -30,18 +30,18 @@ CLUSTERS = MlaConfig(min_split_tiles=1, scores_first=True, cluster=2)
 GUESSES = MlaConfig(min_split_tiles=1, speculative_max=True)
 
 QUICK = (
-    Run(latent.RAGGED, "random"),
-    Run(replace(latent.RAGGED, id="ragged-guesses"), "random", config=GUESSES),
+    Run(mla_cases.RAGGED, "random"),
+    Run(replace(mla_cases.RAGGED, id="ragged-guesses"), "random", config=GUESSES),
     Run(by_id("mla-8-ragged"), "lazy"),
-    Run(latent.PIECES, "random"),
-    Run(latent.HEADS_128, "lazy", config=CLUSTERS),
-    Run(latent.WHOLE_320, "eager", False, MlaConfig(stages=4)),
-    latent.FP8[0],
+    Run(mla_cases.PIECES, "random"),
+    Run(mla_cases.HEADS_128, "lazy", config=CLUSTERS),
+    Run(mla_cases.WHOLE_320, "eager", False, MlaConfig(stages=4)),
+    mla_cases.FP8[0],
     Run(by_id("stale-mla"), "random"),
 )
 FULL = (
-    *(run for run in latent.FP8 if run not in QUICK),
-    *(replace(run, config=replace(WIDENING, cluster=2)) for run in latent.FP8_CLUSTERS),
+    *(run for run in mla_cases.FP8 if run not in QUICK),
+    *(replace(run, config=replace(WIDENING, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
     Run(by_id("stale-mla"), "lazy", False, SCORES_FIRST),
     Run(by_id("stale-mla-fp8"), "lazy", config=WIDENING),
     *(run for run in EVERYWHERE if run not in QUICK),
@@ -61,8 +61,8 @@ FULL = (
         True,
         SCORES_FIRST,
     ),
-    Run(latent.PAGES_OF_16, "random", config=CLUSTERS),
-    Run(latent.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
+    Run(mla_cases.PAGES_OF_16, "random", config=CLUSTERS),
+    Run(mla_cases.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
     Run(
         mla(
             16, id="guesses", q_lens=(1, 4), kv_lens=(65, 330), nan_request=1, window=(70, None), why="rows see nothing"
@@ -70,7 +70,7 @@ FULL = (
         "lazy",
         config=replace(GUESSES, scores_first=True),
     ),
-    Run(latent.CLUSTERS, "random", False, CLUSTERS),
+    Run(mla_cases.CLUSTERS, "random", False, CLUSTERS),
     Run(
         mla(16, id="sinks", q_lens=(1, 4), kv_lens=(300, 150), sinks=True, softcap=5.0, why="bent scores, made early"),
         "lazy",
@@ -92,7 +92,7 @@ def test_run(seed: int, run: Run) -> None:
 
 @pytest.mark.full
 def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_90a", MlaSplitKV, WIDENING)) == []
+    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_90a", MlaSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])

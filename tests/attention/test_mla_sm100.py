@@ -10,9 +10,9 @@ from dsl_backend.attention.cute.sm100.mla_host import Mla, MlaSplitKV
 from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla
-from tests.attention import latent
+from tests.attention import mla_cases
 from tests.attention.emulated import widening_conflicts
-from tests.attention.latent import EVERYWHERE, SCHEDULES, Run, emulate
+from tests.attention.mla_cases import EVERYWHERE, SCHEDULES, Run, emulate
 
 TARGET = from_arch("sm_100a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts; rings of two and three wrap early.
@@ -23,19 +23,19 @@ PAIRS = TwoCtaMlaConfig(min_split_tiles=1)
 CLUSTERS = MlaConfig(stages=2, min_split_tiles=1, cluster=2)
 
 QUICK = (
-    Run(replace(latent.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
+    Run(replace(mla_cases.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
     Run(by_id("mla-8-ragged"), "lazy"),
-    Run(latent.PIECES, "eager"),
-    Run(replace(latent.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
-    Run(latent.WHOLE_320, "eager", False, MlaConfig(tile_n=64, stages=4)),
-    latent.FP8[0],
+    Run(mla_cases.PIECES, "eager"),
+    Run(replace(mla_cases.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
+    Run(mla_cases.WHOLE_320, "eager", False, MlaConfig(tile_n=64, stages=4)),
+    mla_cases.FP8[0],
 )
 FULL = (
-    *(run for run in latent.FP8 if run not in QUICK),
-    *(replace(run, config=replace(WIDENING, cluster=2)) for run in latent.FP8_CLUSTERS),
+    *(run for run in mla_cases.FP8 if run not in QUICK),
+    *(replace(run, config=replace(WIDENING, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
     *(replace(run, schedule=schedule) for run in QUICK[:-1] for schedule in SCHEDULES if schedule != run.schedule),
     *EVERYWHERE,
-    Run(latent.RAGGED, "lazy", config=TILES_OF_64),
+    Run(mla_cases.RAGGED, "lazy", config=TILES_OF_64),
     Run(by_id("mla-320"), "lazy", config=MlaConfig(tile_n=128, stages=2, min_split_tiles=1)),
     Run(by_id("mla-288"), "random", config=MlaConfig(tile_n=16, stages=4, min_split_tiles=1)),
     Run(by_id("mla-mixed"), "lazy", False, TILES_OF_64),
@@ -53,12 +53,12 @@ FULL = (
         "lazy",
         config=TILES_OF_64,
     ),
-    *(Run(latent.HEADS_128, schedule, config=CLUSTERS) for schedule in SCHEDULES),
-    *(Run(latent.PAGES_OF_16, schedule, config=CLUSTERS) for schedule in SCHEDULES),
-    Run(latent.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
-    Run(latent.PAGES_OF_16, "lazy", config=PAIRS),
-    Run(latent.CLUSTERS, "random", False, CLUSTERS),
-    Run(latent.CLUSTERS, "eager", False, PAIRS),
+    *(Run(mla_cases.HEADS_128, schedule, config=CLUSTERS) for schedule in SCHEDULES),
+    *(Run(mla_cases.PAGES_OF_16, schedule, config=CLUSTERS) for schedule in SCHEDULES),
+    Run(mla_cases.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
+    Run(mla_cases.PAGES_OF_16, "lazy", config=PAIRS),
+    Run(mla_cases.CLUSTERS, "random", False, CLUSTERS),
+    Run(mla_cases.CLUSTERS, "eager", False, PAIRS),
     Run(
         mla(
             128,
@@ -125,7 +125,7 @@ def test_run(seed: int, run: Run) -> None:
 
 @pytest.mark.full
 def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(latent.FP8[0], 0, "sm_100a", MlaSplitKV, WIDENING)) == []
+    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_100a", MlaSplitKV, WIDENING)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
-from dsl_backend.attention.cute.sm100 import two_cta_mla as latent_pair
+from dsl_backend.attention.cute.sm100 import two_cta_mla
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
 from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
 from dsl_backend.primitives import tcgen05_mma, tma
@@ -20,8 +20,8 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import mla
 from emulator.errors import EmulatorError
-from tests.attention.latent import SCHEDULES, Run, emulate
 from tests.attention.mistakes import Mistake, spoilt
+from tests.attention.mla_cases import SCHEDULES, Run, emulate
 
 # Each pair has some seven tiles, one of which ends in the middle: every place is filled again several times.
 CONFIG = TwoCtaMlaConfig(tile_n=32)
@@ -32,44 +32,44 @@ WIDE_PAGES = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=64, why
 PLACES = (
     Mistake(
         "keys of the first block's place",
-        latent_pair,
+        two_cta_mla,
         "tile * self.boxes + first_box + i",
         "tile * self.boxes + i",
     ),
-    Mistake("a page's first tile", latent_pair, "stage_of(tile * self.boxes + ", "stage_of(0 * self.boxes + "),
+    Mistake("a page's first tile", two_cta_mla, "stage_of(tile * self.boxes + ", "stage_of(0 * self.boxes + "),
 )
 MISTAKES = (
-    Mistake("keys of the first block", latent_pair, "pages, self.first_box, self", "pages, 0, self"),
+    Mistake("keys of the first block", two_cta_mla, "pages, self.first_box, self", "pages, 0, self"),
     Mistake(
-        "columns of the first block", latent_pair, "first = self.rank * (self.chunks_v", "first = 0 * (self.chunks_v"
+        "columns of the first block", two_cta_mla, "first = self.rank * (self.chunks_v", "first = 0 * (self.chunks_v"
     ),
     Mistake(
         "columns of the first product",
-        latent_pair,
+        two_cta_mla,
         "(self.chunks_v // PAIR) + block * width",
         "(self.chunks_v // PAIR)",
     ),
-    Mistake("values of the next tile's pages", latent_pair, "last - step + 1, before", "last - step + 1, pages"),
-    Mistake("keys over keys", latent_pair, "k_empty + place, phase)", "k_empty + place, phase ^ 1)"),
-    Mistake("values over values", latent_pair, "v_empty + place, phase)", "v_empty + place, phase ^ 1)"),
-    Mistake("bytes of one block expected", latent_pair, "expected = PAIR * len(boxes)", "expected = len(boxes)"),
-    Mistake("bytes expected by both", latent_pair, "expected, self.rank == 0)", "expected, self.rank >= 0)"),
+    Mistake("values of the next tile's pages", two_cta_mla, "last - step + 1, before", "last - step + 1, pages"),
+    Mistake("keys over keys", two_cta_mla, "k_empty + place, phase)", "k_empty + place, phase ^ 1)"),
+    Mistake("values over values", two_cta_mla, "v_empty + place, phase)", "v_empty + place, phase ^ 1)"),
+    Mistake("bytes of one block expected", two_cta_mla, "expected = PAIR * len(boxes)", "expected = len(boxes)"),
+    Mistake("bytes expected by both", two_cta_mla, "expected, self.rank == 0)", "expected, self.rank >= 0)"),
     Mistake(
-        "values cleared on their way", latent_pair, "if work.seqlen_k < work.n_block_max *", "if work.seqlen_k < 0 *"
+        "values cleared on their way", two_cta_mla, "if work.seqlen_k < work.n_block_max *", "if work.seqlen_k < 0 *"
     ),
-    Mistake("scores of a part", latent_pair, "part == PARTS - 1 and not first", "part == 1 and not first"),
-    Mistake("a part of keys never free", latent_pair, "k_empty + stage * PARTS + part)", "k_empty + stage * PARTS)"),
+    Mistake("scores of a part", two_cta_mla, "part == PARTS - 1 and not first", "part == 1 and not first"),
+    Mistake("a part of keys never free", two_cta_mla, "k_empty + stage * PARTS + part)", "k_empty + stage * PARTS)"),
     Mistake(
         "keys multiplied on their way",
-        latent_pair,
+        two_cta_mla,
         "k_full + stage * PARTS + part, round_",
         "k_full + stage * PARTS, round_",
     ),
-    Mistake("values never free", latent_pair, "[self.barriers.v_empty + place]", "[self.barriers.v_empty + 0 * place]"),
-    Mistake("sums told of early", latent_pair, "block == self.kernel.num_ctas - 1", "block == 0"),
-    Mistake("one place for the larger of two", latent_pair, "self.acc_scale, place)", "self.acc_scale, 0)"),
+    Mistake("values never free", two_cta_mla, "[self.barriers.v_empty + place]", "[self.barriers.v_empty + 0 * place]"),
+    Mistake("sums told of early", two_cta_mla, "block == self.kernel.num_ctas - 1", "block == 0"),
+    Mistake("one place for the larger of two", two_cta_mla, "self.acc_scale, place)", "self.acc_scale, 0)"),
     Mistake(
-        "half of the keys' largest", latent_pair, "fmax(largest, self.other(largest, place))", "fmax(largest, largest)"
+        "half of the keys' largest", two_cta_mla, "fmax(largest, self.other(largest, place))", "fmax(largest, largest)"
     ),
     Mistake("bytes counted by the block's own", tma, "~PEER_CTA_BIT & 0xFFFFFFFF", "0xFFFFFFFF"),
     Mistake("the first block alone is told", tcgen05_mma, "(1 << self.cluster) - 1", "1"),
@@ -94,7 +94,7 @@ def run(pair: Any, case: Any, schedules: tuple[str, ...]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("case", [CASE, WIDE_PAGES], ids=["part", "whole"])
 def test_right_without_a_mistake(case: Any) -> None:
-    run(latent_pair, case, SCHEDULES)
+    run(two_cta_mla, case, SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_right_without_a_mistake(case: Any) -> None:
 )
 def test_mistake_is_found(case: Any, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = spoilt(mistake, tmp_path)
-    pair = module if mistake.module is latent_pair else latent_pair
+    pair = module if mistake.module is two_cta_mla else two_cta_mla
     for name in ("tma_load_boxes", "Tcgen05Mma"):
         monkeypatch.setattr(pair, name, getattr(module, name, getattr(pair, name)))
     with pytest.raises((EmulatorError, AssertionError)):
