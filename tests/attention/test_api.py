@@ -562,7 +562,7 @@ def test_triton_objects(layer: AttentionSpec, arch: str, objection: str) -> None
         ({"kv_dtype": FP16}, "keys of float16 are none of bfloat16, float8_e4m3fn, float8_e5m2"),
         ({"head_dim": 264, "head_dim_v": 264}, "head size 264 is not a multiple of 8 from 16 to 256, 384 or 512"),
         ({"page_size": 24}, "page size 24 is not a multiple of 16"),
-        ({"head_dim": 80, "head_dim_v": 64}, "outputs of 64 elements do not fit the place of queries of 80"),
+        ({"head_dim": 80, "head_dim_v": 64}, "values of 64 elements and queries of 80 have different swizzles"),
     ],
 )
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

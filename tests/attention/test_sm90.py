@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM90 kernels on the emulator: right, and without a finding, whatever lies around their data."""
+"""The SM90 kernels on the emulator: correct, and without findings, whatever memory around their data holds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +9,8 @@ import pytest
 
 from dsl_backend.attention.cute.sm90 import dense_host as launch
 from dsl_backend.attention.cute.sm90.dense_configs import (
+    DEQUANT_REGISTERS,
     REGISTERS,
-    WIDENING_REGISTERS,
     DenseConfig,
     default_config,
     default_split_config,
@@ -35,7 +35,7 @@ from tests.attention.emulated import (
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
 
-# What a change is checked with: each role, ring, mask, score and layout once.
+# The quick selection: each role, pipeline, mask, score modification and layout once.
 QUICK = ("window-sinks", "dim-80", "gqa-7", "packed-causal", "page-48", "fp8-128", "stale-decode", "stale-prefill")
 
 
@@ -48,13 +48,12 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
         config = DenseConfig(groups=1, tile_n=tile_n, stages=2, min_split_tiles=1, dequant_stages=dequant_stages)
         return SplitKV(spec, target, scratch(), config)
     groups = 1 if spec.is_fp8_kv and spec.head_dim_v > 192 else index % 2 + 1
-    turns = groups == 2
     config = DenseConfig(
         groups=groups,
         tile_n=tile_n,
         stages=2,
         query_stages=groups if widest <= 256 else 1,
-        ping_pong=turns,
+        ping_pong=groups == 2,
         speculative_max=index // 2 % 2 == 0,
         dequant_stages=dequant_stages,
     )
@@ -90,8 +89,8 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
 
 @pytest.mark.parametrize("speculative_max", [True, False])
 @pytest.mark.parametrize("name", ["large-scores", "negative-scale", "window-sinks", "fp16-growing", "no-number"])
-def test_weights_by_guess(name: str, speculative_max: bool) -> None:
-    """Scores that exceed those before them by far, that a row has not seen any of, and that are no number."""
+def test_speculative_max(name: str, speculative_max: bool) -> None:
+    """Scores far above those before them, a row's first scores, and NaN."""
     growing = Case(q_lens=(40,), kv_lens=(200,), heads=(1, 1), dim=64, dtype=FP16, scale=4.0)
     more = {"fp16-growing": growing, "no-number": Case(q_lens=(70, 3), kv_lens=(200, 70), nan_request=0)}
     config = DenseConfig(groups=2, tile_n=32, stages=2, ping_pong=True, speculative_max=speculative_max)
@@ -99,10 +98,10 @@ def test_weights_by_guess(name: str, speculative_max: bool) -> None:
     emulate(more.get(name) or by_id(name), "sm_90a", make, 1)
 
 
-@pytest.mark.parametrize("max_seqlen_q", [True, False])
-def test_tiles_of_the_longest_queries(max_seqlen_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three warpgroups, where a query of the batch is long enough; else this is another kernel."""
-    monkeypatch.setattr(launch, "LONG_QUERY", 200 if max_seqlen_q else 201)
+@pytest.mark.parametrize("is_long", [True, False])
+def test_config_of_long_queries(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with a query of LONG_QUERY tokens runs the kernel of three warpgroups, any other the default."""
+    monkeypatch.setattr(launch, "LONG_QUERY", 200 if is_long else 201)
     made: list[Prefill] = []
 
     def make(planner: Planner, short: bool) -> Kernel:
@@ -114,7 +113,7 @@ def test_tiles_of_the_longest_queries(max_seqlen_q: bool, monkeypatch: pytest.Mo
     emulate(Case(q_lens=(200, 3, 30), kv_lens=(333, 90, 30), heads=(4, 2), dim=64), "sm_90a", make, 2)
     assert made[0].other is not None
     assert made[0].other.config.groups == 3
-    assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not max_seqlen_q, max_seqlen_q]
+    assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not is_long, is_long]
 
 
 @pytest.mark.full
@@ -127,7 +126,7 @@ def test_fp8_on_every_schedule(index: int) -> None:
 @pytest.mark.parametrize(
     "dim", [128, *(pytest.param(dim, marks=pytest.mark.full) for dim in (64, 96, 48))], ids="dim-{}".format
 )
-def test_widening_meets_no_bank_twice(dim: int) -> None:
+def test_dequantization_has_no_bank_conflicts(dim: int) -> None:
     case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
     profile = emulate(case, "sm_90a", lambda planner, short: make(planner, short, 0), 0)
     assert widening_conflicts(profile) == []
@@ -146,24 +145,24 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], De
         *(DenseConfig(groups=groups, tile_n=64, stages=2) for groups in REGISTERS),
         *(
             DenseConfig(groups=groups, tile_n=64, stages=2, dequant_stages=2, ctas_per_sm=ctas_per_sm)
-            for groups, ctas_per_sm in WIDENING_REGISTERS
+            for groups, ctas_per_sm in DEQUANT_REGISTERS
         ),
     ],
     ids=lambda config: f"{config.groups}-{config.ctas_per_sm}-{config.dequant_stages}",
 )
-def test_roles_share_what_a_block_starts_with(config: DenseConfig) -> None:
-    """A role would wait for ever for registers that no other gives away."""
-    math, other, widening = config.registers
-    assert (config.groups * math + other + widening) * 128 <= config.first_registers * config.threads
+def test_roles_share_the_registers_at_launch(config: DenseConfig) -> None:
+    """A role that raises its register count waits forever unless others have lowered theirs."""
+    mma, load, dequant = config.registers
+    assert (config.groups * mma + load + dequant) * 128 <= config.launch_registers * config.threads
 
 
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        (DenseConfig(groups=1, tile_n=64, stages=2), {}, "0 fp8 tiles in flight"),
-        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=1), {}, "1 fp8 tiles in flight"),
-        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=2), {"fp8": False}, "2 fp8 tiles in flight"),
-        (DenseConfig(groups=3, tile_n=64, stages=2, dequant_stages=2), {}, "3 warpgroups, 1 blocks on an SM"),
+        (DenseConfig(groups=1, tile_n=64, stages=2), {}, "0 fp8 stages"),
+        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=1), {}, "1 fp8 stages"),
+        (DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=2), {"fp8": False}, "2 fp8 stages"),
+        (DenseConfig(groups=3, tile_n=64, stages=2, dequant_stages=2), {}, "3 warpgroups, 1 CTAs per SM"),
         (DenseConfig(groups=2, tile_n=48, stages=2, dequant_stages=2), {"dim": 256}, "do not fit the 128 of a thread"),
         (DenseConfig(groups=1, tile_n=128, stages=3, dequant_stages=2), {}, "shared memory"),
     ],
@@ -174,7 +173,7 @@ def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: s
 
 
 def test_outputs_narrower_than_queries_in_flight() -> None:
-    """The next queries arrive while a tile's outputs leave."""
+    """TMA loads the next queries while a tile's outputs are stored."""
     case = Case(q_lens=(130, 70), kv_lens=(130, 70), heads=(2, 2), dim=192, dim_v=128, page=None)
     config = DenseConfig(groups=1, tile_n=32, stages=2, query_stages=2)
     emulate(case, "sm_90a", lambda planner, short: Prefill(planner.spec, planner.target, scratch(), config), 1)

@@ -181,8 +181,8 @@ class DenseConfig:
         columns = v_split_dim(spec.head_dim_v)
         if chunk(spec.head_dim) != chunk(columns):
             reasons.append(
-                f"outputs of {columns} elements do not fit the place of queries of {spec.head_dim}: their rows are cut "
-                f"into pieces of {chunk(columns)} and {chunk(spec.head_dim)}"
+                f"values of {columns} elements and queries of {spec.head_dim} have different swizzles: their rows are "
+                f"cut into chunks of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
         return reasons
 

@@ -18,12 +18,12 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: DenseKey, target: Target) -> Function:
-    """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
+    """The compiled function, which takes the operands of DenseForward.__call__."""
     return compile_kernel(DenseForward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
 
 
 class Dense(DenseKernel):
-    """See forward.py."""
+    """See dense_kernel.py."""
 
     build = staticmethod(build)
     key_type = DenseKey
@@ -34,7 +34,7 @@ class Dense(DenseKernel):
 
 
 class Prefill(Dense):
-    """Attention of long queries; the other kernel's batches have a query of LONG_QUERY tokens or more."""
+    """Attention of long queries. Batches with a query of LONG_QUERY tokens or more have a kernel of their own."""
 
     default = staticmethod(default_config)
 
@@ -46,7 +46,7 @@ class Prefill(Dense):
 
 
 class SplitKV(Dense):
-    """Attention of short queries, whose key ranges are cut into equal shares."""
+    """Attention of short queries: split-KV, with an even share of the key tiles for each CTA."""
 
     default = staticmethod(default_split_config)
     split = True

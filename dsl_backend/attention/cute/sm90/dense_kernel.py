@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward for SM90: one warp finds work, one loads, one to three warpgroups multiply; one widens fp8.
+"""Attention forward for SM90, persistent and warp-specialized, as FlashAttention-3 (Shah et al., 2024).
 
-A block stays for the whole launch and takes tile after tile. K and V tiles pass through rings of buffers that tensor
-copies fill; scores and weights stay in registers (FlashAttention-3: Shah et al., 2024). A tile's query rows are tokens
-of one head, or tokens times the heads that share its keys.
+Warp roles: a tile scheduler warp, a TMA load warp, one to three MMA warpgroups, and for an fp8 cache a dequantization
+warpgroup. K and V tiles pass through smem stages; S and P stay in registers. The rows of a query tile are tokens of one
+head, or with pack_gqa tokens times the query heads that share a KV head.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 
-LOAD_WARP, SCHEDULE_WARP = 0, 1
-# Of queries where key ranges are cut: most items have few tokens, and what lies behind the end of a batch takes a copy
-# 2 to 3 ns a row to fill with zeros (H200).
-MOST_BOXES = 8
+LOAD_WARP, SCHEDULER_WARP = 0, 1
+# TMA boxes of a query tile in split-KV: most work tiles have few tokens, and TMA takes 2 to 3 ns to zero-fill a row
+# beyond the end of the batch (H200).
+MAX_Q_BOXES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class DenseForward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
     def __init__(self, key: DenseKey):
-        self.most_boxes = MOST_BOXES if key.split else 1
+        self.most_boxes = MAX_Q_BOXES if key.split else 1
         super().__init__(key, key.config)
-        self.most_registers, self.least_registers, self.widening_registers = self.config.registers
+        self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
 
     @cute.jit
     def __call__(
@@ -76,7 +76,7 @@ class DenseForward(TiledKernel):
                 key, self.tile_n, config.min_split_tiles, self.dims_v, tile_tokens, config.ctas_per_sm
             )
             if cutlass.const_expr(key.tiles_per_split):
-                split_partials, _ = self.slots(partials, num_ctas, requests.rows)
+                split_partials, _ = self.split_partials(partials, num_ctas, requests.rows)
                 outputs = outputs._replace(partials=split_partials)
             merge(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
@@ -105,12 +105,12 @@ class DenseForward(TiledKernel):
         )
 
     @cute.jit
-    def slots(self, partials: cute.Tensor, num_ctas, rows):
-        """Partial results of splits, which lie behind what blocks fold, and how many there is room for."""
-        folding = num_ctas * fold_workspace_size(self.tile_m, self.dims_v)
-        room = cute.size(partials) - folding
-        behind = cute.make_tensor(partials.iterator + folding, cute.make_layout(room))
-        return behind, room // partial_size(rows, self.dims_v)
+    def split_partials(self, partials: cute.Tensor, num_ctas: cutlass.Int32, rows: cutlass.Int32):
+        """(partial results of splits, how many there is room for): they follow the fold workspace of all CTAs."""
+        fold_workspace = num_ctas * fold_workspace_size(self.tile_m, self.dims_v)
+        size = cute.size(partials) - fold_workspace
+        split_partials = cute.make_tensor(partials.iterator + fold_workspace, cute.make_layout(size))
+        return split_partials, size // partial_size(rows, self.dims_v)
 
     @cute.kernel
     def kernel(
@@ -127,12 +127,12 @@ class DenseForward(TiledKernel):
         k_layout = self.staged(self.tile_n, self.dims, config.stages)
         v_layout = self.staged(self.tile_n, self.dims_v, config.stages)
         allocator = cutlass.utils.SmemAllocator()
-        places = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
-        sQ = self.swizzled(allocator.allocate(places * 2, byte_alignment=1024), q_layout)
+        q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+        sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
-        loaded_k, loaded_v = self.loaded(allocator, sK, sV)
-        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
+        sK_tma, sV_tma = self.loaded(allocator, sK, sV)
+        work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         barriers = allocate_barriers(allocator, config)
 
         thread = cute.arch.thread_idx()[0]
@@ -143,29 +143,28 @@ class DenseForward(TiledKernel):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # Until here nothing was read or written that the kernels before this one have to do with.
+        # Nothing before this point depends on the kernels before this one (programmatic dependent launch).
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one, and waits there.
+            # The combine kernel may start on free SMs; it waits for the end of this one.
             cute.arch.griddepcontrol_launch_dependents()
-        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
+        work_pipeline = WorkTilePipeline(work_tiles, barriers.work_full, barriers.work_empty)
         if warp < WARPS_PER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(self.least_registers)
+            cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == LOAD_WARP:
-                rings = tma_barriers(barriers)
-                loader = RolledLoadWarp if self.dims > 256 else LoadWarp
-                loader(self, work_pipeline, rings, loads, sQ, loaded_k, loaded_v, requests).run()
-            if warp == SCHEDULE_WARP:
-                slots = None
+                load_warp = RolledLoadWarp if self.dims > 256 else LoadWarp
+                load_warp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
+            if warp == SCHEDULER_WARP:
+                num_partials = None
                 if cutlass.const_expr(self.key.split and self.key.tiles_per_split):
-                    _, slots = self.slots(outputs.partials, cute.arch.grid_dim()[0], requests.rows)
-                self.schedule(work_pipeline, requests, scheduler_workspace, slots).run()
+                    _, num_partials = self.split_partials(outputs.partials, cute.arch.grid_dim()[0], requests.rows)
+                self.schedule(work_pipeline, requests, scheduler_workspace, num_partials).run()
         elif warp >= (1 + config.groups) * WARPS_PER_WARPGROUP:
             if cutlass.const_expr(self.key.kv.fp8):
-                cute.arch.setmaxregister_decrease(self.widening_registers)
-                DequantWarps(self, work_pipeline, barriers, loaded_k, sK, loaded_v, sV).run()
+                cute.arch.setmaxregister_decrease(self.dequant_registers)
+                DequantWarps(self, work_pipeline, barriers, sK_tma, sK, sV_tma, sV).run()
         else:
-            cute.arch.setmaxregister_increase(self.most_registers)
+            cute.arch.setmaxregister_increase(self.mma_registers)
             MmaConsumer(
                 self,
                 work_pipeline,
