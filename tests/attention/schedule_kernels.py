@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that have no other role than the schedule's."""
+"""Kernels that run a tile scheduler alone, and record its work tiles."""
 
 import cutlass
 from cutlass import cute
@@ -11,31 +11,42 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS
 
 
-class Record:
-    """A mailbox of which every item is kept: posts [blocks, items, fields]."""
+class RecordingPipeline:
+    """A work-tile pipeline that keeps every work tile: recorded [CTAs, work tiles, fields]."""
 
-    def __init__(self, posts: cute.Tensor):
-        self.posts = posts
+    def __init__(self, recorded: cute.Tensor):
+        self.recorded = recorded
 
     @cute.jit
     def produce(self, count, work):
-        posts, block = self.posts, cute.arch.block_idx()[0]
+        recorded, cta = self.recorded, cute.arch.block_idx()[0]
         if cute.arch.lane_idx() == 0:
             for field in cutlass.range_constexpr(FIELDS):
-                posts[block, count, field] = work[field]
+                recorded[cta, count, field] = work[field]
 
     def wait_consumed(self, count):
-        """Whoever reads does so at once."""
+        """There is no consumer to wait for."""
 
 
-def requests_of(starts, lengths, rows, left, min_seqlen_q, max_seqlen_q) -> Requests:
-    """A batch of packed keys, without more than its lengths."""
-    right, rows = cutlass.Int32(0), cutlass.Int32(rows)
-    return Requests(starts, lengths, None, starts, None, left, right, min_seqlen_q, max_seqlen_q, rows)
+def requests_of(cu_seqlens_q, seqused_k, rows, window_size_left, min_seqlen_q, max_seqlen_q) -> Requests:
+    """A batch of packed keys, of which no kernel here reads any: cu_seqlens_q serves as cu_seqlens_k."""
+    window_size_right, rows = cutlass.Int32(0), cutlass.Int32(rows)
+    return Requests(
+        cu_seqlens_q,
+        seqused_k,
+        None,
+        cu_seqlens_q,
+        None,
+        window_size_left,
+        window_size_right,
+        min_seqlen_q,
+        max_seqlen_q,
+        rows,
+    )
 
 
-class Claiming:
-    """Query tiles of a batch, as blocks of one warp claim them."""
+class DynamicSchedule:
+    """The dynamic persistent tile scheduler, in CTAs of one warp."""
 
     def __init__(self, key, tokens_per_tile: int, tile_n: int):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
@@ -43,26 +54,30 @@ class Claiming:
     @cute.jit
     def __call__(
         self,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        claims: cute.Tensor,
-        posts: cute.Tensor,
-        left: cutlass.Int32,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        tile_count_semaphore: cute.Tensor,
+        recorded: cute.Tensor,
+        window_size_left: cutlass.Int32,
         min_seqlen_q: cutlass.Int32,
         max_seqlen_q: cutlass.Int32,
     ):
-        requests = requests_of(starts, lengths, self.tokens_per_tile, left, min_seqlen_q, max_seqlen_q)
-        self.kernel(requests, claims, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+        requests = requests_of(
+            cu_seqlens_q, seqused_k, self.tokens_per_tile, window_size_left, min_seqlen_q, max_seqlen_q
+        )
+        self.kernel(requests, tile_count_semaphore, recorded).launch(
+            grid=(cute.size(recorded, mode=[0]), 1, 1), block=(32, 1, 1)
+        )
 
     @cute.kernel
-    def kernel(self, requests: Requests, claims: cute.Tensor, posts: cute.Tensor):
+    def kernel(self, requests: Requests, tile_count_semaphore: cute.Tensor, recorded: cute.Tensor):
         DynamicPersistentTileScheduler(
-            self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, claims
+            self.key, RecordingPipeline(recorded), self.tokens_per_tile, self.tile_n, requests, tile_count_semaphore
         ).run()
 
 
-class Launching:
-    """The same, as blocks of one warp take them off a grid."""
+class ClcSchedule:
+    """The tile scheduler by cluster launch clc, in CTAs of one warp."""
 
     def __init__(self, key, tokens_per_tile: int, tile_n: int):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
@@ -70,56 +85,70 @@ class Launching:
     @cute.jit
     def __call__(
         self,
-        starts: cute.Tensor,
-        lengths: cute.Tensor,
-        posts: cute.Tensor,
-        left: cutlass.Int32,
+        cu_seqlens_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        recorded: cute.Tensor,
+        window_size_left: cutlass.Int32,
         min_seqlen_q: cutlass.Int32,
         max_seqlen_q: cutlass.Int32,
     ):
-        requests = requests_of(starts, lengths, self.tokens_per_tile, left, min_seqlen_q, max_seqlen_q)
-        self.kernel(requests, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+        requests = requests_of(
+            cu_seqlens_q, seqused_k, self.tokens_per_tile, window_size_left, min_seqlen_q, max_seqlen_q
+        )
+        self.kernel(requests, recorded).launch(grid=(cute.size(recorded, mode=[0]), 1, 1), block=(32, 1, 1))
 
     @cute.kernel
-    def kernel(self, requests: Requests, posts: cute.Tensor):
-        control = ClcResponse.allocate(cutlass.utils.SmemAllocator())
+    def kernel(self, requests: Requests, recorded: cute.Tensor):
+        clc = ClcResponse.allocate(cutlass.utils.SmemAllocator())
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_init(control.full, 1)
+            cute.arch.mbarrier_init(clc.full, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        ClcTileScheduler(self.key, Record(posts), self.tokens_per_tile, self.tile_n, requests, control).run()
+        ClcTileScheduler(self.key, RecordingPipeline(recorded), self.tokens_per_tile, self.tile_n, requests, clc).run()
 
 
-class Sharing:
-    """Equal shares of a batch's key tiles, as blocks of one warp find them, and what they leave to be merged.
+class BalancedSchedule:
+    """The balanced split-KV tile scheduler, in CTAs of one warp, and the split ranges that it writes.
 
     Args:
-        cluster: neighbouring blocks that have the same share of neighbouring units.
-        folds: whether prompts may be folded.
+        cluster: CTAs that have the same share of neighbouring head blocks.
+        pair_row_tiles: prompts may be paired.
     """
 
-    def __init__(self, key, tokens_per_tile: int, tile_n: int, least: int, cluster: int = 1, folds: bool = False):
+    def __init__(
+        self,
+        key,
+        tokens_per_tile: int,
+        tile_n: int,
+        min_split_tiles: int,
+        cluster: int = 1,
+        pair_row_tiles: bool = False,
+    ):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
-        self.least, self.cluster, self.folds = least, cluster, folds
+        self.min_split_tiles, self.cluster, self.pair_row_tiles = min_split_tiles, cluster, pair_row_tiles
 
     @cute.jit
-    def __call__(self, starts: cute.Tensor, lengths: cute.Tensor, split_ranges: cute.Tensor, posts: cute.Tensor):
+    def __call__(
+        self, cu_seqlens_q: cute.Tensor, seqused_k: cute.Tensor, split_ranges: cute.Tensor, recorded: cute.Tensor
+    ):
         rows, any_length = self.tokens_per_tile * self.key.pack_gqa, cutlass.Int32(1 << 30)
-        requests = requests_of(starts, lengths, rows, cutlass.Int32(0), cutlass.Int32(1), any_length)
-        self.kernel(requests, split_ranges, posts).launch(grid=(cute.size(posts, mode=[0]), 1, 1), block=(32, 1, 1))
+        requests = requests_of(cu_seqlens_q, seqused_k, rows, cutlass.Int32(0), cutlass.Int32(1), any_length)
+        self.kernel(requests, split_ranges, recorded).launch(
+            grid=(cute.size(recorded, mode=[0]), 1, 1), block=(32, 1, 1)
+        )
 
     @cute.kernel
-    def kernel(self, requests: Requests, split_ranges: cute.Tensor, posts: cute.Tensor):
-        key, posted, tokens = self.key, Record(posts), self.tokens_per_tile
+    def kernel(self, requests: Requests, split_ranges: cute.Tensor, recorded: cute.Tensor):
+        key, pipeline, tokens = self.key, RecordingPipeline(recorded), self.tokens_per_tile
         scheduler = BalancedSplitKVTileScheduler(
             key,
-            posted,
+            pipeline,
             tokens,
             self.tile_n,
             requests,
             split_ranges,
-            self.least,
+            self.min_split_tiles,
             self.cluster,
-            pair_row_tiles=self.folds,
+            pair_row_tiles=self.pair_row_tiles,
         )
         scheduler.run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work as blocks find it: query tiles that they claim, each once, the longest first; shares of all key tiles."""
+"""Tile schedulers: each tile once, the longest first; balanced split-KV with its split ranges."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from emulator.errors import EmulatorError
 from emulator.machine.launch import Run
 from tests.attention import schedule_kernels
 from tests.attention.mistakes import Mistake, spoilt
-from tests.attention.schedule_kernels import Claiming, Launching, Sharing
+from tests.attention.schedule_kernels import BalancedSchedule, ClcSchedule, DynamicSchedule
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
@@ -56,8 +56,8 @@ def key_of(**facts: object) -> LayerKey:
 
 
 @dataclass(frozen=True)
-class Item:
-    """A head's row tile, and its key tiles."""
+class Tile:
+    """A row tile of a request for a head block, and its key tiles."""
 
     request: int
     row: int
@@ -67,8 +67,8 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Of a batch, (queries, keys) each, and what is asked for."""
+class Batch:
+    """A batch: (queries, keys) of each request, the mask, and the query lengths that are served."""
 
     pairs: Sequence[tuple[int, int]]
     causality: str = "causal"
@@ -80,8 +80,8 @@ class Lengths:
     def starts(self) -> list[int]:
         return [sum(queries for queries, _ in self.pairs[:i]) for i in range(len(self.pairs) + 1)]
 
-    def items(self) -> list[Item]:
-        """All there are, in no order."""
+    def tiles(self) -> list[Tile]:
+        """All tiles of the batch, in no order."""
         found = []
         for request, (queries, keys) in enumerate(self.pairs):
             if not self.min_seqlen_q <= queries <= self.max_seqlen_q:
@@ -91,110 +91,110 @@ class Lengths:
                 seen = min(keys, position + min(TOKENS, queries - row)) if self.causality == "causal" else keys
                 begin = 0 if self.left is None else max(position - self.left, 0) // TILE
                 end = max(-(-seen // TILE), begin + 1)
-                found += [Item(request, row, head_block, begin, end) for head_block in range(HEADS)]
+                found += [Tile(request, row, head_block, begin, end) for head_block in range(HEADS)]
         return found
 
     def given(self) -> tuple[LayerKey, torch.Tensor, torch.Tensor]:
-        """The layer, where requests start, and their keys."""
+        """(key of the layer, cu_seqlens_q, seqused_k)."""
         key = key_of(causality=self.causality, has_window_left=self.left is not None)
         starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in (self.starts, [k for _, k in self.pairs]))
         return key, starts, lengths
 
-    def claimed(self, blocks: int, order: str) -> list[list[Item]]:
-        """By each block, in its order; the emulator's schedule is `order`."""
+    def by_dynamic(self, num_ctas: int, order: str) -> list[list[Tile]]:
+        """The tiles of each CTA of the dynamic scheduler, in its order; the emulator's schedule is `order`."""
         key, starts, lengths = self.given()
-        claims = torch.zeros(COUNTERS, dtype=torch.int32)
-        found: list[list[Item]] = []
-        # Twice: the second launch begins with what the first one left.
+        semaphore = torch.zeros(COUNTERS, dtype=torch.int32)
+        found: list[list[Tile]] = []
+        # Twice: the second launch starts from the semaphore that the first one reset.
         for _ in range(2):
-            posts = torch.full((blocks, len(self.items()) + 1, FIELDS), -7, dtype=torch.int32)
-            with emulator.device(arch="sm_90a", sms=blocks, schedule=order, strict=True):
-                Claiming(key, TOKENS, TILE)(
-                    *(from_dlpack(one) for one in (starts, lengths, claims, posts)),
+            recorded = torch.full((num_ctas, len(self.tiles()) + 1, FIELDS), -7, dtype=torch.int32)
+            with emulator.device(arch="sm_90a", sms=num_ctas, schedule=order, strict=True):
+                DynamicSchedule(key, TOKENS, TILE)(
+                    *(from_dlpack(one) for one in (starts, lengths, semaphore, recorded)),
                     self.left or 0,
                     self.min_seqlen_q,
                     self.max_seqlen_q,
                 )
-            assert claims.tolist() == [0, 0]
-            found = [self.of(block) for block in posts.tolist()]
+            assert semaphore.tolist() == [0, 0]
+            found = [self.of(cta) for cta in recorded.tolist()]
         return found
 
-    def launched(self, order: str, beyond: int = 0) -> list[list[Item]]:
-        """By each block of a grid that has so many more than there are items; three run at a time."""
+    def by_clc(self, order: str, beyond: int = 0) -> list[list[Tile]]:
+        """The tiles of each CTA by CLC: `beyond` more CTAs than tiles, of which three run at a time."""
         key, starts, lengths = self.given()
-        count = len(self.items())
-        posts = torch.zeros(count + beyond, count + 1, FIELDS, dtype=torch.int32)
+        count = len(self.tiles())
+        recorded = torch.zeros(count + beyond, count + 1, FIELDS, dtype=torch.int32)
         with emulator.device(arch="sm_100a", sms=3, schedule=order, strict=True):
-            Launching(key, TOKENS, TILE)(
-                *(from_dlpack(one) for one in (starts, lengths, posts)),
+            ClcSchedule(key, TOKENS, TILE)(
+                *(from_dlpack(one) for one in (starts, lengths, recorded)),
                 self.left or 0,
                 self.min_seqlen_q,
                 self.max_seqlen_q,
             )
-        return [self.of(block) for block in posts.tolist()]
+        return [self.of(cta) for cta in recorded.tolist()]
 
-    def of(self, posts: list[list[int]]) -> list[Item]:
-        works = [WorkTile(*fields) for fields in posts]
+    def of(self, recorded: list[list[int]]) -> list[Tile]:
+        works = [WorkTile(*fields) for fields in recorded]
         stop = next(place for place, work in enumerate(works) if not work.valid)
         requests = [
             max(i for i, start in enumerate(self.starts[:-1]) if start <= work.q_offset) for work in works[:stop]
         ]
         return [
-            Item(request, work.q_offset - self.starts[request], work.head_block, work.n_block_min, work.n_block_max)
+            Tile(request, work.q_offset - self.starts[request], work.head_block, work.n_block_min, work.n_block_max)
             for request, work in zip(requests, works, strict=False)
         ]
 
 
-RAGGED = Lengths(pairs=[(70, 70), (1, 300), (200, 200), (33, 500), (0, 0), (64, 64)])
-MANY = Lengths(pairs=[(random.Random(i).randrange(1, 90), 90) for i in range(45)])
+RAGGED = Batch(pairs=[(70, 70), (1, 300), (200, 200), (33, 500), (0, 0), (64, 64)])
+MANY = Batch(pairs=[(random.Random(i).randrange(1, 90), 90) for i in range(45)])
 BATCHES = {
     "ragged": RAGGED,
-    "full": Lengths(pairs=RAGGED.pairs, causality="full"),
-    "window": Lengths(pairs=RAGGED.pairs, left=40),
-    "long-ones": Lengths(pairs=RAGGED.pairs, min_seqlen_q=34, max_seqlen_q=100),
+    "full": Batch(pairs=RAGGED.pairs, causality="full"),
+    "window": Batch(pairs=RAGGED.pairs, left=40),
+    "long-ones": Batch(pairs=RAGGED.pairs, min_seqlen_q=34, max_seqlen_q=100),
     "many": MANY,
-    "one": Lengths(pairs=[(1, 1)]),
-    "none": Lengths(pairs=[(1, 1)], min_seqlen_q=2),
+    "one": Batch(pairs=[(1, 1)]),
+    "none": Batch(pairs=[(1, 1)], min_seqlen_q=2),
 }
 
 
-def assert_each_once(batch: Lengths, found: Sequence[Sequence[Item]]) -> None:
-    assert sorted(map(repr, (item for block in found for item in block))) == sorted(map(repr, batch.items()))
+def assert_each_once(batch: Batch, found: Sequence[Sequence[Tile]]) -> None:
+    assert sorted(map(repr, (tile for cta in found for tile in cta))) == sorted(map(repr, batch.tiles()))
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("num_ctas", [1, 3])
 @pytest.mark.parametrize("name", BATCHES)
-def test_each_once(name: str, blocks: int) -> None:
-    """By several blocks, and by so many that some find nothing."""
+def test_each_once(name: str, num_ctas: int) -> None:
+    """By one CTA and by several, of which some find no tile."""
     batch = BATCHES[name]
     for order in ("eager", "lazy", "random"):
-        claimed = batch.claimed(blocks, order)
-        assert_each_once(batch, claimed)
+        by_dynamic = batch.by_dynamic(num_ctas, order)
+        assert_each_once(batch, by_dynamic)
 
 
 @pytest.mark.parametrize("name", ["ragged", "full"])
 def test_longest_first(name: str) -> None:
     """Heads of a tile side by side. With a window a request's last row tile may be shorter than the one before it."""
-    (claimed,) = BATCHES[name].claimed(1, "eager")
-    tiles = [item.end - item.begin for item in claimed]
+    (by_dynamic,) = BATCHES[name].by_dynamic(1, "eager")
+    tiles = [tile.end - tile.begin for tile in by_dynamic]
     assert tiles == sorted(tiles, reverse=True)
-    assert [item.head_block for item in claimed] == list(range(HEADS)) * (len(claimed) // HEADS)
+    assert [tile.head_block for tile in by_dynamic] == list(range(HEADS)) * (len(by_dynamic) // HEADS)
 
 
 @pytest.mark.parametrize("beyond", [1, 20])
 @pytest.mark.parametrize("name", BATCHES)
-def test_each_once_by_launch_control(name: str, beyond: int) -> None:
-    """As few blocks run as there is room for, also where others have no item."""
+def test_each_once_by_clc(name: str, beyond: int) -> None:
+    """Only as many CTAs run as the SMs hold, although some CTAs of the grid have no tile."""
     batch = BATCHES[name]
     for order in ("eager", "lazy", "random"):
-        launched = batch.launched(order, beyond)
-        assert_each_once(batch, launched)
-        assert sum(bool(block) for block in launched) <= 3
+        by_clc = batch.by_clc(order, beyond)
+        assert_each_once(batch, by_clc)
+        assert sum(bool(cta) for cta in by_clc) <= 3
 
 
 @pytest.mark.parametrize("name", ["ragged", "many"])
-def test_launch_control_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each item once, whichever block leaves the grid next: the last one, or any."""
+def test_clc_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile once, whichever CTA of the grid is cancelled next: the last one, or any."""
     batch, indices = BATCHES[name], Run._cluster_indices
     for seed in range(4):
         any_order = random.Random(seed)
@@ -204,54 +204,54 @@ def test_launch_control_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch)
             return iter(found if last_first else any_order.sample(found, len(found)))
 
         monkeypatch.setattr(Run, "_cluster_indices", mixed)
-        launched = batch.launched("random", 5)
-        assert_each_once(batch, launched)
+        by_clc = batch.by_clc("random", 5)
+        assert_each_once(batch, by_clc)
 
 
 MISTAKES = (
     Mistake(
-        "read before it is there",
+        "response read before it has arrived",
         clc,
         "        cute.arch.mbarrier_wait(full, phase_of(count - 1, 1))\n",
         "",
     ),
     Mistake("the phase of another response", clc, "phase_of(count - 1, 1)", "phase_of(count, 1)"),
     Mistake("other bytes expected", clc, "(full, CLC_RESPONSE_BYTES)", "(full, CLC_RESPONSE_BYTES // 2)"),
-    Mistake("a place of its own count", clc, "return tile_idx if", "return cutlass.Int32(count) if"),
+    Mistake("the count instead of the tile index", clc, "return tile_idx if", "return cutlass.Int32(count) if"),
     Mistake(
-        "asks when there is none left",
+        "queries after the last CTA",
         clc,
         "        self.work_pipeline.produce(",
         "        self.next_tile_idx(num_produced + num_skipped + 1, None)\n        self.work_pipeline.produce(",
     ),
-    Mistake("uncounted behind the last item", clc, "num_skipped += 1", "num_skipped += 0"),
+    Mistake("tiles beyond the last one not counted", clc, "num_skipped += 1", "num_skipped += 0"),
 )
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.id)
-def test_mistakes_in_launch_control(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_clc(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_kernels, "ClcTileScheduler", spoilt(mistake, tmp_path).ClcTileScheduler)
 
     def run() -> None:
         for order in ("eager", "lazy", "random"):
-            assert_each_once(RAGGED, RAGGED.launched(order, 20))
+            assert_each_once(RAGGED, RAGGED.by_clc(order, 20))
 
     with pytest.raises((EmulatorError, AssertionError)):
         run()
 
 
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit into a cache together is taken one after another."""
+    """Requests whose keys do not fit into L2 together are processed one section after another."""
     monkeypatch.setattr(persistent, "L2_SECTION_BYTES", 400 * 2 * 2 * 64)
-    (claimed,) = RAGGED.claimed(1, "eager")
+    (by_dynamic,) = RAGGED.by_dynamic(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
     sections = [(0, 1, 2), (3,), (5,)]
-    assert [item.request for item in claimed if item.head_block == 0 and item.request in sections[0]][:1] == [1]
-    places = [next(i for i, section in enumerate(sections) if item.request in section) for item in claimed]
+    assert [tile.request for tile in by_dynamic if tile.head_block == 0 and tile.request in sections[0]][:1] == [1]
+    places = [next(i for i, section in enumerate(sections) if tile.request in section) for tile in by_dynamic]
     assert places == sorted(places)
 
 
-LEAST = 2
+MIN_SPLIT_TILES = 2
 DECODES = {
     "equal": [90] * 6,
     "long": [40 * TILE, 1, 900, 16, 17, 300, 33],
@@ -264,11 +264,11 @@ DECODES = {
 
 
 # Requests of several row tiles, and their keys.
-SHARED_TOKENS = 2
+TOKENS_PER_TILE = 2
 PROMPTS, PROMPTS_KEYS = [5, 1, 2, 9, 1], [90, 1, 40 * TILE, 20 * TILE + 3, 700]
-# Of which some are longer than a key tile, and are folded: at their beginning, behind context, with fewer keys than
-# queries, with none.
-FOLDED = {
+# Some are longer than a key tile, and are paired: at the beginning of their request, after context, with fewer keys
+# than queries, with none.
+PAIRED = {
     "alone": ([75], [75]),
     "beside-decodes": ([1, 1, 60, 1, 33, 2], [300, 17, 60, 9 * TILE, 200, 33]),
     "behind-context": ([TILE + 1, 31], [5 * TILE + 3, 700]),
@@ -277,29 +277,31 @@ FOLDED = {
 }
 
 
-def shared(
+def balanced_schedule(
     lengths: Sequence[int],
-    blocks: int,
+    num_ctas: int,
     q_lens: Sequence[int] | None = None,
     cluster: int = 1,
-    tokens: int = SHARED_TOKENS,
-    folds: bool = False,
+    tokens: int = TOKENS_PER_TILE,
+    pair_row_tiles: bool = False,
 ) -> tuple[list[list[WorkTile]], list[SplitRange]]:
-    """Items of each block and what it leaves to be merged, for requests over so many keys.
+    """(work tiles of each CTA, split range of each CTA) for requests of `lengths` keys.
 
-    Of clusters all first blocks come before all second ones.
+    The first CTAs of all clusters come before the second ones.
     """
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
-    items = sum(-(-queries // tokens) for queries in asked) * HEADS + 1
-    split_ranges = torch.full((blocks, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
-    posts = torch.full((blocks, items, FIELDS), -7, **int32)
-    with emulator.device(arch="sm_90a", sms=blocks, strict=True):
-        sharing = Sharing(key_of(split=True), tokens, TILE, LEAST, cluster, folds=folds)
-        sharing(*(from_dlpack(one) for one in (starts, keys, split_ranges, posts)))
-    found = [[WorkTile(*fields) for fields in block] for block in posts.tolist()]
-    found = [block[: [work.valid for work in block].index(0)] for block in found]
-    return [block for rank in range(cluster) for block in found[rank::cluster]], [
+    most_works = sum(-(-queries // tokens) for queries in asked) * HEADS + 1
+    split_ranges = torch.full((num_ctas, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
+    recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
+    with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
+        schedule = BalancedSchedule(
+            key_of(split=True), tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles=pair_row_tiles
+        )
+        schedule(*(from_dlpack(one) for one in (starts, keys, split_ranges, recorded)))
+    found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
+    found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
+    return [cta for rank in range(cluster) for cta in found[rank::cluster]], [
         SplitRange(*one) for one in split_ranges.tolist()
     ]
 
@@ -307,39 +309,39 @@ def shared(
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("clusters", [1, 3, 8])
 @pytest.mark.parametrize("name", [*DECODES, "prompts"])
-def test_shares(name: str, clusters: int, cluster: int) -> None:
-    """Every key tile once; the parts of a range in neighbouring blocks, in the slots where its first one looks."""
-    lengths, blocks = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
+def test_balanced(name: str, clusters: int, cluster: int) -> None:
+    """Every key tile once; the splits of an output tile in neighbouring CTAs, where the combine kernel reads them."""
+    lengths, num_ctas = DECODES.get(name, PROMPTS_KEYS), clusters * cluster
     q_lens = [1] * len(lengths) if name in DECODES else PROMPTS
-    found, split_ranges = shared(lengths, blocks, q_lens, cluster)
-    assert_shared(found, split_ranges, lengths, q_lens)
+    found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, cluster)
+    assert_balanced(found, split_ranges, lengths, q_lens)
     if clusters > 1 and name in ("long", "one", "prompts"):
-        assert any(cut.num_splits for cut in split_ranges)
+        assert any(split_range.num_splits for split_range in split_ranges)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("clusters", [1, 3, 8, 40])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", FOLDED)
-def test_folded_shares(name: str, tokens: int, clusters: int, cluster: int) -> None:
-    """As well where prompts may be folded; tokens of a row tile divide a key tile's keys, or do not."""
-    q_lens, lengths = FOLDED[name]
-    found, split_ranges = shared(lengths, clusters * cluster, q_lens, cluster, tokens, folds=True)
-    assert_shared(found, split_ranges, lengths, q_lens, tokens, folds=True)
+@pytest.mark.parametrize("name", PAIRED)
+def test_paired_row_tiles(name: str, tokens: int, clusters: int, cluster: int) -> None:
+    """The same where prompts may be paired; tokens of a row tile divide a key tile's keys, or do not."""
+    q_lens, lengths = PAIRED[name]
+    found, split_ranges = balanced_schedule(lengths, clusters * cluster, q_lens, cluster, tokens, pair_row_tiles=True)
+    assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=True)
 
 
-def assert_shared(
+def assert_balanced(
     found: list[list[WorkTile]],
     split_ranges: list[SplitRange],
     lengths: Sequence[int],
     q_lens: Sequence[int],
-    tokens: int = SHARED_TOKENS,
-    folds: bool = False,
+    tokens: int = TOKENS_PER_TILE,
+    pair_row_tiles: bool = False,
 ) -> None:
     ranges: dict[tuple[int, int], list[tuple[int, WorkTile]]] = {}
-    for block, items in enumerate(found):
-        for work in items:
-            ranges.setdefault((work.q_offset, work.head_block), []).append((block, work))
+    for cta, works in enumerate(found):
+        for work in works:
+            ranges.setdefault((work.q_offset, work.head_block), []).append((cta, work))
     tiles_of = {}  # of each row tile: its request's key tiles, those that it sees, its rows
     for keys, queries, first in zip(lengths, q_lens, accumulate([0, *q_lens]), strict=False):
         for row in range(0, queries, tokens):
@@ -354,54 +356,54 @@ def assert_shared(
         tiles, seen, rows = tiles_of[query]
         ends = [work.n_block_max for _, work in parts]
         first = parts[0][0]
-        assert [block for block, _ in parts] == list(range(first, first + len(parts)))
+        assert [cta for cta, _ in parts] == list(range(first, first + len(parts)))
         assert {work.num_rows for _, work in parts} == {rows}
         assert [work.n_block_min for _, work in parts] == [0, *ends[:-1]]
         if len(parts) > 1:
-            assert ends[-1] == (seen if folds else tiles)
-            assert [work.partial_idx for _, work in parts] == [2 * first + 1, *(2 * block for block, _ in parts[1:])]
+            assert ends[-1] == (seen if pair_row_tiles else tiles)
+            assert [work.partial_idx for _, work in parts] == [2 * first + 1, *(2 * cta for cta, _ in parts[1:])]
             expected[first] = SplitRange(len(parts), query, head_block, rows)
         else:
             assert ends == [seen]
             assert parts[0][1].partial_idx == NOT_SPLIT
-    assert {block: cut for block, cut in enumerate(split_ranges) if cut.num_splits} == expected
+    assert {cta: split_range for cta, split_range in enumerate(split_ranges) if split_range.num_splits} == expected
 
 
-def test_folds_stay_whole() -> None:
-    """Beside requests of one query, a prompt with more row tiles than blocks are left: nothing is merged."""
+def test_pairs_are_not_split() -> None:
+    """Beside requests of one query, a prompt with more row tiles than CTAs are left: nothing is split."""
     q_lens, lengths, tiles = [1] * 18 + [24], [14 * TILE] * 18 + [24], 14
-    blocks = 18 * HEADS + 3 * HEADS
-    found, split_ranges = shared(lengths, blocks, q_lens, tokens=4, folds=True)
-    assert_shared(found, split_ranges, lengths, q_lens, tokens=4, folds=True)
-    assert not any(cut.num_splits for cut in split_ranges)
-    assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) == tiles
+    num_ctas = 18 * HEADS + 3 * HEADS
+    found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=4, pair_row_tiles=True)
+    assert_balanced(found, split_ranges, lengths, q_lens, tokens=4, pair_row_tiles=True)
+    assert not any(split_range.num_splits for split_range in split_ranges)
+    assert max(sum(work.n_block_max - work.n_block_min for work in works) for works in found) == tiles
 
 
-def test_folds_are_even() -> None:
-    """A prompt's first row tiles count what they see: a block has no more than its share of that, and of holes."""
-    queries, blocks = 20 * TILE, 8
-    found, _ = shared([queries], blocks, [queries], tokens=4, folds=True)
-    seen = sum(work.n_block_max - work.n_block_min for items in found for work in items)
-    held = [sum(work.n_block_max - work.n_block_min for work in items) for items in found]
-    assert max(held) <= 1.1 * seen / blocks
+def test_pairs_are_even() -> None:
+    """A prompt's first row tiles count the keys that they see: no CTA has much more than an even share of these."""
+    queries, num_ctas = 20 * TILE, 8
+    found, _ = balanced_schedule([queries], num_ctas, [queries], tokens=4, pair_row_tiles=True)
+    seen = sum(work.n_block_max - work.n_block_min for works in found for work in works)
+    held = [sum(work.n_block_max - work.n_block_min for work in works) for works in found]
+    assert max(held) <= 1.1 * seen / num_ctas
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_shares_are_even(name: str) -> None:
-    """A block has no more to do than its share, with each range's beginning for a tile where lengths differ.
+def test_shares_of_ctas_are_even(name: str) -> None:
+    """No CTA has more than its share, with OVERHEAD_ITERS for each output tile where lengths differ.
 
-    One range may begin in the block before with no more than what it has for its beginning.
+    An output tile's overhead iterations may be in the share of the CTA before.
     """
-    blocks = 8
+    num_ctas = 8
     lengths = DECODES[name]
     tiles = [max(-(-length // TILE), 1) for length in lengths]
-    found, _ = shared(lengths, blocks)
+    found, _ = balanced_schedule(lengths, num_ctas)
     if len(set(tiles)) == 1:
-        assert max(sum(work.n_block_max - work.n_block_min for work in items) for items in found) <= tiles[0] * HEADS
+        assert max(sum(work.n_block_max - work.n_block_min for work in works) for works in found) <= tiles[0] * HEADS
         return
-    share = max(-(-HEADS * sum(tile + balanced.OVERHEAD_ITERS for tile in tiles) // blocks), LEAST)
+    share = max(-(-HEADS * sum(tile + balanced.OVERHEAD_ITERS for tile in tiles) // num_ctas), MIN_SPLIT_TILES)
     begun = [
-        sum(work.n_block_max - work.n_block_min + balanced.OVERHEAD_ITERS * (work.n_block_min == 0) for work in items)
-        for items in found
+        sum(work.n_block_max - work.n_block_min + balanced.OVERHEAD_ITERS * (work.n_block_min == 0) for work in works)
+        for works in found
     ]
     assert max(begun) <= share + balanced.OVERHEAD_ITERS
