@@ -23,7 +23,7 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULE_WARP
+from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_mma import MlaMmaConsumer
 
@@ -155,7 +155,7 @@ class MlaForward(TiledMla):
             if warp == LOAD_WARP:
                 rings = tma_barriers(barriers)
                 MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
-            if warp == SCHEDULE_WARP:
+            if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace).run()
         elif warp >= (1 + GROUPS) * WARPGROUP // 32:
             if cutlass.const_expr(self.key.kv.fp8):
