@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant attention on the emulator: a request's results are the same bits, alone and in any company."""
+"""Batch-invariant attention on the emulator: a request's results have the same bits alone and in any batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ MLA_128 = mla(128, (288, 256), q_lens=(2, 1), kv_lens=(200, 140), page=64)
 
 @dataclass(frozen=True)
 class Run:
-    """Kernels of an SM: split for short queries, whole ranges for long ones."""
+    """A kernel of an SM: split-KV for short queries, or prefill for long ones."""
 
     id: str
     case: Case
@@ -108,7 +108,7 @@ def made(case: Case, batch_invariant: bool) -> Problem:
 
 
 def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int], index: int) -> check.Result:
-    """Of a batch of these requests of the problem, their rows one after the other."""
+    """Results of a batch of these requests of the problem, their rows one after the other."""
     starts = problem.batch.query_start_loc
     rows = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in requests])
     lens = torch.tensor([0, *(problem.q_lens[r] for r in requests)], dtype=torch.int32)
@@ -142,14 +142,14 @@ def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int],
 
 
 def of_request(result: check.Result, problem: Problem, requests: Sequence[int], request: int) -> list[torch.Tensor]:
-    """What a batch gave for one of its requests: out, lse."""
+    """[out, lse] of one request of a batch."""
     first = sum(problem.q_lens[r] for r in requests[: requests.index(request)])
     rows = slice(first, first + problem.q_lens[request])
     return [result.out[rows], result.lse[rows]]
 
 
 def differing(run: Run, batch_invariant: bool, index: int) -> list[int]:
-    """Requests whose bits depend on their company."""
+    """Requests whose results depend on the other requests of the batch."""
     problem = made(run.case, batch_invariant)
     kernel = run.kernel(problem.spec)
     there = [r for r, queries in enumerate(problem.q_lens) if queries]
@@ -167,12 +167,12 @@ def differing(run: Run, batch_invariant: bool, index: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("index", "run"), EACH)
-def test_company_does_not_matter(index: int, run: Run) -> None:
+def test_other_requests_do_not_matter(index: int, run: Run) -> None:
     assert differing(run, True, index) == []
 
 
-def test_by_default_it_may() -> None:
-    """Shares of the whole batch cut a request's keys elsewhere when others come."""
+def test_by_default_they_may() -> None:
+    """Balanced split-KV splits a request's keys elsewhere when the batch has other requests."""
     assert differing(RUNS[0], False, 0) != []
 
 
@@ -197,26 +197,26 @@ def test_triton_serves_other_gpus(operation: Operation) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_mla_has_fewer_shares_of_more_heads(arch: str, heads: int) -> None:
-    """A token's partial results take 1 MB a unit at most."""
+def test_mla_has_fewer_splits_of_more_heads(arch: str, heads: int) -> None:
+    """The partial results of a token take at most 1 MB for each head block."""
     spec = replace(mla(heads, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
     kernel: Any = dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch)).load()(spec, from_arch(arch), scratch())
     assert kernel.max_splits == {16: 32, 128: 8}[heads]
 
 
-def test_a_guess_is_not_batch_invariant() -> None:
-    """Of MLA: whether one holds depends on all rows of a warp, and those that do not are summed in another order."""
+def test_speculative_max_is_not_batch_invariant() -> None:
+    """In MLA, whether it holds depends on all rows of a warp, and rows where it fails are summed in another order."""
     spec = replace(MLA.spec, batch_invariant=True)
     config = mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True)
     assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
 
 
 def test_scratch_grows_with_requests_and_not_with_keys() -> None:
-    """32 shares at most, of rows that a batch has: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
+    """At most 32 splits of the rows of a batch: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
     kernel: Any = sm100_launch.SplitKV(spec, from_arch("sm_100a"), scratch())
     assert kernel.max_splits == min(32, kernel.num_ctas // 8)
     problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
-    partials, merges = kernel.scratch(problem.batch, 4)
-    assert merges is None
+    partials, split_ranges = kernel.scratch(problem.batch, 4)
+    assert split_ranges is None
     assert partials.numel() == 256 * 8 * kernel.max_splits * (4 * 128 + 8)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SM90's dense kernels in batch-invariant mode: a row's bits do not tell how its prompt came to the kernel.
+"""SM90's dense kernels in batch-invariant mode: a row's bits do not depend on how its prompt is divided into steps.
 
-A prompt's rows are computed as one long query, in chunks, behind cached keys and as decode steps, by the kernel for
-long queries and the one for short ones. Splits are left to the merge kernel, or folded where they are made.
+A prompt's rows are computed as one long query, in chunks, after cached keys and as decode steps, by the prefill and the
+split-KV kernel. Splits are combined by the combine kernel, or by the CTA that computed them.
 """
 
 from collections.abc import Iterator
@@ -25,24 +25,25 @@ from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import Problem
 
 SMS, TILE_N = 4, 64
-# Beside the prompt, a request of other lengths whose rows share nothing with it but the launch.
+# In the same launch as the prompt, a request of other lengths.
 TOKENS, OTHER = 300, (3, 190)
 SPLIT = 2 * TILE_N
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the prompt's rows come to a kernel.
+    """How the prompt is divided into launches.
 
     Attributes:
-        chunks: its rows, cut; keys before a chunk are cached.
-        short: by the kernel for short queries.
-        slots_bytes: for partial results; 0 folds splits where they are made.
+        chunks: rows of each launch; keys before a chunk are cached.
+        short: by the split-KV kernel.
+        partials_bytes: room for partial results; with 0, CTAs combine their own splits.
+        beside: another request is in the batch.
     """
 
     chunks: tuple[int, ...]
     short: bool = False
-    slots_bytes: int = 1 << 20
+    partials_bytes: int = 1 << 20
     beside: bool = False
     groups: int = 1
 
@@ -52,8 +53,8 @@ WAYS = {
     "chunks": Way((70, 1, 129, 100), beside=True),
     "two-warpgroups": Way((TOKENS,), groups=2),
     "short-chunks": Way((TOKENS - 6, 5, 1), short=True),
-    "short-folded": Way((TOKENS - 6, 5, 1), short=True, slots_bytes=0),
-    "short-some-slots": Way((TOKENS - 3, 3), short=True, slots_bytes=9000, beside=True),
+    "short-own-splits": Way((TOKENS - 6, 5, 1), short=True, partials_bytes=0),
+    "short-some-partials": Way((TOKENS - 3, 3), short=True, partials_bytes=9000, beside=True),
 }
 BOTH: dict[str, Any] = {"q_lens": (TOKENS, OTHER[0]), "kv_lens": (TOKENS, OTHER[1])}
 CASES = {
@@ -63,7 +64,7 @@ CASES = {
     ),
     "fp8": Case(q_lens=(TOKENS, OTHER[0]), kv_lens=(TOKENS, OTHER[1]), heads=(2, 1), fp8=True, page=64, sinks=True),
 }
-QUICK = {("plain", "short-chunks"), ("plain", "short-folded"), ("window", "chunks")}
+QUICK = {("plain", "short-chunks"), ("plain", "short-own-splits"), ("window", "chunks")}
 
 
 def kernel_of(problem: Problem, way: Way, speculative_max: bool) -> Any:
@@ -81,12 +82,12 @@ def kernel_of(problem: Problem, way: Way, speculative_max: bool) -> Any:
 
 
 def launches(problem: Problem, way: Way) -> Iterator[tuple[slice, Batch]]:
-    """The prompt's rows of each launch, and its batch; a request beside them comes before the prompt."""
+    """(the prompt's rows, the batch) of each launch; another request comes before the prompt."""
     assert problem.batch.block_table is not None
     begin = 0
     for chunk in way.chunks:
         end = begin + chunk
-        # A short kernel's first chunk is the cached prefix, which another one wrote.
+        # The split-KV kernel's first chunk is the cached prefix, which another launch wrote.
         if not (way.short and chunk > 16):
             lens, seen = ([OTHER[0], chunk], [OTHER[1], end]) if way.beside else ([chunk], [end])
             order = [1, 0] if way.beside else [0]
@@ -107,7 +108,7 @@ def launches(problem: Problem, way: Way) -> Iterator[tuple[slice, Batch]]:
 def rows_of(
     problem: Problem, way: Way, speculative_max: bool, seed: int
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each of the prompt's rows that the way computes: out and lse."""
+    """(out, lse) of each of the prompt's rows that the way computes."""
     kernel, found = kernel_of(problem, way, speculative_max), {}
     for rows, batch in launches(problem, way):
         before = OTHER[0] if way.beside else 0
@@ -137,7 +138,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(case: Case, way: Way, speculative_max: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = made(case)
     whole = rows_of(problem, NOT_SPLIT, speculative_max[0], 1)
-    monkeypatch.setattr(shared_launch, "MAX_PARTIALS_BYTES", way.slots_bytes)
+    monkeypatch.setattr(shared_launch, "MAX_PARTIALS_BYTES", way.partials_bytes)
     other = rows_of(problem, way, speculative_max[1], 2)
     assert other
     for row, (out, lse) in other.items():
@@ -153,12 +154,12 @@ def compare(case: Case, way: Way, speculative_max: tuple[bool, bool], monkeypatc
         for way in WAYS
     ],
 )
-def test_how_rows_come_does_not_matter(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_into_launches_does_not_matter(case: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(CASES[case], WAYS[way], (True, True), monkeypatch)
 
 
-def test_guesses_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a warp guessed has the bits of what it found."""
+def test_speculative_max_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speculative max gives the same bits as the exact one."""
     compare(CASES["plain"], replace(NOT_SPLIT, chunks=(128, TOKENS - 128)), (True, False), monkeypatch)
 
 
