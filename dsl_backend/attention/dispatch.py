@@ -8,9 +8,9 @@ import torch
 
 from dsl_backend.attention import variants
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
-from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
+from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
-from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
+from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.tuned import Heuristic, config_of
 from dsl_backend.checks import short
@@ -169,14 +169,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dense-prefill sm90",
             "dsl_backend.attention.cute.sm90.dense_host:Prefill",
             on("sm90", cute_dense, sm90.default_config),
-            variants.dense(sm90.default_config, variants.long_queries),
+            variants.SM90_PREFILL,
         ),
         Entry(
             "cute",
             "dense-prefill sm100",
             "dsl_backend.attention.cute.sm100.dense_host:Prefill",
             on("sm100", cute_dense, sm100.default_config),
-            variants.dense(sm100.default_config),
+            variants.SM100_PREFILL,
         ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
@@ -187,14 +187,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "dense-decode sm90",
             "dsl_backend.attention.cute.sm90.dense_host:SplitKV",
             on("sm90", cute_dense, sm90.default_split_config),
-            variants.dense(sm90.default_split_config),
+            variants.SM90_DECODE,
         ),
         Entry(
             "cute",
             "dense-decode sm100",
             "dsl_backend.attention.cute.sm100.dense_host:SplitKV",
             on("sm100", cute_dense, sm100.default_split_config),
-            variants.dense(sm100.default_split_config, variants.few_rows),
+            variants.SM100_DECODE,
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),
@@ -204,15 +204,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             "cute",
             "mla-decode sm90",
             "dsl_backend.attention.cute.sm90.mla_host:MlaSplitKV",
-            on("sm90", cute_mla, latent_sm90.default_mla_config),
-            variants.mla(latent_sm90.default_mla_config),
+            on("sm90", cute_mla, mla_sm90.default_mla_config),
+            variants.SM90_MLA,
         ),
         Entry(
             "cute",
             "mla-decode sm100",
             "dsl_backend.attention.cute.sm100.mla_host:MlaSplitKV",
-            on("sm100", cute_mla, latent_sm100.default_mla_config),
-            variants.mla(latent_sm100.default_mla_config),
+            on("sm100", cute_mla, mla_sm100.default_mla_config),
+            variants.SM100_MLA,
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),

@@ -7,8 +7,9 @@ from typing import Any
 from dsl_backend.attention.cute.mla_configs import ROWS as MLA_ROWS
 from dsl_backend.attention.cute.sizes import packed_gqa_heads
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
-from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.tuned import Heuristic, config_of
 from dsl_backend.runtime.dispatch import Variant
@@ -52,7 +53,7 @@ def only_one(spec: AttentionSpec, target: Target) -> None:
 
 
 def dense(default: Heuristic, second: Second = only_one) -> Variants:
-    """The kernels of dense attention: a tuned configuration's, for all batches, or the heuristic's and a second one."""
+    """The kernels of dense attention, the usual one first. A tuned one serves all batches."""
 
     def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
         config = config_of(spec, target, default)
@@ -71,6 +72,14 @@ def mla(default: Heuristic) -> Variants:
 
     def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
         config = config_of(spec, target, default)
-        return [Variant(named(config, two_cta=isinstance(config, TwoCtaMlaConfig), tile_m=MLA_ROWS), config)]
+        return [Variant(named(config, two_cta=isinstance(config, mla_sm100.TwoCtaMlaConfig), tile_m=MLA_ROWS), config)]
 
     return variants
+
+
+SM90_PREFILL = dense(sm90.default_config, long_queries)
+SM90_DECODE = dense(sm90.default_split_config)
+SM90_MLA = mla(mla_sm90.default_mla_config)
+SM100_PREFILL = dense(sm100.default_config)
+SM100_DECODE = dense(sm100.default_split_config, few_rows)
+SM100_MLA = mla(mla_sm100.default_mla_config)

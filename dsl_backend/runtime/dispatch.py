@@ -27,6 +27,10 @@ class Variant:
     min_query_len: int = 0
     max_query_len: int | None = None
 
+    def serves(self, query_len: int) -> bool:
+        """Whether it serves a batch whose longest query has so many tokens."""
+        return self.min_query_len <= query_len and (self.max_query_len is None or query_len <= self.max_query_len)
+
     @property
     def batches(self) -> str:
         if self.max_query_len is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.cute.sm90 import dense_host as launch
+from dsl_backend.attention.cute.sm90 import dense_configs
 from dsl_backend.attention.cute.sm90.dense_configs import (
     DEQUANT_REGISTERS,
     REGISTERS,
@@ -101,7 +101,7 @@ def test_speculative_max(name: str, speculative_max: bool) -> None:
 @pytest.mark.parametrize("is_long", [True, False])
 def test_config_of_long_queries(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch with a query of LONG_QUERY tokens runs the kernel of three warpgroups, any other the default."""
-    monkeypatch.setattr(launch, "LONG_QUERY", 200 if is_long else 201)
+    monkeypatch.setattr(dense_configs, "LONG_QUERY", 200 if is_long else 201)
     made: list[Prefill] = []
 
     def make(planner: Planner, short: bool) -> Kernel:

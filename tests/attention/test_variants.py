@@ -42,7 +42,7 @@ def test_variants_are_what_is_launched(arch: str) -> None:
                 assert [one.config for one in variants] == [kernel.config] + ([other.config] if other else [])
                 for query_len in QUERY_LENS:
                     (chosen,) = [one for one in variants if serves(one, query_len)]
-                    is_other = other is not None and kernel.is_for_other(None, query_len)
+                    is_other = other is not None and kernel.is_for_other(query_len)
                     assert chosen is variants[is_other], f"{operation.value} {spec}, {query_len} tokens"
                 counts.add(len(variants))
     assert counts == {1, 2}, "layers with one kernel and with two were among them"

@@ -21,6 +21,7 @@ from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.tuned import config_of
+from dsl_backend.attention.variants import Variants
 from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
@@ -290,23 +291,18 @@ class DenseKernel(LayerKernel):
     """Attention over keys and values, as opposed to MLA's latent rows.
 
     Attributes:
-        other: a second configuration, which serves some batches; None where one serves all.
+        variants: the configurations of the kernel, and the batches that each serves; at most two.
+        other: the kernel of the second one; None where one serves all batches.
     """
 
+    variants: Variants
+
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
-        super().__init__(spec, target, workspace, config)
-        # A configuration that was asked for, or that a tuning record names, serves all batches.
-        usual = config is None and self.config == self.default(spec)
-        other = self.other_config() if usual else None
-        self.other: DenseKernel | None = None if other is None else type(self)(spec, target, workspace, other)
-
-    def other_config(self) -> Any:
-        """The second configuration; None where there is none."""
-        return None
-
-    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
-        """Whether `other` serves a batch whose served requests have at most max_seqlen_q queries."""
-        raise NotImplementedError
+        # A configuration that was asked for serves all batches.
+        found = self.variants(spec, target) if config is None else []
+        super().__init__(spec, target, workspace, found[0].config if found else config)
+        self.others_batches = found[1] if len(found) > 1 else None
+        self.other = type(self)(spec, target, workspace, found[1].config) if len(found) > 1 else None
 
     def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
         return super().keys(lse, sinks) + ([] if self.other is None else self.other.keys(lse, sinks))
@@ -316,8 +312,12 @@ class DenseKernel(LayerKernel):
         if self.other is not None:
             self.other.prepare(lse, sinks)
 
+    def is_for_other(self, query_len: int) -> bool:
+        """Whether `other` serves a batch whose longest query, among those asked of this kernel, has so many tokens."""
+        return self.others_batches is not None and self.others_batches.serves(query_len)
+
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
-        if self.other is not None and self.is_for_other(batch, min(max_seqlen_q, batch.max_query_len)):
+        if self.other is not None and self.is_for_other(min(max_seqlen_q, batch.max_query_len)):
             return self.other.bind(batch, min_seqlen_q, max_seqlen_q)
         return super().bind(batch, min_seqlen_q, max_seqlen_q)
 

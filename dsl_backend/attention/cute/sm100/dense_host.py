@@ -8,15 +8,14 @@ from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     PAIR,
-    DenseConfig,
     default_config,
     default_split_config,
-    few_rows_config,
 )
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwapABForward
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.spec import Batch
+from dsl_backend.attention.variants import SM100_DECODE, SM100_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -30,11 +29,12 @@ def build(key: DenseKey, target: Target) -> Function:
 
 
 class Prefill(DenseKernel):
-    """Attention of long queries; see forward.py."""
+    """Attention of long queries: key ranges are not split."""
 
     build = staticmethod(build)
     key_type = DenseKey
     default = staticmethod(default_config)
+    variants = staticmethod(SM100_PREFILL)
 
     def sizes(self) -> tuple[int, int, int]:
         num_ctas, pack_gqa, tile_m = super().sizes()
@@ -49,13 +49,8 @@ class Prefill(DenseKernel):
 
 
 class SplitKV(Prefill):
-    """Attention of short queries, whose key ranges are cut into equal shares; the other kernel's have few rows."""
+    """Attention of short queries, whose key ranges are split."""
 
     default = staticmethod(default_split_config)
+    variants = staticmethod(SM100_DECODE)
     split = True
-
-    def other_config(self) -> DenseConfig | None:
-        return few_rows_config(self.spec, self.target.smem_bytes)
-
-    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
-        return self.other is not None and max_seqlen_q * self.pack_gqa <= self.other.tile_m

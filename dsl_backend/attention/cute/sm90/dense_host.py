@@ -4,15 +4,12 @@
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.sm90.dense_configs import (
-    LONG_QUERY,
-    DenseConfig,
     default_config,
     default_split_config,
-    long_query_config,
     tiles_per_split,
 )
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
-from dsl_backend.attention.spec import Batch
+from dsl_backend.attention.variants import SM90_DECODE, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -37,16 +34,12 @@ class Prefill(Dense):
     """Attention of long queries. Batches with a query of LONG_QUERY tokens or more have a kernel of their own."""
 
     default = staticmethod(default_config)
-
-    def other_config(self) -> DenseConfig | None:
-        return long_query_config(self.spec)
-
-    def is_for_other(self, batch: Batch, max_seqlen_q: int) -> bool:
-        return max_seqlen_q >= LONG_QUERY
+    variants = staticmethod(SM90_PREFILL)
 
 
 class SplitKV(Dense):
     """Attention of short queries: split-KV, with an even share of the key tiles for each CTA."""
 
     default = staticmethod(default_split_config)
+    variants = staticmethod(SM90_DECODE)
     split = True
