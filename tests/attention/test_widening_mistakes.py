@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of fp8 given back while loads of them are under way are found on the emulator.
+"""The emulator finds an fp8 stage that is released while loads from it are in flight.
 
-Whether results show it is luck: of a GPU, and of the lazy schedule, in which copies come late.
+Results need not show it: that depends on timing on a GPU, and on the schedule of copies on the emulator.
 """
 
 import inspect
@@ -26,24 +26,24 @@ from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, emulate, scratch
 from tests.attention.mistakes import Mistake, spoilt
 
-# Five key tiles go through two places.
+# Five key tiles pass through two fp8 stages.
 CASE = Case(q_lens=(20,), kv_lens=(150,), heads=(1, 1), dim=128, page=16, fp8=True)
 CONFIG = DenseConfig(groups=1, tile_n=32, stages=2, dequant_stages=2)
 
 WAITS = "            if cutlass.const_expr(first == 0):\n"
-ARRIVES = "        self.arrive(self.taken + place * parts, self.num_ctas)\n"
+ARRIVES = "        self.arrive(self.taken + fp8_stage * parts, self.num_ctas)\n"
 
 
 def early() -> Mistake:
-    """All from the wait in front of the stores to the arrival behind them, with the arrival in front."""
+    """The code from the wait before the stores to the arrival after them, with the arrival moved before the stores."""
     source = inspect.getsource(widen)
     said = source[source.index(WAITS) : source.index(ARRIVES) + len(ARRIVES)]
-    moved = f"            if cutlass.const_expr(last == turns):\n        {ARRIVES}"
-    return Mistake("given back in front of the stores", widen, said, moved + said.removesuffix(ARRIVES))
+    moved = f"            if cutlass.const_expr(last == rounds):\n        {ARRIVES}"
+    return Mistake("released before the stores", widen, said, moved + said.removesuffix(ARRIVES))
 
 
 def run(index: int) -> None:
-    """The case, on a kernel compiled anew: what is kept was made of other source."""
+    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
     class Fresh(Prefill):
         @staticmethod
@@ -63,7 +63,7 @@ def test_right_without_a_mistake(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(SCHEDULES)), ids=SCHEDULES)
-def test_given_back_in_front_of_the_stores(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_before_the_stores(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "DequantWarps", spoilt(early(), tmp_path).DequantWarps)
     with pytest.raises(EmulatorError, match="an earlier load may still be under way"):
         run(index)

@@ -92,8 +92,8 @@ def test_blocks(facts: dict[str, int], launch: tuple[int, int, int]) -> None:
     """Tokens of a block, blocks of a token, threads of a block."""
     kernel = write_kv.WriteRows(write_kv.WriteKey(dtype="bfloat16", kv=KVFormat("bfloat16"), page_size=16, **facts))
     assert (kernel.tokens, kernel.parts, kernel.threads) == launch
-    assert kernel.parts * kernel.share >= kernel.of_token
-    assert kernel.threads >= kernel.tokens * kernel.share
+    assert kernel.parts * kernel.cta_vectors >= kernel.token_vectors
+    assert kernel.threads >= kernel.tokens * kernel.cta_vectors
 
 
 # Which kernel writes
@@ -128,7 +128,7 @@ def test_tensors_that_lie_badly_are_refused_by_name() -> None:
     case = SMALL[0]
     with emulator.device(arch="sm_90a", sms=SMS, strict=True):
         writer = api.Writer(case.spec, lambda: from_arch("sm_90a"), "cute")
-        with pytest.raises(InvalidInput, match="cute: key begins 2 bytes behind a multiple of 16 and has strides of"):
+        with pytest.raises(InvalidInput, match="cute: key begins 2 bytes after a multiple of 16 and has strides of"):
             writer(*shifted(case, 1))
         key, _, *others = shifted(case, 0)
         value = torch.zeros(key.shape[0], 2, 68, dtype=case.dtype)[..., :64]

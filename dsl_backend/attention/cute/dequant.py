@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The widening role: a warpgroup turns tiles of fp8 into tiles of 16 bits, where the products read them.
+"""Dequantization warps: convert fp8 tiles of K and V to 16 bits in shared memory.
 
-Keys and values arrive in rings of their own, and leave through the rings that tensor copies fill where a cache has 16
-bits: who multiplies sees no difference. A kernel's barriers of the first have `_loaded` and `_taken` in their names.
+TMA fills fp8 stages of their own (barriers `_loaded` and `_taken`). The dequantization warps fill the 16-bit stages,
+which for a 16-bit cache TMA fills, so that the MMA warps are the same for both.
 """
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -13,153 +15,156 @@ from dsl_backend.primitives.math import e4m3_to_f16, e5m2_to_f16
 from dsl_backend.quant.format import E4M3, E5M2
 
 WARPS = WARPGROUP // 32
-VECTOR = 4  # words of 16 bytes
-AT_A_TIME = 8  # vectors of a thread, in registers at once
+VECTOR = 4  # words of a vector of 16 bytes
+VECTORS_IN_FLIGHT = 8  # of a thread, in registers
 FP8_TO_F16 = {E4M3: e4m3_to_f16, E5M2: e5m2_to_f16}
-USUAL = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
+# Barriers of the fp8 stages, and those of the 16-bit stages that TMA fills without them.
+FP8_BARRIERS = {"k_loaded": "k_full", "k_taken": "k_empty", "v_loaded": "v_full", "v_taken": "v_empty"}
 
 
-def tma_barriers(barriers):
-    """A kernel's barriers with those of the rings that tensor copies fill under the usual names."""
-    filled = {usual: getattr(barriers, name, None) for name, usual in USUAL.items()}
-    return barriers._replace(**{name: pointer for name, pointer in filled.items() if pointer is not None})
+def tma_barriers(barriers: Any) -> Any:
+    """A kernel's barriers as the load warp uses them: for an fp8 cache, `k_full` is that of the fp8 stages."""
+    fp8 = {name: getattr(barriers, fp8_name, None) for fp8_name, name in FP8_BARRIERS.items()}
+    return barriers._replace(**{name: mbars for name, mbars in fp8.items() if mbars is not None})
 
 
 def fp8_smem_layout(rows: int, width: int, copied: int, stages: int) -> cute.Layout:
-    """[rows, width, stages] of fp8 in shared memory: chunks of `copied` columns, without a swizzle."""
+    """[row, column, stage] of fp8 in shared memory: chunks of `copied` columns, one for each TMA box, not swizzled."""
     shape = (rows, (copied, width // copied), stages)
     return cute.make_layout(shape, stride=(copied, (1, rows * copied), rows * width))
 
 
 def fp8_tma_box(rows: int, copied: int) -> tuple[cute.Layout, tuple[int, int]]:
-    """A box of one tensor copy of them: how it lies in shared memory, and its shape."""
+    """The box of one TMA load of such a chunk: its layout in shared memory, and its shape."""
     return cute.make_layout((rows, copied), stride=(copied, 1)), (rows, copied)
 
 
 class DequantTiles:
-    """Keys, or values, or some columns of them, on their way from one ring to the other.
+    """Convert tiles of K, or of V, or some of their columns, by a warpgroup.
 
-    Vectors of 16 elements are dealt out to the threads in turn. Where a row has eight, the second four are those of the
-    row beside it: so the reads and the writes of eight lanes fall on all banks once.
+    Consecutive threads take consecutive vectors of 16 elements. If a row has eight vectors, the second four of a row
+    are swapped with those of the next row, so that the reads and the writes of eight lanes hit every bank once.
 
     Args:
-        kv: what the bytes are.
-        copied: elements of a row in one tensor copy.
-        source: [rows, width, stages] of bytes, as tensor copies wrote them; target: of 16 bits, swizzled.
-        rings: barriers (loaded, taken) of the source's, (full, empty) of the target's.
-        columns: those of a row, whole copies; all of them where none are named.
-        part: (which one, of how many) where a tile comes in parts, each with barriers of its own.
-        blocks: that write to each other's sources.
+        kv: format of the source.
+        copied: elements of a row in one TMA box.
+        source: (row, column, dequant_stage) of bytes, as TMA wrote them.
+        target: (row, column, stage) of 16 bits, swizzled.
+        rings: mbarriers (full, empty) of the source's stages, then those of the target's.
+        columns: of a row, whole boxes; None for all.
+        part: (index, count) if a tile comes in parts, each with mbarriers of its own.
+        num_ctas: CTAs whose TMA loads write to this CTA's source (multicast).
     """
 
     def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), num_ctas=1):
         self.rows, width, self.dequant_stages = (cute.size(source, mode=[i]) for i in range(3))
         self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
-        self.widen_word = FP8_TO_F16[kv]
-        which, self.parts = part
-        self.loaded, self.taken, self.full, self.empty = (ring + which for ring in rings)
+        self.convert_word = FP8_TO_F16[kv]
+        part_idx, self.parts = part
+        self.loaded, self.taken, self.full, self.empty = (mbars + part_idx for mbars in rings)
         self.num_ctas, self.thread = num_ctas, cute.arch.thread_idx()[0] % WARPGROUP
         columns = columns or range(width)
         self.vectors = self.rows * len(columns) // 16
-        self.each = copied // 16  # vectors of a row in one copy
-        self.line = 2 * min(self.each, 4)  # vectors of a row in one swizzled chunk
+        self.box_vectors = copied // 16  # of a row in one TMA box
+        self.chunk_vectors = 2 * min(self.box_vectors, 4)  # of a row in one swizzled chunk
         self.source = as_vectors(source, self.rows * width // 16, self.dequant_stages)
         self.target = as_vectors(target, self.rows * width // 8, self.stages)
         first = self.rows * columns.start // 16
-        vector = self.thread % self.each
-        row = (self.thread // self.each) ^ (vector // 4)
-        place = row * self.line + vector % 4 * 2
-        self.read = first + row * self.each + vector
-        self.write = 2 * first + (place ^ (place // 8 % self.line)) + vector // 4 * self.rows * self.line
+        vector = self.thread % self.box_vectors
+        row = (self.thread // self.box_vectors) ^ (vector // 4)
+        index = row * self.chunk_vectors + vector % 4 * 2
+        self.read = first + row * self.box_vectors + vector
+        self.write = (
+            2 * first + (index ^ (index // 8 % self.chunk_vectors)) + vector // 4 * self.rows * self.chunk_vectors
+        )
 
     @cute.jit
-    def widen(self, count):
-        """The count-th tile."""
+    def dequantize(self, kv_idx: cutlass.Int32):
+        """Convert one tile; kv_idx counts the tiles of all work tiles, and gives both stages."""
         stages, dequant_stages, parts = (cutlass.const_expr(n) for n in (self.stages, self.dequant_stages, self.parts))
-        place, stage = count % dequant_stages, count % stages
-        cute.arch.mbarrier_wait(self.loaded + place * parts, (count // dequant_stages) & 1)
-        turns = cutlass.const_expr(-(-self.vectors // WARPGROUP))
-        held = cute.make_rmem_tensor((VECTOR, AT_A_TIME), cutlass.Int32)
-        for first in cutlass.range_constexpr(0, turns, AT_A_TIME):
-            last = cutlass.const_expr(min(first + AT_A_TIME, turns))
-            for turn in cutlass.range_constexpr(first, last):
-                if self.thread < self.vectors - turn * WARPGROUP:
-                    cute.autovec_copy(self.source[None, self.read + turn * WARPGROUP, place], held[None, turn - first])
+        fp8_stage, stage = kv_idx % dequant_stages, kv_idx % stages
+        cute.arch.mbarrier_wait(self.loaded + fp8_stage * parts, (kv_idx // dequant_stages) & 1)
+        rounds = cutlass.const_expr(-(-self.vectors // WARPGROUP))
+        words = cute.make_rmem_tensor((VECTOR, VECTORS_IN_FLIGHT), cutlass.Int32)
+        for first in cutlass.range_constexpr(0, rounds, VECTORS_IN_FLIGHT):
+            last = cutlass.const_expr(min(first + VECTORS_IN_FLIGHT, rounds))
+            for i in cutlass.range_constexpr(first, last):
+                if self.thread < self.vectors - i * WARPGROUP:
+                    cute.autovec_copy(self.source[None, self.read + i * WARPGROUP, fp8_stage], words[None, i - first])
             if cutlass.const_expr(first == 0):
-                cute.arch.mbarrier_wait(self.empty + stage * parts, ((count // stages) & 1) ^ 1)
-            for turn in cutlass.range_constexpr(first, last):
-                if self.thread < self.vectors - turn * WARPGROUP:
-                    self.store(held[None, turn - first], self.write + self.offset(turn), stage)
-        # Behind the stores, which wait for the loads. A copy that the arrival lets in writes by another proxy: on an
-        # H200 arrivals overtook loads that were under way, and copies wrote over what these were to read.
-        self.arrive(self.taken + place * parts, self.num_ctas)
-        # Products read by another proxy.
+                cute.arch.mbarrier_wait(self.empty + stage * parts, ((kv_idx // stages) & 1) ^ 1)
+            for i in cutlass.range_constexpr(first, last):
+                if self.thread < self.vectors - i * WARPGROUP:
+                    self.store(words[None, i - first], self.write + self.offset(i), stage)
+        # After the stores, which depend on the loads. TMA, which the arrival lets in, writes through another proxy: on
+        # an H200 arrivals overtook loads in flight, and TMA overwrote what these were to read.
+        self.arrive(self.taken + fp8_stage * parts, self.num_ctas)
+        # MMAs read through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.arrive(self.full + stage * parts, 1)
 
     @cute.jit
-    def arrive(self, barrier, num_ctas: cutlass.Constexpr[int]):
-        """By a lane, for the warp, in each of so many blocks."""
+    def arrive(self, mbar: cute.Pointer, num_ctas: cutlass.Constexpr[int]):
+        """Arrive, once for the warp, at the mbarrier of each CTA."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             if cutlass.const_expr(num_ctas == 1):
-                cute.arch.mbarrier_arrive(barrier)
+                cute.arch.mbarrier_arrive(mbar)
             else:
-                for block in cutlass.range_constexpr(num_ctas):
-                    cute.arch.mbarrier_arrive(barrier, block)
+                for cta_rank in cutlass.range_constexpr(num_ctas):
+                    cute.arch.mbarrier_arrive(mbar, cta_rank)
 
-    def offset(self, turn: int) -> int:
-        """How many vectors behind its first target a thread's target of a later turn is."""
-        chunk, row = divmod(turn * WARPGROUP // self.each, self.rows)
-        return (chunk * self.rows * max(1, self.each // 4) + row) * self.line
+    def offset(self, i: int) -> int:
+        """Offset of a thread's i-th target vector from its first one, in vectors."""
+        chunk, row = divmod(i * WARPGROUP // self.box_vectors, self.rows)
+        return (chunk * self.rows * max(1, self.box_vectors // 4) + row) * self.chunk_vectors
 
     @cute.jit
-    def store(self, stored, to, stage):
-        """16 elements; the swizzle has the second half of them beside the first one."""
+    def store(self, fp8_words: cute.Tensor, index: cutlass.Int32, stage: cutlass.Int32):
+        """Store 16 elements as two vectors, whose swizzled indices differ in bit 0 alone."""
         words = cute.make_rmem_tensor((VECTOR, 2), cutlass.Int32)
         for i in cutlass.range_constexpr(VECTOR):
-            low, high = self.widen_word(stored[i], self.numeric)
+            low, high = self.convert_word(fp8_words[i], self.numeric)
             words[2 * i], words[2 * i + 1] = low, high
-        cute.autovec_copy(words[None, 0], self.target[None, to, stage])
-        cute.autovec_copy(words[None, 1], self.target[None, to ^ 1, stage])
+        cute.autovec_copy(words[None, 0], self.target[None, index, stage])
+        cute.autovec_copy(words[None, 1], self.target[None, index ^ 1, stage])
 
 
 class DequantWarps:
-    """In the order in which they are loaded: keys, and values one tile behind.
+    """The dequantization warpgroup's loop: K, and V one tile later, in the order in which they are loaded.
 
     Args:
-        loaded_k, loaded_v: where tensor copies lay bytes; sK, sV: where products read.
+        sK_tma, sV_tma: fp8 stages, which TMA fills.
+        sK, sV: 16-bit stages, which MMAs read.
     """
 
-    def __init__(self, kernel, work_pipeline, barriers, loaded_k, sK, loaded_v, sV):
+    def __init__(self, kernel, work_pipeline, barriers, sK_tma, sK, sV_tma, sV):
         self.work_pipeline, b = work_pipeline, barriers
-        self.keys = DequantTiles(
-            kernel.key.kv, kernel.copied, loaded_k, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty)
-        )
+        self.keys = DequantTiles(kernel.key.kv, kernel.copied, sK_tma, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
         self.values = DequantTiles(
-            kernel.key.kv, kernel.copied_v, loaded_v, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty)
+            kernel.key.kv, kernel.copied_v, sV_tma, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty)
         )
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        tile_count, kv_idx = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(tile_count)
         valid = work.valid
         while valid != 0:
-            self.keys.widen(tiles)
+            self.keys.dequantize(kv_idx)
             for _ in cutlass.range(work.n_block_max - work.n_block_min - 1, unroll=1):
-                self.keys.widen(tiles + 1)
-                self.values.widen(tiles)
-                tiles += 1
-            self.values.widen(tiles)
-            tiles += 1
-            items += 1
-            work = self.work_pipeline.consume(items)
+                self.keys.dequantize(kv_idx + 1)
+                self.values.dequantize(kv_idx)
+                kv_idx += 1
+            self.values.dequantize(kv_idx)
+            kv_idx += 1
+            tile_count += 1
+            work = self.work_pipeline.consume(tile_count)
             valid = work.valid
 
 
 def as_vectors(tensor: cute.Tensor, vectors: int, stages: int) -> cute.Tensor:
-    """[words of a vector, vectors, stages] as they lie in shared memory, swizzle or not."""
+    """View [word, vector, stage] in the order of addresses, regardless of the swizzle."""
     layout = cute.make_layout((VECTOR, vectors, stages), stride=(1, VECTOR, VECTOR * vectors))
-    place = cute.make_ptr(cutlass.Int32, tensor.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-    return cute.make_tensor(place, layout)
+    pointer = cute.make_ptr(cutlass.Int32, tensor.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(pointer, layout)

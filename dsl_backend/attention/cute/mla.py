@@ -302,7 +302,7 @@ class MlaDequantWarps:
         while valid != 0:
             for _ in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
                 for part in cutlass.range_constexpr(PARTS):
-                    self.tiles[part].widen(tiles)
+                    self.tiles[part].dequantize(tiles)
                 tiles += 1
             items += 1
             work = self.work_pipeline.consume(items)

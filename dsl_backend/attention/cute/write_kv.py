@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store new keys and values in a paged cache, on any SM: a thread takes eight neighbouring elements of one row.
+"""Write new keys and values to a paged cache: a thread writes eight consecutive elements of one row.
 
-Nothing here is an instruction of one generation: the same class serves SM90 and SM100.
+The kernel has no instruction of one generation: the same class serves SM90 and SM100.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dsl_backend.primitives.math import f32_to_e4m3, f32_to_e5m2
 from dsl_backend.quant.format import E4M3, E5M2, KVFormat
 
 F32_TO_FP8 = {E4M3: f32_to_e4m3, E5M2: f32_to_e5m2}
-THREADS = 256  # of a block, at most
+MAX_THREADS = 256  # of a CTA
 WARP = 32
 
 
@@ -25,8 +25,8 @@ class WriteKey:
 
     Attributes:
         dtype: of keys and values; the cache's too, unless fp8.
-        kv: what the cache holds.
-        heads: of keys and of values.
+        kv: format of the cache.
+        heads: KV heads.
         dim, dim_v: elements of a key and of a value; of MLA's latent and rope parts.
         page_size: tokens of a page.
     """
@@ -40,21 +40,21 @@ class WriteKey:
 
 
 class WriteRows:
-    """Rows of keys and values [rows, heads, dim] to their slots of caches [pages, page_size, heads, dim].
+    """Write rows of keys and values to their slots of the caches.
 
-    A block has whole tokens, or where these have more vectors than threads, an equal part of one.
+    A CTA writes whole tokens. If a token has more vectors than a CTA threads, it writes an equal part of one.
     """
 
     def __init__(self, key: WriteKey):
         self.heads, self.page_size, self.kv = key.heads, key.page_size, key.kv
         self.dtype = NUMERIC[key.dtype]
         self.vectors_k, self.vectors_v = key.dim // VECTOR, key.dim_v // VECTOR  # of a row
-        self.of_keys = self.heads * self.vectors_k  # vectors of a token's keys
-        self.of_token = self.of_keys + self.heads * self.vectors_v
-        self.parts = -(-self.of_token // THREADS)
-        self.share = -(-self.of_token // self.parts)
-        self.tokens = THREADS // self.share if self.parts == 1 else 1
-        self.threads = -(-self.tokens * self.share // WARP) * WARP
+        self.key_vectors = self.heads * self.vectors_k  # of a token
+        self.token_vectors = self.key_vectors + self.heads * self.vectors_v
+        self.parts = -(-self.token_vectors // MAX_THREADS)
+        self.cta_vectors = -(-self.token_vectors // self.parts)
+        self.tokens = MAX_THREADS // self.cta_vectors if self.parts == 1 else 1
+        self.threads = -(-self.tokens * self.cta_vectors // WARP) * WARP
 
     @cute.jit
     def __call__(
@@ -78,27 +78,27 @@ class WriteRows:
     @cute.kernel
     def kernel(
         self,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mKCache: cute.Tensor,
-        mVCache: cute.Tensor,
-        mSlots: cute.Tensor,
-        mKScale: cute.Tensor | None,
-        mVScale: cute.Tensor | None,
+        mK: cute.Tensor,  # (num_tokens, head_kv, dim)
+        mV: cute.Tensor,  # (num_tokens, head_kv, dim_v)
+        mKCache: cute.Tensor,  # (pages, page_size, head_kv, dim)
+        mVCache: cute.Tensor,  # (pages, page_size, head_kv, dim_v)
+        mSlots: cute.Tensor,  # (num_tokens)
+        mKScale: cute.Tensor | None,  # (head_kv)
+        mVScale: cute.Tensor | None,  # (head_kv)
     ):
-        # Attention may take its place beside this kernel, and waits there.
+        # The attention kernel may start on free SMs; it waits for the end of this one.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
-        nth = thread // self.share
-        token = cute.arch.block_idx()[0] * self.tokens + nth
-        vector = cute.arch.block_idx()[1] * self.share + thread % self.share
-        if nth < self.tokens and token < mSlots.shape[0] and vector < self.of_token:
+        token_of_cta = thread // self.cta_vectors
+        token = cute.arch.block_idx()[0] * self.tokens + token_of_cta
+        vector = cute.arch.block_idx()[1] * self.cta_vectors + thread % self.cta_vectors
+        if token_of_cta < self.tokens and token < mSlots.shape[0] and vector < self.token_vectors:
             slot = mSlots[token]
-            if vector < self.of_keys:
+            if vector < self.key_vectors:
                 self.copy(mK, mKCache, mKScale, token, slot, vector, self.vectors_k)
             else:
-                self.copy(mV, mVCache, mVScale, token, slot, vector - self.of_keys, self.vectors_v)
+                self.copy(mV, mVCache, mVScale, token, slot, vector - self.key_vectors, self.vectors_v)
 
     @cute.jit
     def copy(
@@ -111,30 +111,32 @@ class WriteRows:
         vector: cutlass.Int32,
         vectors: cutlass.Constexpr[int],
     ):
-        """A vector of a token's: it is there even if the slot is none, so nothing is loaded behind the slot."""
+        """Copy one vector of a token. It is loaded before the slot is known to be valid, so that both loads overlap."""
         head, column = vector // vectors, vector % vectors * VECTOR
-        held = cute.make_rmem_tensor(VECTOR, self.dtype)
-        load_vector(rows.iterator, offset((token, head), rows.stride) + column, held)
+        fragment = cute.make_rmem_tensor(VECTOR, self.dtype)
+        load_vector(rows.iterator, offset((token, head), rows.stride) + column, fragment)
         if cutlass.const_expr(self.kv.fp8):
             divisor = scale[head]
-        # Unsigned, so that a page size that is a power of two is a shift, and a negative slot beyond the last page.
-        place = cutlass.Uint64(slot)
-        page, inner = cutlass.Int64(place // self.page_size), cutlass.Int64(place % self.page_size)
+        # Unsigned: division by a page size that is a power of two is a shift, and a negative slot (padding) is beyond
+        # the last page.
+        unsigned_slot = cutlass.Uint64(slot)
+        page = cutlass.Int64(unsigned_slot // self.page_size)
+        inner = cutlass.Int64(unsigned_slot % self.page_size)
         if cutlass.Uint64(page) < cutlass.Uint64(cache.shape[0]):
-            to = offset((page, inner, head), cache.stride) + column
+            target = offset((page, inner, head), cache.stride) + column
             if cutlass.const_expr(self.kv.fp8):
-                quotients = held.load().to(cutlass.Float32) / divisor
+                quotients = fragment.load().to(cutlass.Float32) / divisor
                 words = cute.make_rmem_tensor(VECTOR // 4, cutlass.Int32)
                 for i in cutlass.range_constexpr(VECTOR // 4):
                     words[i] = F32_TO_FP8[self.kv](*(quotients[4 * i + j] for j in range(4)))
-                store_vector(cute.recast_tensor(words, cutlass.Uint8), cache.iterator, to)
+                store_vector(cute.recast_tensor(words, cutlass.Uint8), cache.iterator, target)
             else:
-                store_vector(held, cache.iterator, to)
+                store_vector(fragment, cache.iterator, target)
 
 
-def offset(place: tuple, strides: tuple):
-    """In elements, 64 bits; the last stride is 1."""
+def offset(coord: tuple, strides: tuple) -> cutlass.Int64:
+    """Offset of a coordinate in elements, 64 bits; the last stride is 1 and has no coordinate."""
     return sum(
-        (cutlass.Int64(index) * cutlass.Int64(stride) for index, stride in zip(place, strides[:-1], strict=True)),
+        (cutlass.Int64(index) * cutlass.Int64(stride) for index, stride in zip(coord, strides[:-1], strict=True)),
         cutlass.Int64(0),
     )

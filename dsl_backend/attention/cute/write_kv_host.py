@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a layer's spec and tensors to the CuTe DSL kernel that writes into a cache: key, function, launch."""
+"""Host side of the cache write kernel: its key, its compilation, and its launch."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from dsl_backend.runtime.target import Target
 
 
 def fake_args(key: WriteKey) -> tuple[Any, ...]:
-    """The function's arguments. Strides may be any: that vectors are aligned is looked at before a call."""
+    """Fake arguments to compile with. Strides are dynamic; `objections` checks their alignment before a call."""
     numeric, many = NUMERIC[key.dtype], cute.sym_int
     stored = cutlass.Uint8 if key.kv.fp8 else numeric
 
@@ -62,7 +62,7 @@ def build(key: WriteKey, target: Target) -> Function:
 
 
 class WriteKV(Writes):
-    """The kernel for layers of one spec, and for the libraries that host code was linked with when it was prepared."""
+    """The kernel for layers of one spec."""
 
     function: Function
 
@@ -104,10 +104,10 @@ class WriteKV(Writes):
 
 
 def unaligned(name: str, tensor: torch.Tensor, unit: int) -> list[str]:
-    """Why vectors of so many bytes do not begin everywhere where a row of the tensor does."""
+    """Why rows of a tensor are not aligned to vectors of `unit` bytes; empty if they are."""
     strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-    behind = tensor.data_ptr() % unit
-    if not behind and not any(stride % unit for stride in strides):
+    misaligned = tensor.data_ptr() % unit
+    if not misaligned and not any(stride % unit for stride in strides):
         return []
-    where = f"{behind} bytes behind a multiple of {unit}" if behind else f"at a multiple of {unit} bytes"
+    where = f"{misaligned} bytes after a multiple of {unit}" if misaligned else f"at a multiple of {unit} bytes"
     return [f"{name} begins {where} and has strides of {strides} bytes: multiples of {unit} are needed"]
