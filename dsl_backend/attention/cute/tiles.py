@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dense kernels of all SMs do alike: tiles in shared memory, copies that fill them, the schedule."""
+"""What the dense kernels of all SMs share: key, smem layouts, TMA atoms, tile scheduler, stores of O."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileSch
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler, SplitKVTileScheduler
-from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, v_splits
 from dsl_backend.primitives.copy import store_vector
@@ -32,21 +32,21 @@ SWIZZLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKey:
-    """What of a layer, and of what is wanted of it, a kernel's code depends on.
+    """What a kernel's code depends on: the layer, and what a launch computes.
 
     Attributes:
         dtype: of queries, keys, values and outputs.
         heads_q, heads_kv: of the layer.
-        pack: query heads whose rows share a tile.
-        page_size: tokens of a page; 0 where keys are packed.
-        kv: how keys and values are stored; where as fp8, dtype is that of queries and outputs alone.
+        pack_gqa: query heads whose rows share a tile.
+        page_size: tokens of a page; 0 if keys and values are packed.
+        kv: format of the cache. If that is fp8, dtype is that of queries and outputs alone.
         causality: `full`, `causal` or `per_request`.
-        left, right: whether a window ends before or after a position.
-        split: key ranges are cut into equal shares for the blocks, rather than query tiles dealt out.
-        shares: of each request's own key range, at most; 0 where they are shares of the whole batch.
-        split_tiles: key tiles of a split, which begins at a multiple of them; partial results of splits are folded from
-            the last one to the first, whoever made them. 0 where the layer is not batch-invariant.
-        lse: whether the softmax's denominators are wanted.
+        has_window_left, has_window_right: whether the window ends on that side.
+        lse: whether to store the LSE.
+        split: split-KV, rather than whole query tiles.
+        max_splits: fixed splits of each request; 0 if the splits are balanced over the batch.
+        tiles_per_split: key tiles of a split of a batch-invariant layer, which begins at a multiple of them. Partial
+            results are combined from the last split to the first. 0 if the layer is not batch-invariant.
     """
 
     dtype: str
@@ -68,32 +68,32 @@ class LayerKey:
 
     @property
     def dynamic_scheduler(self) -> bool:
-        """Whether whole query tiles are claimed by counters in memory."""
+        """Whether CTAs take whole query tiles from counters in global memory."""
         return not self.split
 
     @property
     def scaled_by_head(self) -> bool:
-        """Whether scales may differ from one key head to the next."""
+        """Whether KV heads may have different dequantization scales."""
         return self.kv.fp8 and self.heads_kv > 1
 
     @property
     def v_splits(self) -> int:
-        """Slices of a value row, each multiplied as if it were a head's own."""
+        """Splits of head_dim_v, each processed as if it were a head of its own."""
         return v_splits(self.head_dim_v)
 
     @property
     def columns(self) -> int:
-        """Of a slice."""
+        """Columns of a split of head_dim_v."""
         return self.head_dim_v // self.v_splits
 
     @property
     def key_bytes(self) -> int:
-        """Of a key and the split of its value."""
+        """Bytes of a key and of one split of its value."""
         return (self.head_dim + self.columns) * self.kv.itemsize
 
     @property
     def head_blocks(self) -> int:
-        """Row tiles of a token: packed heads, times slices."""
+        """Head blocks of a token: groups of packed heads, times splits of head_dim_v."""
         return self.heads_q // self.pack_gqa * self.v_splits
 
 
@@ -101,17 +101,17 @@ class TiledKernel:
     """Sizes and layouts of a kernel's tiles.
 
     Attributes:
-        dims, dims_v: elements of a key row and of a value row's slice, padded.
-        chunk, chunk_v: of a row, those that lie side by side.
-        dtype_v: of values as they are multiplied. What was fp8 is exact in float16, which one instruction makes of it;
-            keys take the queries' dtype, whose range float16 has not.
-        copied, copied_v: elements of a key or value row in one tensor copy.
-        tokens_per_tile: whose packed heads are a tile's query rows.
-        most_boxes: of a tile's queries. Where there are several, an item's tokens alone are copied.
-        box_tokens, rows_loaded: tokens of a box of queries, and their rows.
-        math_clears: who multiplies clears the rows behind the first box, and gives queries' places to the loader before
-            the first item too.
-        box: keys of one tensor copy.
+        dims, dims_v: elements of a K row, and of a V row's split, padded.
+        chunk, chunk_v: elements of a row in one swizzled chunk.
+        dtype_v: of V in the MMA. fp8 converts to float16 exactly, by one instruction. K takes the queries' dtype, whose
+            range may exceed that of float16.
+        copied, copied_v: elements of a K or V row in one TMA box.
+        tokens_per_tile: tokens whose packed heads are a tile's query rows.
+        most_boxes: TMA boxes of a query tile. If there are several, only those with tokens of the work tile are loaded.
+        box_tokens, rows_loaded: tokens of a query box, and their rows.
+        math_clears: the MMA warps zero-fill the rows beyond the first box, and release the stages of Q to the load warp
+            before the first work tile.
+        box: keys of one TMA box.
     """
 
     most_boxes = 1
@@ -132,27 +132,27 @@ class TiledKernel:
         self.copied_v = fp8_chunk(key.columns) if key.kv.fp8 else self.chunk_v
 
     def atom(self, width: int):
-        """The swizzled atom of rows `width` elements wide."""
+        """The swizzled layout atom of rows of `width` elements."""
         return warpgroup.make_smem_layout_atom(SWIZZLES[chunk(width)], self.dtype)
 
     def staged(self, rows: int, width: int, stages: int):
-        """[rows, width, stages] in shared memory: columns of chunks, each [rows, chunk]."""
+        """(row, column, stage) in shared memory: chunks of columns, each (row, chunk)."""
         return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
 
     def query_tiles(self, width: int):
-        """The same for query tiles, or outputs that leave through their places: a place has room for the wider."""
+        """The same for query tiles, or outputs stored through their stages, which have room for the wider of both."""
         rows, stages = self.tile_m, self.config.query_stages
         staged = self.staged(rows, width, stages)
         shape, stride = staged.outer.shape, staged.outer.stride
-        places = cute.make_layout((*shape[:2], stages), stride=(*stride[:2], rows * max(self.dims, self.dims_v)))
-        return cute.make_composed_layout(staged.inner, 0, places)
+        outer = cute.make_layout((*shape[:2], stages), stride=(*stride[:2], rows * max(self.dims, self.dims_v)))
+        return cute.make_composed_layout(staged.inner, 0, outer)
 
     def boxed(self, rows: int, width: int):
-        """[rows, width] of one chunk, as a tensor copy writes it."""
+        """(row, column) of one chunk, as TMA writes it."""
         return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
 
     def loaded(self, allocator, sK: cute.Tensor, sV: cute.Tensor):
-        """Where tensor copies lay keys and values: where products read them, or where fp8 is widened from."""
+        """The tensors that TMA loads K and V into: those of the MMAs, or for an fp8 cache its own stages."""
         if not self.key.kv.fp8:
             return sK, sV
         widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
@@ -163,7 +163,7 @@ class TiledKernel:
         return self.key_box(self.dims_v)
 
     def key_box(self, width: int):
-        """The box of one tensor copy of keys or values, and how it lies in shared memory."""
+        """The layout in shared memory of one TMA box of K or V, and the box's shape."""
         if self.key.kv.fp8:
             return fp8_tma_box(self.box, fp8_chunk(width))
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
@@ -205,14 +205,14 @@ class TiledKernel:
         return cpasync.CopyBulkTensorTileG2SOp()
 
     def by_slice(self, values: cute.Tensor) -> cute.Tensor:
-        """Values [token, column, ...] as [token, column of a slice, ..., slice]."""
+        """V (token, column, ...) as (token, column of a split, ..., split)."""
         (tokens, _, *shape), (stride, *strides) = values.layout.shape, values.layout.stride
         columns, slices = self.key.columns, self.key.v_splits
         layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
         return cute.make_tensor(values.iterator, layout)
 
     def schedule(self, work_pipeline, requests: Requests, scheduler_workspace, slots=None):
-        """The role that finds work."""
+        """The tile scheduler of this kernel."""
         if self.key.split and self.key.tiles_per_split:
             return FixedSplitKVTileScheduler(
                 self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, slots
@@ -235,48 +235,56 @@ class TiledKernel:
 def store_rows(
     rows: cute.Tensor,
     out: cute.Tensor,
-    work,
+    work: WorkTile,
     key: cutlass.Constexpr,
     first: cutlass.Int32,
     count: cutlass.Constexpr[int],
     thread: cutlass.Int32,
     threads: cutlass.Constexpr[int],
 ):
-    """Rows first ... first + count of a tile from shared to global memory, 16 bytes a thread.
+    """Store the rows first ... first + count - 1 of a tile from shared to global memory, 16 bytes a thread.
 
     Args:
-        rows: the tile's, [row, column].
-        thread: of `threads` that take part.
+        rows: the tile, [row, column].
+        thread: index among the `threads` that call it.
     """
     vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
     step = cutlass.const_expr(threads // vectors)
     if cutlass.const_expr(threads % vectors == 0 and step % key.pack_gqa == 0 and count % step == 0):
         # A thread keeps its column and its head.
-        own, place = first + thread // vectors, thread % vectors
-        offset = row_offset(out, work, key, own)
+        m, column = first + thread // vectors, thread % vectors
+        offset = row_offset(out, work, key, m)
         stride = out.stride[0] * (step // key.pack_gqa)
         for i in cutlass.range(count // step, unroll=4):
-            store_piece(rows, out, work, key, own + i * step, place, offset)
+            store_chunk(rows, out, work, key, m + i * step, column, offset)
             offset += stride
     else:
         for i in cutlass.range(count * vectors // threads, unroll=1):
             index = i * threads + thread
             m = first + index // vectors
-            store_piece(rows, out, work, key, m, index % vectors, row_offset(out, work, key, m))
+            store_chunk(rows, out, work, key, m, index % vectors, row_offset(out, work, key, m))
 
 
 @cute.jit
-def store_piece(rows: cute.Tensor, out: cute.Tensor, work, key: cutlass.Constexpr, m, column, offset):
-    """16 bytes of row m, which begins at the offset."""
+def store_chunk(
+    rows: cute.Tensor,
+    out: cute.Tensor,
+    work: WorkTile,
+    key: cutlass.Constexpr,
+    m: cutlass.Int32,
+    column: cutlass.Int32,
+    offset: cutlass.Int64,
+):
+    """Store 16 bytes of row m, which begins at `offset` in the output."""
     if m < work.num_rows and column * VECTOR < key.columns:
-        held = cute.make_rmem_tensor(VECTOR, rows.element_type)
-        cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), held)
-        store_vector(held, out.iterator, offset + column * VECTOR)
+        fragment = cute.make_rmem_tensor(VECTOR, rows.element_type)
+        cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), fragment)
+        store_vector(fragment, out.iterator, offset + column * VECTOR)
 
 
 @cute.jit
-def row_offset(out: cute.Tensor, work, key: cutlass.Constexpr, m):
-    """Elements from the output's beginning to row m of a tile."""
+def row_offset(out: cute.Tensor, work: WorkTile, key: cutlass.Constexpr, m: cutlass.Int32):
+    """Offset of a tile's row m in the output, in elements."""
     token = work.q_offset + m // key.pack_gqa
     head = q_head_of(key, work.head_block, m)
     offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
