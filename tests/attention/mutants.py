@@ -185,7 +185,7 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM100 (MLA )?pairs",
-        r"relaxed: .*barrier.cluster.arrive.* in (kernel|meet)\)",
+        r"relaxed: .*barrier.cluster.arrive.* in (kernel|meet|cluster_sync)\)",
         "what the other block is to know, initialised barriers, fence.mbarrier_init has released",
     ),
     (

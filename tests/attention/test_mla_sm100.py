@@ -145,8 +145,8 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
         (MlaConfig(tile_n=40), (576, 512), "multiple of 16"),
         (MlaConfig(cluster=2), (576, 512), "clusters of 2"),
         (TwoCtaMlaConfig(), (576, 512), "clusters of 2"),
-        (TwoCtaMlaConfig(cluster=1), (576, 512), "it is one of 2"),
-        (TwoCtaMlaConfig(tile_n=16), (576, 512), "32 are the least"),
+        (TwoCtaMlaConfig(cluster=1), (576, 512), "a CTA pair is a cluster of 2"),
+        (TwoCtaMlaConfig(tile_n=16), (576, 512), "32 is the least"),
         (TwoCtaMlaConfig(stages=2), (576, 512), "shared memory"),
         (TwoCtaMlaConfig(stages=0), (576, 512), "at least 1"),
         (TwoCtaMlaConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
@@ -167,6 +167,6 @@ def test_is_had_by_name(arch: str) -> None:
     fp8 = mla(128, q_lens=(1,), kv_lens=(1,), fp8=True).spec
     assert choose(Operation.MLA_DECODE, fp8, from_arch(arch), "cute").load() is MlaSplitKV
     (objection,) = (
-        why for why in TwoCtaMlaConfig(dequant_stages=2).objections(fp8, TARGET.smem_bytes) if "pairs" in why
+        why for why in TwoCtaMlaConfig(dequant_stages=2).objections(fp8, TARGET.smem_bytes) if "CTA pairs" in why
     )
-    assert "fp8 ones are possible with LatentConfig" in objection
+    assert "fp8 keys are possible with MlaConfig" in objection

@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.primitives.math import e4m3_to_f16, e5m2_to_f16
 from dsl_backend.quant.format import E4M3, E5M2
@@ -160,6 +161,48 @@ class DequantWarps:
             kv_idx += 1
             tile_count += 1
             work = self.work_pipeline.consume(tile_count)
+            valid = work.valid
+
+
+class MlaDequantWarps:
+    """As DequantWarps, for absorbed MLA: one tensor, in the parts in which it is loaded.
+
+    Args:
+        kernel: the `TiledMla`.
+        sK_tma: fp8 stages, which TMA fills; sK: 16-bit stages, which MMAs read. [key, column, stage].
+    """
+
+    def __init__(
+        self, kernel: Any, work_pipeline: WorkTilePipeline, barriers: Any, sK_tma: cute.Tensor, sK: cute.Tensor
+    ) -> None:
+        self.work_pipeline, b = work_pipeline, barriers
+        rings, chunk = (b.k_loaded, b.k_taken, b.k_full, b.k_empty), kernel.chunk
+        self.tiles = [
+            DequantTiles(
+                kernel.key.kv,
+                chunk,
+                sK_tma,
+                sK,
+                rings,
+                columns=range(part.start * chunk, part.stop * chunk),
+                part=(i, len(kernel.parts)),
+                num_ctas=kernel.config.cluster,
+            )
+            for i, part in enumerate(kernel.parts)
+        ]
+
+    @cute.jit
+    def run(self):
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
+        valid = work.valid
+        while valid != 0:
+            for _ in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+                for part in cutlass.range_constexpr(len(self.tiles)):
+                    self.tiles[part].dequantize(tiles)
+                tiles += 1
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
 

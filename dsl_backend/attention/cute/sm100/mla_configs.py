@@ -10,37 +10,38 @@ from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TIL
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
 
-BLOCK = 128  # value columns of one product
-SCORES = 2  # places of scores: the next tile's are made beside this one's softmax
-STATISTICS = 2  # float32 that warps tell each other of a row
-PAIR_STATISTICS = 3  # of half a row: two tiles' largest scores, and the item's total
-# Warps by role: a warpgroup of softmax and sums, then single warps; and a warpgroup that widens fp8.
-WEIGH, MULTIPLY, LOAD, SCHEDULE, WIDEN = 0, 4, 5, 6, 8
+CTA_PAIR = 2  # CTAs of a cta_group::2
+DV_TILE = 128  # columns of V of one PV MMA, in a CTA
+S_STAGES = 2  # S of the next tile is computed while the softmax of this one runs
+ROW_STATS = 2  # float32 of a row that warps exchange
+TWO_CTA_STATS = 3  # float32 of half a row: a maximum for each S stage, and row_sum
+# The first warp of each role: a warpgroup for softmax, single warps, and a warpgroup that dequantizes fp8.
+SOFTMAX_WARP, MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 0, 4, 5, 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig(MlaTileConfig):
-    """Tiles and buffers of the kernel whose blocks multiply each for itself."""
+    """Tiles and stages of the kernel whose CTAs each multiply alone."""
 
     @property
     def threads(self) -> int:
-        return WIDEN * WARP + (WARPGROUP if self.dequant_stages else 0)
+        return DEQUANT_WARP * WARP + (WARPGROUP if self.dequant_stages else 0)
 
     def columns(self, spec: AttentionSpec) -> int:
-        """Of tensor memory: scores, and sums of 128 value columns side by side."""
-        return SCORES * self.tile_n + spec.head_dim_v // BLOCK * ROWS
+        """Columns of tensor memory: S stages, and O of each PV MMA."""
+        return S_STAGES * self.tile_n + spec.head_dim_v // DV_TILE * ROWS
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         rows = ROWS * spec.head_dim + ROWS * self.tile_n
-        queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * (2 + SCORES + 2)
-        return queries + self.key_bytes(spec) + 4 * ROWS * STATISTICS + WORK_TILE_SMEM_BYTES
+        q_and_p = spec.dtype.itemsize * rows + MBARRIER_BYTES * (2 + S_STAGES + 2)
+        return q_and_p + self.key_bytes(spec) + 4 * ROWS * ROW_STATS + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = []
         if self.tile_n not in (16, 32, 64, 128):
             reasons.append(f"tiles of {self.tile_n} keys: 16, 32, 64 or 128 fill accesses to tensor memory")
-        if spec.head_dim_v % (2 * BLOCK):
-            reasons.append(f"values of {spec.head_dim_v} elements: a multiple of {2 * BLOCK} is possible")
+        if spec.head_dim_v % (2 * DV_TILE):
+            reasons.append(f"values of {spec.head_dim_v} elements: a multiple of {2 * DV_TILE} is possible")
         if self.columns(spec) > TENSOR_COLUMNS:
             reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         return reasons
@@ -48,7 +49,7 @@ class MlaConfig(MlaTileConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoCtaMlaConfig(MlaConfig):
-    """Tiles and buffers of the kernel whose blocks multiply in pairs."""
+    """Tiles and stages of the kernel whose CTAs multiply in pairs (cta_group::2)."""
 
     tile_n: int = 128
     stages: int = 1
@@ -57,35 +58,35 @@ class TwoCtaMlaConfig(MlaConfig):
 
     @property
     def least_stages(self) -> int:
-        """Keys and values have a place each, and each part of a place barriers of its own."""
+        """One: K and V have stages of their own, and each part of a stage has its own mbarriers."""
         return 1
 
     def columns(self, spec: AttentionSpec) -> int:
-        """Of tensor memory, where a row is cut in two: half of the scores and sums."""
-        return (SCORES * self.tile_n + spec.head_dim_v) // 2
+        """Columns of tensor memory, where a row is cut in two: half of those of S and O."""
+        return (S_STAGES * self.tile_n + spec.head_dim_v) // 2
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         halves = self.stages * self.tile_n * (spec.head_dim + spec.head_dim_v) // 2
         rows = ROWS * (spec.head_dim + self.tile_n) + halves
-        parts = PARTS + spec.head_dim_v // 2 // BLOCK
-        barriers = MBARRIER_BYTES * (2 + 2 * parts * self.stages + SCORES + 2)
-        return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * PAIR_STATISTICS + WORK_TILE_SMEM_BYTES
+        parts = PARTS + spec.head_dim_v // 2 // DV_TILE
+        barriers = MBARRIER_BYTES * (2 + 2 * parts * self.stages + S_STAGES + 2)
+        return spec.dtype.itemsize * rows + barriers + 4 * 2 * ROWS * TWO_CTA_STATS + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = super().own_objections(spec)
         if self.cluster != 2:
-            reasons.append(f"a pair in clusters of {self.cluster} blocks: it is one of 2")
+            reasons.append(f"clusters of {self.cluster} CTAs: a CTA pair is a cluster of 2")
         if self.dequant_stages:
-            reasons.append("pairs of blocks multiply keys of 16 bits: fp8 ones are possible with LatentConfig")
+            reasons.append("CTA pairs multiply 16-bit keys: fp8 keys are possible with MlaConfig")
         if self.tile_n < 32:
-            reasons.append(f"a pair's tiles of {self.tile_n} keys: 32 are the least")
+            reasons.append(f"tiles of {self.tile_n} keys for a CTA pair: 32 is the least")
         return reasons
 
 
 def default_mla_config(spec: AttentionSpec) -> MlaConfig:
-    """By whether one or several row tiles use a key tile: bound by memory or by products (docs/decisions.md).
+    """One row tile for each key tile is bound by memory, several are bound by MMAs (docs/decisions.md).
 
-    fp8: as on SM90, tiles of both widths and queries must be there at once, and pairs are not served.
+    With an fp8 cache, shared memory holds tiles of both widths and Q, as on SM90; CTA pairs do not serve it.
     """
     if spec.is_fp8_kv:
         return MlaConfig(tile_n=32 if spec.head_dim > 320 else 64, stages=2, dequant_stages=4)
@@ -97,7 +98,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
 
 
 TRIED_TILES = (32, 64, 128)
-TRIED_STAGES = (1, 2, 3, 4, 6, 8)  # and of fp8 tiles in flight
+TRIED_STAGES = (1, 2, 3, 4, 6, 8)  # also of fp8 tiles
 
 
 def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:

@@ -6,7 +6,7 @@ from dsl_backend.attention.cute.host import MlaKernel
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
-from dsl_backend.attention.cute.sm100.two_cta_mla import TwoCtaMlaForward
+from dsl_backend.attention.cute.sm100.two_cta_mla_kernel import TwoCtaMlaForward
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -18,13 +18,13 @@ def build(key: MlaKey, target: Target) -> Function:
 
 
 class Mla(MlaKernel):
-    """Absorbed MLA, row tile by row tile; see latent.py."""
+    """Absorbed MLA, row tile by row tile; see mla.py."""
 
     build = staticmethod(build)
     default = staticmethod(default_mla_config)
 
 
 class MlaSplitKV(Mla):
-    """The same where key ranges are cut into equal shares."""
+    """The same, with balanced split-KV."""
 
     split = True

@@ -1,119 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multiply role of absorbed MLA: one warp issues all products.
+"""The MMA warp of absorbed MLA for SM100: one warp issues all MMAs.
 
-The scores of a tile are issued before the sums of the tile before it, so that they are made while its softmax works.
+S of a tile is issued before PV of the tile before it, so that it is computed during that tile's softmax.
 """
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
+from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
-from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
 class MlaMmaWarp:
-    """Scores S = Q K^T, and transposed sums O^T += V^T P^T."""
+    """S = Q K^T, and transposed, O^T += V^T P^T.
 
-    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, sK, sV, sP):
-        tiled_mma_qk, tiled_mma_pv = mmas
+    Args:
+        kernel: the `MlaForward`.
+        barriers: `Barriers`, or `TwoCtaBarriers`.
+        tmem_base: address of the CTA's tensor memory.
+        sQ: [row, column, 1]; sK, sV: [key, column, stage]; sP: [row, key].
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        work_pipeline: WorkTilePipeline,
+        mmas: TiledMmas,
+        barriers: Any,
+        tmem_base: cute.Pointer,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sP: cute.Tensor,
+    ) -> None:
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
-        # Every block of a cluster may write to a place of keys: each hears that it was read. Widened ones are its own.
+        # Every CTA of a cluster writes to a stage of K, and is signalled when it was read. Stages that are dequantized
+        # into belong to one CTA.
         cluster = 1 if kernel.key.kv.fp8 else self.config.cluster
         self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=kernel.tile_n, cluster=cluster)
-        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype, m=BLOCK, n=ROWS, a_mn_major=True, cluster=cluster)
-        mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
-        self.fQ = tiled_mma_qk.make_fragment_A(mine.partition_A(sQ))
-        self.fK = tiled_mma_qk.make_fragment_B(mine.partition_B(sK))
+        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype, m=DV_TILE, n=ROWS, a_mn_major=True, cluster=cluster)
+        thr_mma_qk, thr_mma_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
+        self.tSrQ = mmas.qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
+        self.tSrK = mmas.qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-        cut = cute.local_tile(sVt, (BLOCK, kernel.tile_n), (None, 0, None))  # [column, key, block, stage]
-        num_ctas = range(kernel.dims_v // BLOCK)
-        self.fV = [tiled_mma_pv.make_fragment_A(weighs.partition_A(cut[None, None, block, None])) for block in num_ctas]
-        self.fP = tiled_mma_pv.make_fragment_B(weighs.partition_B(sP))
-        self.base = base
+        sVt = cute.local_tile(sVt, (DV_TILE, kernel.tile_n), (None, 0, None))  # [column, key, dv_tile, stage]
+        self.tOrV = [
+            mmas.pv.make_fragment_A(thr_mma_pv.partition_A(sVt[None, None, dv_tile, None]))
+            for dv_tile in range(kernel.dims_v // DV_TILE)
+        ]
+        self.tOrP = mmas.pv.make_fragment_B(thr_mma_pv.partition_B(sP))
+        self.tmem_base = tmem_base
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
-            cute.arch.mbarrier_wait(self.barriers.q_full, items & 1)
+            cute.arch.mbarrier_wait(self.barriers.q_full, work_tiles & 1)
             count = work.n_block_max - work.n_block_min
-            self.score(work, tiles, True, count == 1)
+            self.issue_qk(work, tiles, True, count == 1)
             for step in cutlass.range(count, unroll=1):
                 if step + 1 < count:
-                    self.score(work, tiles + step + 1, False, step + 2 == count)
-                self.sum(tiles + step, step > 0)
+                    self.issue_qk(work, tiles + step + 1, False, step + 2 == count)
+                self.issue_pv(tiles + step, step > 0)
                 if step + 2 == count:
-                    self.tell_late(work, tiles + step + 1)
+                    self.commit_last_s(work, tiles + step + 1)
             tiles += count
-            items += 1
-            work = self.work_pipeline.consume(items)
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
-    def tell_late(self, work, tile):
-        """Of the scores of an item's last tile, where they were not told of when they were issued."""
+    def commit_last_s(self, work: WorkTile, tile: cutlass.Int32) -> None:
+        """Signal S of a work tile's last key tile, where `issue_qk` did not: only CTA pairs do so."""
 
     @cute.jit
-    def score(self, work, tile, first: cutlass.Constexpr[bool], last):
-        """Scores of the tile, part by part as they arrive; first, last: of its item. Their place was read before the
-        weights of the tile but one were there.
+    def issue_qk(self, work: WorkTile, tile: cutlass.Int32, first: cutlass.Constexpr[bool], last: cutlass.Boolean):
+        """S of a key tile, part by part as they arrive; first, last: of its work tile.
+
+        Its S stage is empty: S of two tiles before was read before P of that tile was signalled.
         """
-        stage, round_ = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
-        place = stage_of(tile, SCORES)
-        S = self.base + place * self.kernel.tile_n
-        queries, keys = self.fQ[None, None, None, 0], self.fK[None, None, None, stage]
+        stage, phase = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
+        s_stage = stage_of(tile, S_STAGES)
+        acc_S = self.tmem_base + s_stage * self.kernel.tile_n
+        tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, stage]
         for part in cutlass.range_constexpr(PARTS):
-            cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
-            end = part == PARTS - 1
+            cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, phase)
+            is_last_part = part == PARTS - 1
             self.tiled_mma_qk.issue(
-                S,
-                queries,
-                [keys],
+                acc_S,
+                tSrQ,
+                [tSrK],
                 part > 0,
-                commit=[self.barriers.s_full + place] if end else [],
-                # Of the place, what is only key: sums read the rest.
-                commit_multicast=[self.barriers.k_empty + stage * PARTS] if end else [],
-                steps=steps_of(self.kernel, part),
+                commit=[self.barriers.s_full + s_stage] if is_last_part else [],
+                # Of the stage, the rope part: PV reads the rest.
+                commit_multicast=[self.barriers.k_empty + stage * PARTS] if is_last_part else [],
+                steps=k_blocks_of(self.kernel, part),
             )
         if last:
             self.commit(self.barriers.q_empty)
 
     @cute.jit
-    def sum(self, tile, adds):
-        """Sums of the tile, once its weights are there and earlier sums are at their scale; adds: to those."""
+    def issue_pv(self, tile: cutlass.Int32, accumulate: cutlass.Boolean):
+        """Add P V of a key tile to O, once P is in shared memory and O is rescaled; else O becomes P V."""
         stage = stage_of(tile, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.p_full, tile & 1)
         tmem.after_sync()
-        num_ctas = cutlass.const_expr(len(self.fV))
-        for block in cutlass.range_constexpr(num_ctas):
-            half_done, done = (block + 1) % (num_ctas // 2) == 0, block == num_ctas - 1
-            part = 1 + block // (num_ctas // 2)
+        dv_tiles = cutlass.const_expr(len(self.tOrV))
+        for dv_tile in cutlass.range_constexpr(dv_tiles):
+            half_done, done = (dv_tile + 1) % (dv_tiles // 2) == 0, dv_tile == dv_tiles - 1
+            part = 1 + dv_tile // (dv_tiles // 2)
             self.tiled_mma_pv.issue(
-                self.base + sums_at(self.kernel, block),
-                self.fV[block][None, None, None, stage],
-                [self.fP],
-                adds,
+                self.tmem_base + o_offset(self.kernel, dv_tile),
+                self.tOrV[dv_tile][None, None, None, stage],
+                [self.tOrP],
+                accumulate,
                 commit=[self.barriers.o_full] if done else [],
                 commit_multicast=[self.barriers.k_empty + stage * PARTS + part] if half_done else [],
             )
 
     @cute.jit
-    def commit(self, barrier):
+    def commit(self, mbar: cute.Pointer):
+        """Signal a barrier once all MMAs so far are done."""
         with cute.arch.elect_one():
-            tcgen05.commit(barrier)
+            tcgen05.commit(mbar)
 
 
-def steps_of(kernel, part: int) -> range:
-    """Of a row's k, 16 elements each, those of a part."""
+def k_blocks_of(kernel: Any, part: int) -> range:
+    """The k-blocks of QK, of 16 elements each, that a part of a row has."""
     chunks, steps = kernel.parts[part], kernel.chunk // 16
     return range(chunks.start * steps, chunks.stop * steps)
 
 
-def sums_at(kernel, block: int) -> int:
-    """The first column of a block's sums: behind the scores."""
-    return SCORES * kernel.tile_n + block * ROWS
+def o_offset(kernel: Any, dv_tile: int) -> int:
+    """The first tensor-memory column of O of a PV MMA: behind the S stages."""
+    return S_STAGES * kernel.tile_n + dv_tile * ROWS

@@ -1,57 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The math role of absorbed MLA: a warpgroup turns scores into weights, keeps sums at their scale, and stores them.
+"""The softmax warps of absorbed MLA for SM100: one warpgroup for softmax, rescaling of O, and epilogue.
 
-A thread has pieces of two rows of scores, as in an accumulator of warp instructions; of the sums, which are transposed,
-it has one value column in each block, and all rows.
+A thread has a part of two rows of S, in the register order of a WGMMA accumulator. Of O, which is transposed, it has
+one column of each PV MMA, and all rows.
 """
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.mla_configs import BLOCK, SCORES
-from dsl_backend.attention.cute.sm100.mla_mma import sums_at
+from dsl_backend.attention.cute.sm100.mla_barriers import Barriers
+from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
+from dsl_backend.attention.cute.sm100.mla_mma import o_offset
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 WARP = 32
-OWN = 1  # named barrier of the warpgroup
-PIECE = 16  # rows of sums in registers at a time
-# Sums are shrunk when a row's largest score has grown by a factor of 2^SLACK.
-SLACK = 8.0
-# What warps tell each other of a row: how its sums shrink, and in the end what they are multiplied by.
-SHRINK, FACTOR = 0, 1
+WARPGROUP_BARRIER = 1  # named barrier of the warpgroup
+O_ROWS = 16  # of O in registers at a time
+RESCALE_THRESHOLD = 8.0  # O is rescaled when a row's maximum has grown by more than this, in base 2
+# The statistics of a row in shared memory: what O is multiplied by for a tile, and at the end.
+ACC_SCALE, OUT_SCALE = 0, 1
 
 
 class MlaSoftmaxWarps:
-    """A thread's registers and what it does with an item."""
+    """A thread's registers, and what it does with a work tile.
 
-    def __init__(self, kernel, work_pipeline, barriers, base, statistics, sV, sP, outputs, requests, scoring):
+    Args:
+        kernel: the `MlaForward`.
+        tmem_base: address of the CTA's tensor memory.
+        sStats: [row, statistic], through which the warps exchange what they know of a row.
+        sV: [key, column, stage]; sP: [row, key].
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        work_pipeline: WorkTilePipeline,
+        barriers: Barriers,
+        tmem_base: cute.Pointer,
+        sStats: cute.Tensor,
+        sV: cute.Tensor,
+        sP: cute.Tensor,
+        outputs: Outputs,
+        requests: Requests,
+        scoring: ScoreModArgs,
+    ) -> None:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
+        self.work_pipeline, self.barriers, self.tmem_base, self.sStats = work_pipeline, barriers, tmem_base, sStats
         self.sV, self.sP = sV, sP
         self.out, self.lse, self.partials = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, SLACK)
-        held = ROWS_PER_THREAD * kernel.tile_n // QUAD
-        self.S = cute.make_rmem_tensor(held, cutlass.Float32)
-        self.P = cute.make_rmem_tensor(held, kernel.dtype)
+        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD)
+        registers = ROWS_PER_THREAD * kernel.tile_n // QUAD
+        self.acc_S = cute.make_rmem_tensor(registers, cutlass.Float32)
+        self.probs = cute.make_rmem_tensor(registers, kernel.dtype)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
             self.softmax.reset()
@@ -60,34 +84,39 @@ class MlaSoftmaxWarps:
                 self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
                 tiles += 1
             self.softmax.reduce_row_sum()
-            self.sums_done(tiles - 1)
-            self.store(work)
-            items += 1
-            work = self.work_pipeline.consume(items)
+            self.wait_o(tiles - 1)
+            self.epilogue(work)
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
-    # ------------------------------------------------------------------ weights
+    # ------------------------------------------------------------------ softmax
 
     @cute.jit
-    def online_softmax(self, work, tile, count, adds):
-        """A tile's scores into weights; count: tiles before it; adds: to earlier sums of the item."""
-        place = count % SCORES
-        cute.arch.mbarrier_wait(self.barriers.s_full + place, (count // SCORES) & 1)
+    def online_softmax(self, work: WorkTile, n_block: cutlass.Int32, count: cutlass.Int32, accumulate: cutlass.Boolean):
+        """Turn S of a key tile into P in shared memory, and rescale O.
+
+        Args:
+            count: key tiles before it.
+            accumulate: O holds earlier key tiles of the work tile.
+        """
+        s_stage = count % S_STAGES
+        cute.arch.mbarrier_wait(self.barriers.s_full + s_stage, (count // S_STAGES) & 1)
         tmem.after_sync()
-        tmem.load_rows(self.base, place * self.kernel.tile_n, self.S, self.thread)
+        tmem.load_rows(self.tmem_base, s_stage * self.kernel.tile_n, self.acc_S, self.thread)
         cute.arch.fence_view_async_tmem_load()
-        scores = reshape_acc_to_mn(self.S)
-        self.rows.apply_score_mod(scores, work, tile)
-        if tile >= work.n_block_full_max or tile < work.n_block_full_min:
-            self.rows.apply_mask(scores, work, tile)
-        self.softmax.online_softmax(scores, self.acc_scale)
-        self.P.store(self.S.load().to(self.kernel.dtype))
-        self.clear_past(work, tile, count)
-        # The weights' place is read, and the sums are at rest.
+        acc_S_mn = reshape_acc_to_mn(self.acc_S)
+        self.rows.apply_score_mod(acc_S_mn, work, n_block)
+        if n_block >= work.n_block_full_max or n_block < work.n_block_full_min:
+            self.rows.apply_mask(acc_S_mn, work, n_block)
+        self.softmax.online_softmax(acc_S_mn, self.acc_scale)
+        self.probs.store(self.acc_S.load().to(self.kernel.dtype))
+        self.zero_unseen_v(work, n_block, count)
+        # The PV MMA before has read P and written O.
         cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
         tmem.after_sync()
-        self.shrink_sums(work, adds)
-        self.lay_weights()
+        self.rescale_o(work, accumulate)
+        self.store_p()
         cute.arch.fence_proxy("async.shared", space="cta")
         tmem.before_sync()
         cute.arch.sync_warp()
@@ -95,135 +124,137 @@ class MlaSoftmaxWarps:
             cute.arch.mbarrier_arrive(self.barriers.p_full)
 
     @cute.jit
-    def lay_weights(self):
-        """From registers into shared memory, [row, key]."""
+    def store_p(self):
+        """Store P from registers to shared memory."""
         kernel = self.kernel
-        # What the warps' own products would give: they lay out registers as these are.
-        warps = cute.make_tiled_mma(
+        # A tiled MMA of warp instructions, whose accumulator has the register order of P.
+        tiled_mma = cute.make_tiled_mma(
             warp_ops.MmaF16BF16Op(kernel.dtype, cutlass.Float32, (16, 8, 16)),
             (WARPGROUP // WARP, 1, 1),
             permutation_mnk=(ROWS, 16, 16),
         )
-        store = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), kernel.dtype)
-        copy = cute.make_tiled_copy_C(store, warps)
-        mine = copy.get_slice(self.thread)
-        held = cute.make_tensor(self.P.iterator, cute.make_layout(warps.partition_shape_C((ROWS, kernel.tile_n))))
-        cute.copy(copy, copy.retile(held), mine.partition_D(self.sP))
+        copy_atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), kernel.dtype)
+        tiled_copy = cute.make_tiled_copy_C(copy_atom, tiled_mma)
+        thr_copy = tiled_copy.get_slice(self.thread)
+        layout = cute.make_layout(tiled_mma.partition_shape_C((ROWS, kernel.tile_n)))
+        probs = cute.make_tensor(self.probs.iterator, layout)
+        cute.copy(tiled_copy, tiled_copy.retile(probs), thr_copy.partition_D(self.sP))
 
     @cute.jit
-    def clear_past(self, work, tile, count):
-        """Zero the values behind the last key and below the windows of all rows, when nobody reads them as keys.
+    def zero_unseen_v(self, work: WorkTile, n_block: cutlass.Int32, count: cutlass.Int32):
+        """Zero V beyond the last key, and V before the windows of all rows: P = 0 does not remove a NaN.
 
-        They may be anything: a weight of 0 does not take away a NaN.
+        QK of the tile is done, so that nothing reads these rows as K any more.
         """
-        kept = work.seqlen_k - tile * self.kernel.tile_n
-        below = self.rows.mask.keys_before_window(work.q_position, tile)
-        if kept < self.kernel.tile_n or below > 0:
-            stage, round_ = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
-            # Not of what is only key: its room may be full of a later tile already.
+        keys = work.seqlen_k - n_block * self.kernel.tile_n
+        before = self.rows.mask.keys_before_window(work.q_position, n_block)
+        if keys < self.kernel.tile_n or before > 0:
+            stage, phase = stage_of(count, self.config.stages), phase_of(count, self.config.stages)
+            # Not the rope part: it may hold a later tile already.
             for part in cutlass.range_constexpr(1, PARTS):
-                cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, round_)
-            values = self.sV[None, None, stage]
-            clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+                cute.arch.mbarrier_wait(self.barriers.k_full + stage * PARTS + part, phase)
+            sV = self.sV[None, None, stage]
+            clear_rows(sV, cutlass.max(keys, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             if cutlass.const_expr(self.key.has_window_left):
-                clear_rows(values, 0, below, self.thread, WARPGROUP)
+                clear_rows(sV, 0, before, self.thread, WARPGROUP)
 
-    # ------------------------------------------------------------------ sums
+    # ------------------------------------------------------------------ O
 
     @cute.jit
-    def sums_done(self, count):
-        """The sums hold all tiles up to the count-th."""
+    def wait_o(self, count: cutlass.Int32):
+        """Until P V of the count-th key tile, and of all before it, is added to O."""
         cute.arch.mbarrier_wait(self.barriers.o_full, count & 1)
         tmem.after_sync()
 
     @cute.jit
-    def shrink_sums(self, work, adds):
-        """Sums times what their rows' shares shrink by, where a row needs it."""
-        # Read by all before the sums of the tile are done, and so before it is written again.
-        self.tell(self.acc_scale, SHRINK)
-        moved = cutlass.Boolean(False)
+    def rescale_o(self, work: WorkTile, accumulate: cutlass.Boolean):
+        """Multiply O by acc_scale, where the maximum of a row of the warp's columns has grown."""
+        # All threads read it before PV of this tile is done, and so before it is written again.
+        self.share_stat(self.acc_scale, ACC_SCALE)
+        rescales = cutlass.Boolean(False)
         for i in cutlass.range_constexpr(ROWS // WARP):
             row = cute.arch.lane_idx() + i * WARP
-            moved = moved or (row < work.num_rows and self.statistics[row, SHRINK] != 1.0)
-        if cute.arch.vote_any_sync(moved and adds):
-            for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
-                for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
-                    column = sums_at(self.kernel, block) + first
-                    held = self.scaled(column, first, SHRINK)
-                    tmem.store(held, self.base, column, self.thread)
+            rescales = rescales or (row < work.num_rows and self.sStats[row, ACC_SCALE] != 1.0)
+        if cute.arch.vote_any_sync(rescales and accumulate):
+            for dv_tile in cutlass.range_constexpr(self.kernel.dims_v // DV_TILE):
+                for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+                    column = o_offset(self.kernel, dv_tile) + first
+                    acc_O = self.load_o(column, first, ACC_SCALE)
+                    tmem.store(acc_O, self.tmem_base, column, self.thread)
             cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def tell(self, values, place):
-        """Values of this thread's rows to the warpgroup."""
-        statistics = self.statistics
+    def share_stat(self, values: cute.Tensor, stat: cutlass.Constexpr[int]):
+        """Give the warpgroup a statistic of this thread's rows."""
+        sStats = self.sStats
         if self.column == 0:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-                statistics[self.row + 8 * row, place] = values[row]
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
+                sStats[self.row + 8 * row, stat] = values[row]
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def scaled(self, column, first, place):
-        """Sums of PIECE rows from a column of tensor memory on, times a statistic of their rows."""
-        held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-        tmem.load(self.base, column, held, self.thread)
+    def load_o(self, column: cutlass.Int32, first: cutlass.Int32, stat: cutlass.Constexpr[int]):
+        """O of O_ROWS rows, `first` and after, times a statistic of each row; `column`: of tensor memory."""
+        acc_O = cute.make_rmem_tensor(O_ROWS, cutlass.Float32)
+        tmem.load(self.tmem_base, column, acc_O, self.thread)
         cute.arch.fence_view_async_tmem_load()
-        for j in cutlass.range_constexpr(PIECE):
-            held[j] *= self.statistics[first + j, place]
-        return held
+        for j in cutlass.range_constexpr(O_ROWS):
+            acc_O[j] *= self.sStats[first + j, stat]
+        return acc_O
 
-    # ------------------------------------------------------------------ results
+    # ------------------------------------------------------------------ epilogue
 
     @cute.jit
-    def store(self, work):
+    def epilogue(self, work: WorkTile):
+        """Write O of a work tile."""
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work)
             else:
-                self.store_whole(work)
+                self.store_out(work)
         else:
-            self.store_whole(work)
+            self.store_out(work)
 
     @cute.jit
-    def store_partial(self, work):
-        """Sums as they are, in float32; the merge kernel does the rest."""
+    def store_partial(self, work: WorkTile):
+        """O as it is, in float32, with row_max and row_sum; the combine kernel does the rest."""
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(rows, columns)
-        held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-        for block in cutlass.range_constexpr(columns // BLOCK):
-            for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
-                tmem.load(self.base, sums_at(self.kernel, block) + first, held, self.thread)
+        acc_O = cute.make_rmem_tensor(O_ROWS, cutlass.Float32)
+        for dv_tile in cutlass.range_constexpr(columns // DV_TILE):
+            for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+                tmem.load(self.tmem_base, o_offset(self.kernel, dv_tile) + first, acc_O, self.thread)
                 cute.arch.fence_view_async_tmem_load()
-                for j in cutlass.range_constexpr(PIECE):
+                for j in cutlass.range_constexpr(O_ROWS):
                     if first + j < work.num_rows:
-                        place = partial + ((first + j) * columns + block * BLOCK + self.thread)
-                        cute.make_tensor(place, cute.make_layout(1))[0] = held[j]
+                        target = partial + ((first + j) * columns + dv_tile * DV_TILE + self.thread)
+                        cute.make_tensor(target, cute.make_layout(1))[0] = acc_O[j]
         if self.column == 0:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 m = self.row + 8 * row
                 if m < work.num_rows:
-                    place = partial + rows * columns + m
-                    row_max = self.softmax.row_max[row] * self.softmax.softmax_scale_log2
-                    cute.make_tensor(place, cute.make_layout(1))[0] = row_max
-                    cute.make_tensor(place + rows, cute.make_layout(1))[0] = self.softmax.row_sum[row]
+                    row_max, row_sum = self.softmax.row_max[row], self.softmax.row_sum[row]
+                    target = partial + rows * columns + m
+                    cute.make_tensor(target, cute.make_layout(1))[0] = row_max * self.softmax.softmax_scale_log2
+                    cute.make_tensor(target + rows, cute.make_layout(1))[0] = row_sum
 
     @cute.jit
-    def store_whole(self, work):
-        """Divide, and send the rows out: neighbouring threads have neighbouring columns."""
-        factors = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+    def store_out(self, work: WorkTile):
+        """O divided by row_sum, rounded, and the LSE: neighbouring threads have neighbouring columns."""
+        out_scales = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
-            factors[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            out_scales[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):
-                to = self.lse
+                mLSE = self.lse
                 if self.column == 0 and m < work.num_rows:
-                    to[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
-        self.tell(factors, FACTOR)
-        for block in cutlass.range_constexpr(self.kernel.dims_v // BLOCK):
-            for first in cutlass.range(0, work.num_rows, PIECE, unroll=1):
-                held = self.scaled(sums_at(self.kernel, block) + first, first, FACTOR)
-                for j in cutlass.range_constexpr(PIECE):
+                    mLSE[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
+        self.share_stat(out_scales, OUT_SCALE)
+        for dv_tile in cutlass.range_constexpr(self.kernel.dims_v // DV_TILE):
+            for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+                acc_O = self.load_o(o_offset(self.kernel, dv_tile) + first, first, OUT_SCALE)
+                for j in cutlass.range_constexpr(O_ROWS):
                     m = first + j
                     if m < work.num_rows:
                         token, head = (
@@ -231,5 +262,5 @@ class MlaSoftmaxWarps:
                             work.head_block * self.key.pack_gqa + m % self.key.pack_gqa,
                         )
                         offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
-                        place = self.out.iterator + (offset + block * BLOCK + self.thread)
-                        cute.make_tensor(place, cute.make_layout(1))[0] = held[j].to(self.kernel.dtype)
+                        target = self.out.iterator + (offset + dv_tile * DV_TILE + self.thread)
+                        cute.make_tensor(target, cute.make_layout(1))[0] = acc_O[j].to(self.kernel.dtype)

@@ -16,13 +16,13 @@ def build(key: MlaKey, target: Target) -> Function:
 
 
 class Mla(MlaKernel):
-    """Absorbed MLA, row tile by row tile; see latent.py."""
+    """Absorbed MLA, row tile by row tile; see mla.py."""
 
     build = staticmethod(build)
     default = staticmethod(default_mla_config)
 
 
 class MlaSplitKV(Mla):
-    """The same where key ranges are cut into equal shares."""
+    """The same, with balanced split-KV."""
 
     split = True

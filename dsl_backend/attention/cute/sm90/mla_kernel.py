@@ -16,8 +16,9 @@ from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs
 from dsl_backend.attention.cute.combine import SplitKVCombine
-from dsl_backend.attention.cute.dequant import tma_barriers
-from dsl_backend.attention.cute.mla import MOST_BOXES, MlaDequantWarps, MlaLoadWarp, TiledMla
+from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
+from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
+from dsl_backend.attention.cute.mla import MOST_BOXES, TiledMla
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
@@ -116,7 +117,7 @@ class MlaForward(TiledMla):
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (q_layout, k_layout, p_layout)
         )
-        sV, loaded = self.values(sK), self.loaded(allocator, sK)
+        sV, loaded = self.values(sK), self.tma_target(allocator, sK)
         state = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
         row_sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
         items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
@@ -141,7 +142,7 @@ class MlaForward(TiledMla):
                     for i in cutlass.range_constexpr(size):
                         cute.arch.mbarrier_init(pointer + i, count)
             cute.arch.mbarrier_init_fence()
-        self.meet()
+        self.cluster_sync()
 
         # Until here nothing was read or written that the kernels before this one have to do with.
         cute.arch.griddepcontrol_wait()
@@ -169,4 +170,4 @@ class MlaForward(TiledMla):
             ).run()
         if cutlass.const_expr(config.cluster > 1):
             # A block's memory and barriers are there until the others have done with them.
-            self.meet()
+            self.cluster_sync()

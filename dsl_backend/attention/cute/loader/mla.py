@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TMA producer of absorbed MLA: a row of the cache is loaded once, and is key and value."""
+
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+from dsl_backend.attention.cute.args import MlaLoads
+from dsl_backend.attention.cute.loader.dense import LoadWarp, query_box
+from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.primitives.ring import phase_of, stage_of
+
+
+class MlaLoadWarp(LoadWarp):
+    """Loads the key tiles of each work tile from the last to the first, and after the last one both parts of Q.
+
+    Args:
+        kernel: the `TiledMla`.
+        barriers: a kernel's, as `tma_barriers` gives them.
+        sQ: [row, column, 1]; sK: [key, column, stage], where TMA writes keys.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        work_pipeline: WorkTilePipeline,
+        barriers: Any,
+        loads: MlaLoads,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        requests: Requests,
+    ) -> None:
+        self.config, self.key = kernel.config, kernel.key
+        self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
+        self.boxes = self.tile_n // self.box
+        # Each CTA of a cluster loads a share of a tile's boxes, and multicasts it to all CTAs.
+        cluster = self.config.cluster
+        self.own_boxes, self.first_box, self.multicast = self.boxes // cluster, 0, {}
+        if cluster > 1:
+            self.first_box = cute.arch.block_idx_in_cluster() * self.own_boxes
+            self.multicast = {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
+        self.group = kernel.key.heads_q // kernel.key.pack_gqa
+        self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
+        self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope, self.tma_atom_k, self.mK = loads
+        self.chunk, self.parts = kernel.chunk, kernel.parts
+        self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
+        self.take_boxes(kernel)
+        self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
+        self.waits_for_peers = kernel.mma_commits_late and cluster > 1 and not self.key.kv.fp8
+        self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
+        # Rows of a chunk lie one after another: [head and token, box, chunk].
+        box = query_box(kernel, kernel.box_tokens)
+        strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
+        layout = cute.make_layout((box.shape, self.q_boxes, self.chunks), stride=strides)
+        self.sQ = cute.make_tensor(sQ.iterator, layout)
+        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
+
+    @cute.jit
+    def run(self):
+        for atom in (self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k):
+            cpasync.prefetch_descriptor(atom)
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
+        valid = work.valid
+        while valid != 0:
+            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+                n_block = work.n_block_max - 1 - step
+                self.load_rows(work, n_block, self.pages_of(work, n_block), tiles)
+                if step == 0:
+                    # After K, which comes from memory, and whose stage is empty while the work tile before is computed.
+                    self.load_queries(work, work_tiles)
+                tiles += 1
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
+            valid = work.valid
+        if cutlass.const_expr(self.waits_for_peers):
+            # The peers' MMAs signal mbarriers of this CTA, which must not exit before.
+            for stage in cutlass.range(self.stages, unroll=1):
+                for part in cutlass.range_constexpr(PARTS):
+                    self.wait_empty(tiles + stage, part)
+
+    @cute.jit
+    def wait_empty(self, count: cutlass.Int32, part: cutlass.Constexpr[int]):
+        """Wait until a part of the stage of the count-th tile is empty; return the index of its mbarriers."""
+        mbar_idx = stage_of(count, self.stages) * PARTS + part
+        cute.arch.mbarrier_wait(self.barriers.k_empty + mbar_idx, phase_of(count, self.stages) ^ 1)
+        return mbar_idx
+
+    @cute.jit
+    def load_queries(self, work: WorkTile, count: cutlass.Int32):
+        """Load the latent and the rope part of the rows of Q."""
+        cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ self.q_phase)
+        mbar_full = self.barriers.q_full
+        boxes = self.expect_queries(work, mbar_full)
+        tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
+        first = 0
+        for atom, mQ, chunks in (
+            (self.tma_atom_q, self.mQ, self.chunks_v),
+            (self.tma_atom_q_rope, self.mQRope, self.chunks - self.chunks_v),
+        ):
+            gQ = cute.domain_offset((0, work.q_offset, 0), mQ[None, None, None, work.head_block])
+            gQ = cute.group_modes(cute.local_tile(gQ, tile, (0, None, None)), 0, 3)
+            tQsQ, tQgQ = cpasync.tma_partition(atom, 0, cute.make_layout(1), self.sQ, gQ)
+            for box in cutlass.range(boxes, unroll=1):
+                for c in cutlass.range_constexpr(chunks):
+                    cute.copy(atom, tQgQ[None, box, c], tQsQ[None, box, first + c], tma_bar_ptr=mbar_full)
+            first += chunks
+
+    @cute.jit
+    def load_rows(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
+        """Load a key tile, each part once its stage is empty; `count` tiles were loaded before."""
+        stage = stage_of(count, self.stages)
+        for part in cutlass.range_constexpr(PARTS):
+            mbar_full = self.barriers.k_full + self.wait_empty(count, part)
+            self.expect(mbar_full, len(self.parts[part]) * self.chunk_bytes)
+            chunks = self.parts[part]
+            self.load_tile(
+                self.tma_atom_k, self.mK, self.sK, self.chunk, chunks, work, n_block, pages, stage, mbar_full
+            )
