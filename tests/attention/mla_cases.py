@@ -71,14 +71,14 @@ RAGGED = mla(
     why="rings wrap, parts merge, rows' largest scores grow by more than sums bear",
 )
 HEADS_128 = mla(
-    128, id="heads-128", q_lens=(2,), kv_lens=(330,), page=64, why="two blocks share key tiles, for two tokens"
+    128, id="heads-128", q_lens=(2,), kv_lens=(330,), page=64, why="two CTAs share key tiles, for two tokens"
 )
 PIECES = mla(16, id="pieces", q_lens=(70, 1, 33), kv_lens=(150, 90, 33), why="pieces of prompts beside a decode")
 # With tiles of 32 keys; pieces are longer than a tile, and their row tiles lie in pairs.
 PIECES_128 = mla(
     128, id="pieces-128", q_lens=(35, 1), kv_lens=(50, 90), page=32, why="clusters have the same pairs of row tiles"
 )
-PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two blocks")
+PAGES_OF_16 = mla(96, id="pages-of-16", q_lens=(1, 2), kv_lens=(330, 64), why="two boxes for each of two CTAs")
 CLUSTERS = mla(128, id="clusters", q_lens=(3, 1), kv_lens=(300, 1), page=48, why="whole ranges of neighbouring units")
 WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)
 
@@ -95,14 +95,14 @@ FP8 = (
     Run(
         mla(
             16,
-            id="fp8-bent",
+            id="fp8-score-mod",
             q_lens=(1, 4),
             kv_lens=(200, 150),
             fp8=True,
             window=(70, None),
             sinks=True,
             softcap=5.0,
-            why="the scale goes into every score change",
+            why="the scale goes into every score modification",
         ),
         "lazy",
     ),
@@ -135,7 +135,15 @@ EVERYWHERE = (
         "random",
     ),
     Run(
-        mla(16, id="sinks-softcap", q_lens=(1, 4), kv_lens=(300, 150), sinks=True, softcap=5.0, why="bent scores"),
+        mla(
+            16,
+            id="sinks-softcap",
+            q_lens=(1, 4),
+            kv_lens=(300, 150),
+            sinks=True,
+            softcap=5.0,
+            why="score modifications",
+        ),
         "lazy",
     ),
     Run(

@@ -17,22 +17,22 @@ from tests.attention.mla_cases import EVERYWHERE, SCHEDULES, Run, emulate
 TARGET = from_arch("sm_100a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts; rings of two and three wrap early.
 SMALL = MlaConfig(tile_n=32, stages=3, min_split_tiles=1)
-WIDENING = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
+DEQUANT = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
 TILES_OF_64 = MlaConfig(stages=2, min_split_tiles=1)
-PAIRS = TwoCtaMlaConfig(min_split_tiles=1)
+TWO_CTA = TwoCtaMlaConfig(min_split_tiles=1)
 CLUSTERS = MlaConfig(stages=2, min_split_tiles=1, cluster=2)
 
 QUICK = (
     Run(replace(mla_cases.RAGGED, kv_lens=(260, 33, 0, 130, 20)), "random"),
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(mla_cases.PIECES, "eager"),
-    Run(replace(mla_cases.HEADS_128, q_gain=8.0), "lazy", config=PAIRS),
+    Run(replace(mla_cases.HEADS_128, q_gain=8.0), "lazy", config=TWO_CTA),
     Run(mla_cases.WHOLE_320, "eager", False, MlaConfig(tile_n=64, stages=4)),
     mla_cases.FP8[0],
 )
 FULL = (
     *(run for run in mla_cases.FP8 if run not in QUICK),
-    *(replace(run, config=replace(WIDENING, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
+    *(replace(run, config=replace(DEQUANT, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
     *(replace(run, schedule=schedule) for run in QUICK[:-1] for schedule in SCHEDULES if schedule != run.schedule),
     *EVERYWHERE,
     Run(mla_cases.RAGGED, "lazy", config=TILES_OF_64),
@@ -56,57 +56,63 @@ FULL = (
     *(Run(mla_cases.HEADS_128, schedule, config=CLUSTERS) for schedule in SCHEDULES),
     *(Run(mla_cases.PAGES_OF_16, schedule, config=CLUSTERS) for schedule in SCHEDULES),
     Run(mla_cases.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
-    Run(mla_cases.PAGES_OF_16, "lazy", config=PAIRS),
+    Run(mla_cases.PAGES_OF_16, "lazy", config=TWO_CTA),
     Run(mla_cases.CLUSTERS, "random", False, CLUSTERS),
-    Run(mla_cases.CLUSTERS, "eager", False, PAIRS),
+    Run(mla_cases.CLUSTERS, "eager", False, TWO_CTA),
     Run(
         mla(
             128,
-            id="pairs-ragged",
+            id="two-cta-ragged",
             q_lens=(1, 1, 0, 3),
             kv_lens=(400, 33, 0, 120),
             page=128,
             dtype=FP16,
             q_gain=8.0,
-            why="rings wrap, parts merge, sums are shrunk, tiles are parts of pages",
+            why="stages wrap, splits are combined, O is rescaled, tiles are parts of pages",
         ),
         "random",
         config=TwoCtaMlaConfig(tile_n=32, stages=3, min_split_tiles=1),
     ),
     Run(
-        mla(80, (320, 256), id="pairs-320", q_lens=(1, 2), kv_lens=(300, 64), page=64, why="24 rows idle, one block"),
+        mla(80, (320, 256), id="two-cta-320", q_lens=(1, 2), kv_lens=(300, 64), page=64, why="24 rows idle, one CTA"),
         "lazy",
         config=TwoCtaMlaConfig(stages=2, min_split_tiles=1),
     ),
     Run(
-        mla(96, (288, 256), id="pairs-288", q_lens=(2,), kv_lens=(300,), page=64, why="rows of 64 bytes"),
+        mla(96, (288, 256), id="two-cta-288", q_lens=(2,), kv_lens=(300,), page=64, why="rows of 64 bytes"),
         "random",
         config=TwoCtaMlaConfig(tile_n=64, stages=4, min_split_tiles=1),
     ),
     Run(
         mla(
             96,
-            id="pairs-bent",
+            id="two-cta-score-mod",
             q_lens=(1, 4),
             kv_lens=(200, 150),
             page=64,
             window=(70, None),
             sinks=True,
             softcap=5.0,
-            why="every score change, and a window",
+            why="every score modification, and a window",
         ),
         "lazy",
-        config=PAIRS,
+        config=TWO_CTA,
     ),
     Run(
         mla(
-            128, id="pairs-nan", q_lens=(1, 1), kv_lens=(65, 33), page=64, nan_request=1, why="a NaN stays where it is"
+            128,
+            id="two-cta-nan",
+            q_lens=(1, 1),
+            kv_lens=(65, 33),
+            page=64,
+            nan_request=1,
+            why="NaN stays apart",
         ),
         "eager",
-        config=PAIRS,
+        config=TWO_CTA,
     ),
     Run(
-        mla(16, id="growing", q_lens=(1, 1), kv_lens=(300, 150), q_gain=30.0, why="sums are shrunk by much, and often"),
+        mla(16, id="growing", q_lens=(1, 1), kv_lens=(300, 150), q_gain=30.0, why="O is rescaled by much, and often"),
         "lazy",
     ),
 )
@@ -120,12 +126,12 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Mla, WIDENING if run.case.fp8 else SMALL)
+    emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Mla, DEQUANT if run.case.fp8 else SMALL)
 
 
 @pytest.mark.full
-def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_100a", MlaSplitKV, WIDENING)) == []
+def test_dequantization_hits_no_bank_twice() -> None:
+    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_100a", MlaSplitKV, DEQUANT)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
@@ -150,7 +156,7 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
         (TwoCtaMlaConfig(stages=2), (576, 512), "shared memory"),
         (TwoCtaMlaConfig(stages=0), (576, 512), "at least 1"),
         (TwoCtaMlaConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
-        (MlaConfig(), (512, 512), "latent sizes"),
+        (MlaConfig(), (512, 512), "MLA head sizes"),
         (MlaConfig(), (1088, 1024), "640 columns of tensor memory: there are 512"),
         (MlaConfig(), (448, 384), "a multiple of 256"),
     ],

@@ -23,15 +23,15 @@ TARGET = from_arch("sm_90a")
 # Ranges are cut wherever a tile ends, so that short ones have several parts.
 SMALL = MlaConfig(min_split_tiles=1)
 # Rings that go around at different times.
-WIDENING = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
+DEQUANT = MlaConfig(tile_n=32, stages=2, dequant_stages=3, min_split_tiles=1)
 SCORES_FIRST = MlaConfig(min_split_tiles=1, scores_first=True)
 CLUSTERS = MlaConfig(min_split_tiles=1, scores_first=True, cluster=2)
 
-GUESSES = MlaConfig(min_split_tiles=1, speculative_max=True)
+SPECULATIVE = MlaConfig(min_split_tiles=1, speculative_max=True)
 
 QUICK = (
     Run(mla_cases.RAGGED, "random"),
-    Run(replace(mla_cases.RAGGED, id="ragged-guesses"), "random", config=GUESSES),
+    Run(replace(mla_cases.RAGGED, id="ragged-speculative"), "random", config=SPECULATIVE),
     Run(by_id("mla-8-ragged"), "lazy"),
     Run(mla_cases.PIECES, "random"),
     Run(mla_cases.HEADS_128, "lazy", config=CLUSTERS),
@@ -41,9 +41,9 @@ QUICK = (
 )
 FULL = (
     *(run for run in mla_cases.FP8 if run not in QUICK),
-    *(replace(run, config=replace(WIDENING, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
+    *(replace(run, config=replace(DEQUANT, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
     Run(by_id("stale-mla"), "lazy", False, SCORES_FIRST),
-    Run(by_id("stale-mla-fp8"), "lazy", config=WIDENING),
+    Run(by_id("stale-mla-fp8"), "lazy", config=DEQUANT),
     *(run for run in EVERYWHERE if run not in QUICK),
     Run(by_id("mla-320"), "lazy", config=MlaConfig(stages=4, min_split_tiles=1)),
     Run(by_id("mla-288"), "random", config=MlaConfig(stages=4, min_split_tiles=1)),
@@ -65,14 +65,28 @@ FULL = (
     Run(mla_cases.PIECES_128, "lazy", config=replace(CLUSTERS, tile_n=32)),
     Run(
         mla(
-            16, id="guesses", q_lens=(1, 4), kv_lens=(65, 330), nan_request=1, window=(70, None), why="rows see nothing"
+            16,
+            id="speculative",
+            q_lens=(1, 4),
+            kv_lens=(65, 330),
+            nan_request=1,
+            window=(70, None),
+            why="empty rows",
         ),
         "lazy",
-        config=replace(GUESSES, scores_first=True),
+        config=replace(SPECULATIVE, scores_first=True),
     ),
     Run(mla_cases.CLUSTERS, "random", False, CLUSTERS),
     Run(
-        mla(16, id="sinks", q_lens=(1, 4), kv_lens=(300, 150), sinks=True, softcap=5.0, why="bent scores, made early"),
+        mla(
+            16,
+            id="sinks",
+            q_lens=(1, 4),
+            kv_lens=(300, 150),
+            sinks=True,
+            softcap=5.0,
+            why="score_mod, QK first",
+        ),
         "lazy",
         config=SCORES_FIRST,
     ),
@@ -87,12 +101,12 @@ FULL = (
     ],
 )
 def test_run(seed: int, run: Run) -> None:
-    emulate(run, seed, "sm_90a", MlaSplitKV if run.split else Mla, WIDENING if run.case.fp8 else SMALL)
+    emulate(run, seed, "sm_90a", MlaSplitKV if run.split else Mla, DEQUANT if run.case.fp8 else SMALL)
 
 
 @pytest.mark.full
-def test_widening_meets_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_90a", MlaSplitKV, WIDENING)) == []
+def test_dequantization_hits_no_bank_twice() -> None:
+    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_90a", MlaSplitKV, DEQUANT)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])
@@ -110,11 +124,11 @@ def test_default_config_fits(heads: int, dims: tuple[int, int]) -> None:
         (MlaConfig(stages=1), (576, 512), "at least 2"),
         (MlaConfig(tile_n=40), (576, 512), "multiple of 16"),
         (MlaConfig(tile_n=128), (576, 512), "registers"),
-        (MlaConfig(dequant_stages=2), (576, 512), "2 fp8 tiles in flight"),
+        (MlaConfig(dequant_stages=2), (576, 512), "2 fp8 stages"),
         (MlaConfig(cluster=2), (576, 512), "clusters of 2"),
-        (MlaConfig(), (512, 512), "latent sizes"),
-        (MlaConfig(), (576, 520), "latent sizes"),
-        (MlaConfig(), (648, 576), "latent sizes"),
+        (MlaConfig(), (512, 512), "MLA head sizes"),
+        (MlaConfig(), (576, 520), "MLA head sizes"),
+        (MlaConfig(), (648, 576), "MLA head sizes"),
     ],
 )
 def test_objections(config: MlaConfig, dims: tuple[int, int], reason: str) -> None:
@@ -125,8 +139,8 @@ def test_objections(config: MlaConfig, dims: tuple[int, int], reason: str) -> No
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MlaConfig(), "0 fp8 tiles in flight"),
-        (MlaConfig(dequant_stages=1), "1 fp8 tiles in flight"),
+        (MlaConfig(), "0 fp8 stages"),
+        (MlaConfig(dequant_stages=1), "1 fp8 stages"),
         (MlaConfig(dequant_stages=2), "shared memory"),
         (MlaConfig(tile_n=80, dequant_stages=2), "registers"),
     ],

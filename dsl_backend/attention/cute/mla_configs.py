@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes that the kernels of absorbed MLA share."""
+"""Tile shapes that the kernels of absorbed MLA share; needs no CuTe DSL."""
 
 from dataclasses import dataclass
 
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
 
-ROWS = 64  # query rows of a tile: tokens times the heads that share it
-# A row of the cache is loaded, and its room freed, in three parts: what is only key, and the halves of the value.
+ROWS = 64  # query rows of a tile: tokens times packed heads
+# A row of K is loaded, and its stage released, in three parts: the rope part, and the halves of the latent part.
 PARTS = 3
 
 
 def row_tiles(spec: AttentionSpec) -> int:
-    """That the heads of a token fill."""
+    """Row tiles that the heads of a token fill."""
     return spec.group // packed_gqa_heads(spec.group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaTileConfig:
-    """Tiles and buffers of a kernel.
+    """Tiles and stages of a kernel.
 
     Attributes:
         tile_n: keys of a tile.
-        stages: key tiles in flight.
-        cluster: blocks that share key tiles: each has other heads of the same tokens, and loads a part for all.
-        staging: fp8 key tiles in flight; one more warpgroup turns them into tiles of 16 bits. 0 where keys have these.
-        least_share: key tiles that a block takes at least where ranges are split: below it, merging costs more.
+        stages: of K.
+        cluster: CTAs that share key tiles: each has other heads of the same tokens, and loads a part for all.
+        dequant_stages: of fp8 K, which one more warpgroup dequantizes; 0 for a 16-bit cache.
+        min_split_tiles: key tiles of a split, at least: with fewer, combining costs more than it saves.
     """
 
     tile_n: int = 64
@@ -39,45 +39,43 @@ class MlaTileConfig:
         return 2
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory of a block."""
+        """Shared memory of a CTA."""
         raise NotImplementedError
 
     def key_bytes(self, spec: AttentionSpec) -> int:
-        """Of it, key tiles and their barriers."""
+        """Of it, the stages of K and their mbarriers."""
         row = self.stages * spec.dtype.itemsize + self.dequant_stages
         return self.tile_n * spec.head_dim * row + MBARRIER_BYTES * 2 * PARTS * (self.stages + self.dequant_stages)
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
-        """Those of one kernel alone."""
+        """Those of one SM's kernel."""
         raise NotImplementedError
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can.
 
         Args:
-            smem_bytes: that a block may have.
+            smem_bytes: that a CTA may have.
         """
         reasons = []
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 128 is possible")
         if self.stages < self.least_stages:
-            reasons.append(f"{self.stages} key tiles in flight: at least {self.least_stages} are needed")
+            reasons.append(f"{self.stages} stages of K: at least {self.least_stages} are needed")
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
-            reasons.append(
-                f"{self.dequant_stages} fp8 tiles in flight: 2 or more for fp8 keys, 0 for others, are possible"
-            )
+            reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible")
         wide = 2 * chunk(spec.head_dim)
         if spec.head_dim % 16 or spec.head_dim_v % wide or spec.head_dim_v >= spec.head_dim or spec.head_dim_v > 512:
             reasons.append(
-                f"latent sizes {spec.head_dim}/{spec.head_dim_v}: values of a multiple of {wide} elements up to 512, "
+                f"MLA head sizes {spec.head_dim}/{spec.head_dim_v}: values of a multiple of {wide} elements up to 512, "
                 f"and a multiple of 16 more for keys, are possible"
             )
         if self.cluster not in (1, 2) or row_tiles(spec) % self.cluster:
-            reasons.append(f"clusters of {self.cluster} blocks: 1, or 2 where heads fill an even number of row tiles")
+            reasons.append(f"clusters of {self.cluster} CTAs: 1, or 2 where heads fill an even number of row tiles")
         if self.cluster > 1 and spec.page_size is None:
-            reasons.append("blocks share key tiles of paged keys only")
+            reasons.append("CTAs of a cluster share key tiles of paged keys only")
         reasons += self.own_objections(spec)
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:
-            reasons.append(f"a block needs {needed} bytes of shared memory: there are {smem_bytes}")
+            reasons.append(f"a CTA needs {needed} bytes of shared memory: there are {smem_bytes}")
         return reasons

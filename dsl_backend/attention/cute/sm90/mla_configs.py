@@ -10,24 +10,23 @@ from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TIL
 from dsl_backend.attention.cute.sm90.dense_configs import SPECULATIVE_MAX_VARIES
 from dsl_backend.attention.spec import AttentionSpec
 
-GROUPS = 2  # warpgroups that multiply, each for one half of a value's columns
-# Registers of a thread that multiplies, that loads or schedules, and that widens fp8 tiles where one does. With 32 the
-# schedule spills.
-REGISTERS, WIDENING_REGISTERS = (232, 40, 0), (200, 48, 64)
-# A product's columns: with four warpgroups no more registers are there when the kernel starts (sm90/configs.py).
-COLUMNS, WIDENING_COLUMNS = 256, 128
-# Of a math thread, for addresses and a row's running state.
-OTHER_USES = 32
+GROUPS = 2  # MMA warpgroups, each for half of V's columns
+# Registers of a thread of the MMA warpgroups, of the load and scheduler warps (32 spill in the scheduler), and of the
+# dequantization warpgroup.
+REGISTERS, DEQUANT_REGISTERS = (232, 40, 0), (200, 48, 64)
+# Columns of a WGMMA of PV: the registers that a thread has at launch limit them (WGMMA_SPARE_REGISTERS).
+COLUMNS, DEQUANT_COLUMNS = 256, 128
+OTHER_REGISTERS = 32  # of an MMA thread, for addresses and row statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig(MlaTileConfig):
-    """Tiles and buffers of the latent kernel.
+    """Tiles and stages of the kernel.
 
     Attributes:
-        scores_first: the second warpgroup issues its tile's scores before it sums the first one's tile, so that the
-            sums run beside its softmax. Otherwise after it, and the first tile's room is free sooner.
-        guesses: as ForwardConfig has it.
+        scores_first: the second warpgroup issues QK of its tile before PV of the first one's tile, so that PV runs
+            during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
+        speculative_max: as in `DenseConfig`.
     """
 
     scores_first: bool = False
@@ -39,38 +38,38 @@ class MlaConfig(MlaTileConfig):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread that multiplies, that loads or schedules, and that widens."""
-        return WIDENING_REGISTERS if self.dequant_stages else REGISTERS
+        """Of a thread of the MMA warpgroups, of the load and scheduler warps, and of the dequantization warpgroup."""
+        return DEQUANT_REGISTERS if self.dequant_stages else REGISTERS
 
     def columns(self, head_dim_v: int) -> int:
-        """Value columns of a product: of those that a warpgroup has."""
-        return min(head_dim_v // GROUPS, WIDENING_COLUMNS if self.dequant_stages else COLUMNS)
+        """Columns of a WGMMA of PV, of those that a warpgroup has."""
+        return min(head_dim_v // GROUPS, DEQUANT_COLUMNS if self.dequant_stages else COLUMNS)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         rows = ROWS * spec.head_dim + ROWS * self.tile_n
-        # Of each row, in float32: the largest score, what to shrink by, the groups' totals of this item and the last.
-        state = 4 * ROWS * (2 + 2 * GROUPS)
-        queries = spec.dtype.itemsize * rows + MBARRIER_BYTES * 2
-        return queries + self.key_bytes(spec) + state + WORK_TILE_SMEM_BYTES
+        # Of each row, in float32: row_max, acc_scale, and the warpgroups' row_sum of two work tiles.
+        stats = 4 * ROWS * (2 + 2 * GROUPS)
+        q_and_p = spec.dtype.itemsize * rows + MBARRIER_BYTES * 2
+        return q_and_p + self.key_bytes(spec) + stats + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
-        held = spec.head_dim_v // 4 + 3 * self.tile_n // 4
-        most = self.registers[0] - OTHER_USES
+        needed = spec.head_dim_v // 4 + 3 * self.tile_n // 4
+        most = self.registers[0] - OTHER_REGISTERS
         reasons = [SPECULATIVE_MAX_VARIES] if self.speculative_max and spec.batch_invariant else []
-        if held > most:
-            reasons.append(f"sums, scores and weights take {held} registers of a thread: it has {most} for them")
+        if needed > most:
+            reasons.append(f"O, S and P need {needed} registers of a thread: it has {most} for them")
         return reasons
 
 
 def default_mla_config(spec: AttentionSpec) -> MlaConfig:
-    """Two tiles of 576, three or four of smaller latents; by whether one or several blocks use a key tile.
+    """Two stages of rows of 576, four of smaller ones; the rest by whether one or several CTAs use a key tile.
 
-    Scores first and guesses together are worth 5 % with 16 heads and many requests, 10 to 14 % with 128 heads. Several
-    row tiles leave many partial results, and longer parts make fewer: up to 4 % with one request of 128 heads, and as
-    much the other way with 64.
+    scores_first and speculative_max together are worth 5 % with 16 heads and many requests, 10 to 14 % with 128 heads.
+    Several row tiles leave many partial results, and longer splits leave fewer: up to 4 % with one request of 128
+    heads, and as much the other way with 64.
 
-    Of fp8, a tile's bytes and two tiles of 16 bits must be there: of 576 elements, 64 keys take 108 KB of that with one
-    tile in flight, and queries 72 KB.
+    With an fp8 cache, shared memory holds an fp8 tile and two tiles of 16 bits: with 576 elements, 64 keys need 108 KB
+    for one stage of each, and Q needs 72 KB.
     """
     head_blocks = row_tiles(spec)
     stages = 2 if spec.head_dim > 320 else 4
@@ -88,12 +87,12 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
 
 
 TRIED_TILES = ((64, 2), (64, 4), (32, 4), (32, 8))  # keys, and stages
-TRIED_WIDENING = ((64, 2, 2), (64, 2, 4), (32, 2, 4), (32, 3, 2), (32, 2, 2), (48, 2, 2))  # and fp8 tiles in flight
+TRIED_DEQUANT_TILES = ((64, 2, 2), (64, 2, 4), (32, 2, 4), (32, 3, 2), (32, 2, 2), (48, 2, 2))  # and fp8 stages
 
 
 def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
     """Configurations worth a try that fit."""
-    tiles = TRIED_WIDENING if spec.is_fp8_kv else [(*tile, 0) for tile in TRIED_TILES]
+    tiles = TRIED_DEQUANT_TILES if spec.is_fp8_kv else [(*tile, 0) for tile in TRIED_TILES]
     shapes = itertools.product(tiles, (False, True), (False, True), (1, 2), (2, 4))
     for (tile_n, stages, dequant_stages), first, speculative_max, cluster, min_split_tiles in shapes:
         config = MlaConfig(

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Absorbed MLA for SM90: one warp finds work, one loads, two warpgroups multiply.
+"""Absorbed MLA for SM90: a load warp, a scheduler warp, and two MMA warpgroups.
 
-A row of the cache is a key, and its first elements are the value: it is loaded once. Outputs of 64 rows and 512 columns
-do not fit a warpgroup's registers: each of the two has half of the columns, and weights pass between them through
-shared memory (as in FlashMLA: Li and Liu, 2025). Query rows are tokens times the heads that share a tile. Of fp8 keys,
-one more warpgroup makes 16 bits.
+A row of the cache is a key, and its first elements are the value: it is loaded once. O of 64 rows and 512 columns does
+not fit a warpgroup's registers: each warpgroup has half of the columns, and P passes between them through shared memory
+(as in FlashMLA: Li and Liu, 2025). Query rows are tokens times packed heads (pack_gqa). One more warpgroup dequantizes
+fp8 keys.
 """
-
-from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -18,29 +16,17 @@ from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, 
 from dsl_backend.attention.cute.combine import SplitKVCombine
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
+from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MOST_BOXES, TiledMla
-from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP
+from dsl_backend.attention.cute.sm90.mla_barriers import WARPS_PER_WARPGROUP, Barriers, mbar_arrays
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
-from dsl_backend.attention.cute.sm90.mla_mma import MlaMmaConsumer
-
-
-class Barriers(NamedTuple):
-    """Pairs of mbarrier arrays: full ones say that a buffer was written, empty ones that it was read."""
-
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    work_full: cute.Pointer
-    work_empty: cute.Pointer
-    # Of fp8 tiles, on their way to the others.
-    k_loaded: cute.Pointer | None = None
-    k_taken: cute.Pointer | None = None
+from dsl_backend.attention.cute.sm90.mla_mma import ACC_SCALE, MlaMmaConsumer, MlaSmem
 
 
 class MlaForward(TiledMla):
@@ -83,21 +69,28 @@ class MlaForward(TiledMla):
             self.tiled_mma(halves, columns, OperandMajorMode.MN, warpgroup.OperandSource.SMEM),
         )
 
-    def tiled_mma(self, groups, columns, b_major, a_source):
+    def tiled_mma(
+        self,
+        warpgroups: tuple[int, int, int],
+        columns: int,
+        b_major: OperandMajorMode,
+        a_source: warpgroup.OperandSource,
+    ) -> cute.TiledMma:
         return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, b_major, cutlass.Float32, groups, (ROWS, columns), a_source
+            self.dtype, self.dtype, OperandMajorMode.K, b_major, cutlass.Float32, warpgroups, (ROWS, columns), a_source
         )
 
     def by_group(self, layout: cute.Layout) -> cute.Layout:
-        """Values [column, key, stage] in the order in which products of all groups take the columns: neighbouring
-        products are different groups', and a group's columns lie side by side.
+        """View V [column, key, stage] in the order in which the tiled MMA takes the columns.
+
+        The tiled MMA alternates between warpgroups: consecutive WGMMAs belong to different ones, while the columns of
+        one warpgroup lie side by side.
         """
-        taken = self.config.columns(self.dims_v)
-        products = self.dims_v // GROUPS // taken
+        wgmmas = self.dims_v // GROUPS // self.config.columns(self.dims_v)  # of a warpgroup
         (width, chunks), (one, stride) = layout.shape[0], layout.stride[0]
-        per = chunks // GROUPS // products
-        shape = (width, (per, GROUPS, products))
-        strides = (one, (stride, stride * per * products, stride * per))
+        chunks_per_wgmma = chunks // GROUPS // wgmmas
+        shape = (width, (chunks_per_wgmma, GROUPS, wgmmas))
+        strides = (one, (stride, stride * chunks_per_wgmma * wgmmas, stride * chunks_per_wgmma))
         return cute.make_layout((shape, *layout.shape[1:]), stride=(strides, *layout.stride[1:]))
 
     @cute.kernel
@@ -112,62 +105,48 @@ class MlaForward(TiledMla):
     ):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
-        q_layout, k_layout, p_layout = self.layouts()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for layout in (q_layout, k_layout, p_layout)
+            for layout in self.layouts()
         )
-        sV, loaded = self.values(sK), self.tma_target(allocator, sK)
-        state = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
-        row_sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
-        items = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
-        sizes = [1] * 2 + [PARTS * config.stages] * 2 + [WORK_TILE_STAGES] * 2
-        if cutlass.const_expr(self.key.kv.fp8):
-            sizes += [PARTS * config.dequant_stages] * 2
-        barriers = Barriers(*(allocator.allocate_array(cutlass.Int64, size) for size in sizes))
+        sV, sK_tma = self.values(sK), self.tma_target(allocator, sK)
+        sStats = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, ACC_SCALE + 1)), byte_alignment=16)
+        sRowSum = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, GROUPS, 2)), byte_alignment=16)
+        sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
+        arrays = mbar_arrays(config)
+        barriers = Barriers(**allocate_mbarriers(allocator, arrays))
 
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                group = WARPGROUP // 32
-                # A loading warp fills by bytes. One group's warps empty a part of a key tile, in all blocks of a
-                # cluster; both groups' the queries; the mailbox has the load warp as well. Of fp8 it is the widening
-                # group's warps that fill, for the block alone, and that empty what the loading ones filled.
-                widening = group if self.key.kv.fp8 else 0
-                empties = group if self.key.kv.fp8 else config.cluster * group
-                counts = [1, GROUPS * group, widening or 1, empties, 1, GROUPS * group + 1 + widening]
-                counts += [1, config.cluster * widening]
-                for pointer, size, count in zip(barriers, sizes, counts, strict=False):
-                    for i in cutlass.range_constexpr(size):
-                        cute.arch.mbarrier_init(pointer + i, count)
+                init_mbarriers(barriers, arrays)
             cute.arch.mbarrier_init_fence()
         self.cluster_sync()
 
-        # Until here nothing was read or written that the kernels before this one have to do with.
+        # Until here, nothing was accessed that the kernels before this one read or write.
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.key.split):
-            # The merge kernel may take its place beside this one, and waits there.
+            # The combine kernel may be launched beside this one: it waits for this one's end.
             cute.arch.griddepcontrol_launch_dependents()
-        work_pipeline = WorkTilePipeline(items, barriers.work_full, barriers.work_empty)
-        math, other, widen = config.registers
-        if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(other)
+        work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
+        mma_registers, other_registers, dequant_registers = config.registers
+        if warp < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(other_registers)
             if warp == LOAD_WARP:
-                rings = tma_barriers(barriers)
-                MlaLoadWarp(self, work_pipeline, rings, loads, sQ, loaded, requests).run()
+                MlaLoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, requests).run()
             if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace).run()
-        elif warp >= (1 + GROUPS) * WARPGROUP // 32:
+        elif warp >= (1 + GROUPS) * WARPS_PER_WARPGROUP:
             if cutlass.const_expr(self.key.kv.fp8):
-                cute.arch.setmaxregister_decrease(widen)
-                MlaDequantWarps(self, work_pipeline, barriers, loaded, sK).run()
+                cute.arch.setmaxregister_decrease(dequant_registers)
+                MlaDequantWarps(self, work_pipeline, barriers, sK_tma, sK).run()
         else:
-            cute.arch.setmaxregister_increase(math)
-            smem = (sQ, sK, sV, sP, state, row_sums)
+            cute.arch.setmaxregister_increase(mma_registers)
+            smem = MlaSmem(sQ, sK, sV, sP, sStats, sRowSum)
             MlaMmaConsumer(
                 self, work_pipeline, mmas, barriers, smem, outputs, requests, scoring, thread - WARPGROUP
             ).run()
         if cutlass.const_expr(config.cluster > 1):
-            # A block's memory and barriers are there until the others have done with them.
+            # Peers access this CTA's shared memory until here.
             self.cluster_sync()
