@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of dsl_backend's operators, side by side with the peers that are installed.
+"""Benchmarks of dsl_backend's operators and of the installed peers.
 
-The harness (`case`, `runner`, `timing`, `check`, `report`) knows no operator; a package for each operator family holds
-its rows, inputs, exact results and providers. Imports are relative, since a wheel carries this package under another
-name.
+The harness (`case`, `runner`, `timing`, `check`, `report`) is the same for all operators. Each operator family has a
+package with its rows, inputs, exact results and providers. All imports are relative, because the wheel contains this
+package under another name.
 """
 
-from .command import main, operators
+from .command import Options, main, operators
 
-__all__ = ["main", "operators"]
+__all__ = ["Options", "main", "operators"]

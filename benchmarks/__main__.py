@@ -1,38 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line."""
+"""The command line of `python -m benchmarks`."""
 
 import argparse
 import pathlib
 import sys
 
-from .command import main, operators
+from .command import Options, main, operators
 from .engine import command as engine
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure operators against their peers.")
-    parser.add_argument("op", nargs="*", metavar="OP", help=f"of {', '.join(sorted(operators()))}")
-    parser.add_argument("--json", type=pathlib.Path, dest="json_path", help="write one JSON object a line")
-    parser.add_argument("--report", type=pathlib.Path, dest="report_path", help="write a page with pictures")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure operators and their peers.")
+    parser.add_argument("op", nargs="*", metavar="OP", help=f"one or several of {', '.join(sorted(operators()))}")
+    parser.add_argument("--json", type=pathlib.Path, dest="json_path", help="write one JSON object on each line")
+    parser.add_argument("--report", type=pathlib.Path, dest="report_path", help="write an HTML page with charts")
     parser.add_argument(
-        "--from", type=pathlib.Path, dest="sources", default=[], action="append", help="picture an earlier run's JSON"
+        "--from",
+        type=pathlib.Path,
+        dest="sources",
+        default=[],
+        action="append",
+        help="make the page from the JSON of an earlier run; may be repeated",
     )
-    parser.add_argument("--rows", help="regular expression over ids of rows, in any group (default: the table)")
+    parser.add_argument("--rows", help="regular expression for row ids, in any group (default: the group table)")
     parser.add_argument("--peers", help="comma-separated names, all, or none")
-    parser.add_argument("--kernels", help="comma-separated names of our kernels, each a column")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: 16)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of timing for each provider of each row")
-    parser.add_argument("--prepare-seconds", type=float, default=240.0, help="until a provider is given up")
+    parser.add_argument("--kernels", help="comma-separated names of this package's kernels, each a column")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page of the KV cache (default: 16)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="timing of each provider in each row (default: 0.3)")
+    parser.add_argument(
+        "--prepare-seconds", type=float, default=240.0, help="time limit to plan and compile a provider (default: 240)"
+    )
     parser.add_argument("--flush", action="store_true", help="overwrite the last-level cache before each replay")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu, whose figures say nothing about a GPU")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu, whose times say nothing about a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
     parser.add_argument("--list", action="store_true", dest="only_list", help="print rows and providers, run nothing")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    # Engines are no operator: their cases, options and report are others.
+    # The benchmark of whole engines has its own cases, options and report.
     if sys.argv[1:2] == ["engine"]:
         sys.exit(engine.main(sys.argv[2:]))
     chosen = vars(parse())
-    sys.exit(main(chosen.pop("op"), chosen.pop("json_path"), **chosen))
+    sys.exit(main(chosen.pop("op"), chosen.pop("json_path"), Options(**chosen)))

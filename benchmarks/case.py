@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator's benchmark is made of: cases, providers that run them, and the operator that joins the two.
+"""The parts of an operator's benchmark: cases, the providers that run them, and the operator itself.
 
-Nothing here knows an operator. An operator describes its problems with a type of its own (`ProblemT`) and its tensors
-with another (`InputsT`); the harness only hands them from one of its methods to the next.
+This module is the same for all operators. Each operator has its own type of problems (`ProblemT`) and of tensors
+(`InputsT`); the harness only passes them from one of the operator's methods to the next.
 """
 
 import re
@@ -17,8 +17,8 @@ InputsT = TypeVar("InputsT")
 ProblemIn = TypeVar("ProblemIn", contravariant=True)
 InputsIn = TypeVar("InputsIn", contravariant=True)
 
-TABLE = "table"  # the group of rows that runs when nobody names one
-SMALLEST = "tiny"  # the group of rows that show what a launch costs
+TABLE = "table"  # the default group of rows
+SMALLEST = "tiny"  # the group of rows that show the cost of a launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class Case(Generic[ProblemT]):
 
     Attributes:
         id: unique within the operator; a regular expression selects rows by it.
-        group: rows that belong together; `table` is the default selection.
-        problem: the operator's description of it.
-        parameters: what the report says about it.
+        group: the name of the rows that belong together; the group `table` runs by default.
+        problem: the operator's own description of the problem.
+        parameters: name -> value, for the report.
         traffic_bytes: bytes that one launch must move through device memory, reads and writes.
         flops: floating-point operations that one launch must do.
-        axis: the parameter that the rows of its group go over, where they are a sweep.
+        axis: the parameter that varies within the group if the group is a sweep, else None.
     """
 
     id: str
@@ -44,15 +44,15 @@ class Case(Generic[ProblemT]):
     axis: str | None = None
 
 
-def select(cases: Sequence[Case], pattern: str | None, pictured: bool = False) -> list[Case]:
-    """The table, or every row of any group whose id the regular expression finds.
+def select(cases: Sequence[Case], pattern: str | None, with_sweeps: bool = False) -> list[Case]:
+    """The rows of the default group, or the rows of any group whose id matches the regular expression.
 
     Args:
-        pictured: with the table, the sweeps and the smallest rows: what a report has pictures of.
+        with_sweeps: add the sweeps and the smallest rows to the default group; a page has charts of them.
     """
     if pattern is not None:
         return [case for case in cases if re.search(pattern, case.id)]
-    return [case for case in cases if case.group == TABLE or (pictured and (case.axis or case.group == SMALLEST))]
+    return [case for case in cases if case.group == TABLE or (with_sweeps and (case.axis or case.group == SMALLEST))]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ class Launch:
     """A prepared provider.
 
     Attributes:
-        run: launches on layer i of the inputs, without a copy between host and device, and returns what holds the
-            result.
-        view: turns what `run` returned into the operator's output shape; used by the check, never timed.
+        run: launches on layer i of the inputs and returns the result. It must not copy between host and device.
+        view: converts the result of `run` to the operator's output shape. Only the check uses it; it is never timed.
     """
 
     run: Callable[[int], torch.Tensor]
@@ -71,11 +70,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Largest errors that pass, relative to the norm of the exact result.
+    """The largest accepted errors, relative to the norm of the exact result.
 
     Attributes:
-        total: over all rows that are compared.
-        row: over the worst of them, so that one wrong row among thousands is seen.
+        total: for all compared rows together.
+        row: for the worst row alone, so that one wrong row among thousands is detected.
     """
 
     total: float
@@ -90,25 +89,25 @@ class Provider(Protocol[ProblemIn, InputsIn]):
 
     @property
     def default(self) -> bool:
-        """Whether it runs when nobody names providers."""
+        """Whether it runs if the user names no providers."""
         ...
 
     def objections(self, problem: ProblemIn) -> list[str]:
-        """Why it does not run a problem here; empty where it does."""
+        """Why it cannot run a problem on this machine; empty if it can."""
         ...
 
     def limits(self, problem: ProblemIn) -> Limits:
-        """The errors that its arithmetic may make."""
+        """The largest errors that are accepted from its arithmetic."""
         ...
 
     def prepare(self, problem: ProblemIn, inputs: InputsIn) -> Launch:
-        """Plan, allocate and compile: all that serving does once and not for each layer."""
+        """Plans, allocates and compiles: the work that serving does once and not in each layer."""
         ...
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Exact results for some rows of one layer's output.
+    """The exact results of some rows of one layer's output.
 
     Attributes:
         rows: [n] int64, indices into the first dimension of the output.
@@ -120,28 +119,28 @@ class Reference:
 
 
 class Operator(Protocol[ProblemT, InputsT]):
-    """An operator's benchmark. Layers of its inputs are alike but for their data, as layers of a model are."""
+    """An operator's benchmark. As in a model, the layers of its inputs have equal shapes and different data."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def unit(self) -> str:
-        """What the report derives from the time: `TB/s` or `TFLOP/s`."""
+        """The unit of the rate in the report: `TB/s` or `TFLOP/s`."""
         ...
 
     def cases(self) -> Sequence[Case[ProblemT]]: ...
 
     def providers(self, kernels: Sequence[str]) -> Sequence[Provider[ProblemT, InputsT]]:
-        """Every provider, ours first; `kernels` names kernels of ours, each a provider of its own."""
+        """Every provider. This package's are first, one for each name in `kernels`, or the default one."""
         ...
 
     def build(self, problem: ProblemT, layers: int, device: torch.device, seed: int) -> InputsT:
-        """Random inputs of that many layers."""
+        """Random inputs of the given number of layers."""
         ...
 
     def poison(self, inputs: InputsT) -> None:
-        """Fill every output with NaN, so that an element nobody writes is seen."""
+        """Fills every output with NaN, so that elements that a kernel does not write are detected."""
         ...
 
     def reference(self, problem: ProblemT, inputs: InputsT, layer: int) -> Reference: ...

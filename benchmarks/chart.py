@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chart of what `bench --json` measured, as SVG that a README can show: each row's providers beside each other.
+"""Draws one SVG chart of the results of `bench --json`: for each row, a bar for each provider.
 
     python -m benchmarks.chart docs/data/h200-*.jsonl --rows '^hd128' --out docs/images/attention.svg
 
-A bar's length is a provider's time divided by ours, so that rows of 10 us and of 4 ms fit one picture; the times stand
-beside the bars. A row in which a peer is faster than ours is red. No row that `--rows` selects is left out.
+The length of a bar is the provider's time divided by this package's time, so that rows of 10 us and of 4 ms fit one
+chart. The times are printed beside the bars. A row in which a peer is faster is red. The chart has every row that
+`--rows` selects and that has a time of this package and of a peer.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from .report import microseconds
 
 Record = dict[str, Any]
 
-WIDTH, LEFT, RIGHT = 960, 370, 150  # pixels: the whole picture, names of rows, times
+WIDTH, LEFT, RIGHT = 960, 370, 150  # pixels: the whole chart, names of rows, times
 BAR, GAP, HEAD = 10, 7, 34  # height of a bar, between rows, above a panel
-LONGEST = 2.0  # times ours; longer bars are cut, and their times tell
+LONGEST = 2.0  # times this package's time; longer bars are cut, with the time printed beside them
 LOSS = "#b3420a"
 HOW_TO_READ = (
     "Length: time of a launch divided by dsl's, shorter is faster. Red: a peer is faster. "
@@ -35,13 +36,13 @@ NAMES = {"dsl:cute": "dsl", "dsl": "dsl"}
 
 
 def is_shorter(time: float, ours: float) -> bool:
-    """Whether the ratio that is printed, with two digits, is below 1."""
+    """Whether the ratio is below 1 after rounding to two digits, as it is printed."""
     return round(time / ours, 2) < 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: (provider, microseconds) of each provider that was timed, ours first."""
+    """One problem: (provider, microseconds) of each timed provider, this package's first."""
 
     operator: str
     label: str
@@ -61,10 +62,10 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def rows_of(records: Iterable[Record], pattern: str) -> list[Row]:
-    """Rows whose ids match and that have a time of ours and of a peer.
+    """The rows whose ids match and that have a time of this package and of a peer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such row.
     """
     found = []
     for record in records:
@@ -75,7 +76,7 @@ def rows_of(records: Iterable[Record], pattern: str) -> list[Row]:
         if len(times) > 1 and is_ours(times[0][0]):
             found.append(Row(record["operator"], str(record.get("label") or record["id"]), tuple(times)))
     if not found:
-        raise ValueError(f"no row whose id matches {pattern!r} has a time of ours and of a peer")
+        raise ValueError(f"no row whose id matches {pattern!r} has a time of dsl and of a peer")
     return found
 
 
@@ -101,7 +102,7 @@ def bar(y: float, length: float, colour: str) -> str:
 
 
 def draw_row(row: Row, top: float, colours: dict[str, str]) -> list[str]:
-    """The label and the bars of one row, `top` pixels below the picture's edge."""
+    """The label and the bars of one row, `top` pixels below the top of the chart."""
     scale = (WIDTH - LEFT - RIGHT) / LONGEST
     middle = top + BAR * len(row.times) / 2 + 4
     parts = [words(LEFT - 8, middle, row.label, fill=LOSS if row.lost else INK, anchor="end")]
@@ -148,8 +149,10 @@ def render(rows: Sequence[Row], title: str, below: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chart", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `dsl-backend bench OP --json FILE`")
-    parser.add_argument("--rows", default="", help="regular expression over ids of rows (default: all)")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="written by `dsl-backend bench OP --json FILE`"
+    )
+    parser.add_argument("--rows", default="", help="regular expression for row ids (default: all)")
     parser.add_argument("--title", default="Attention kernels beside their peers")
     parser.add_argument("--out", type=Path, required=True, help="the SVG")
     chosen = parser.parse_args(arguments)

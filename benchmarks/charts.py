@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of an operator's rows, as plotly figures: rates under their ceiling, and what a launch costs."""
+"""Plotly charts of an operator's rows: rates with the device's ceiling, and the cost of a launch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from .measured import Record, is_ours, measured
 K = 1024
 CEILING = "ceiling"
 OTHERS = "#b8c0c8"
-LABEL_SHARE = 0.1  # of an axis that a label takes, in the narrowest pictures
-# Names of rows are long and lie below a picture of bars, so its legend stands above.
+LABEL_SHARE = 0.1  # the share of an axis that a label takes, in the narrowest charts
+# The long row names are below a bar chart, so its legend is above.
 ABOVE = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 
 
@@ -24,13 +24,13 @@ def short(value: float) -> str:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Labels of a logarithmic axis, or of a linear one that holds zero; blank where two would run into each other."""
-    places = [math.log(tick) if ticks[0] > 0 else tick for tick in ticks]
-    least = LABEL_SHARE * (places[-1] - places[0])
+    """Labels of a logarithmic axis, or of a linear one if it contains zero. A label that would overlap is blank."""
+    xs = [math.log(tick) if ticks[0] > 0 else tick for tick in ticks]
+    least = LABEL_SHARE * (xs[-1] - xs[0])
     labels, last = [], -math.inf
-    for tick, place in zip(ticks, places, strict=True):
-        labels.append(short(tick) if place - last >= least else "")
-        last = place if labels[-1] else last
+    for tick, x in zip(ticks, xs, strict=True):
+        labels.append(short(tick) if x - last >= least else "")
+        last = x if labels[-1] else last
     return labels
 
 
@@ -41,7 +41,7 @@ def rates(cell: Record) -> tuple[float, float, float]:
 
 
 def ceiling(row: Record) -> float | None:
-    """The rate that the row would have at its floor."""
+    """The row's rate if it took exactly its floor time."""
     if not row["floor_us"]:
         return None
     work = row["traffic_bytes"] if row["unit"] == "TB/s" else row["flops"]
@@ -49,23 +49,23 @@ def ceiling(row: Record) -> float | None:
 
 
 def line_chart(rows: Sequence[Record], names: Sequence[str], axis: str, title: str) -> Any:
-    """Rates over one parameter; the dotted line is what the device allows each row.
+    """Rates over one parameter. The dotted line is the highest rate that the device allows for each row.
 
     Args:
-        names: of the operator's providers: the same colour for one in all its pictures.
+        names: all providers of the operator, so that each has the same colour in all charts.
     """
     figure = go.Figure()
     ordered = sorted(rows, key=lambda row: row["parameters"][axis])
-    places = [row["parameters"][axis] for row in ordered]
-    draw_ceiling(figure, places, ordered, "linear")
+    xs = [row["parameters"][axis] for row in ordered]
+    draw_ceiling(figure, xs, ordered, "linear")
     for name in names:
-        found = [(place, rates(cell)) for place, row in zip(places, ordered, strict=True) for cell in timed(row, name)]
+        found = [(x, rates(cell)) for x, row in zip(xs, ordered, strict=True) for cell in timed(row, name)]
         if not found:
             continue
         shown = look(names.index(name))
         middle, low, high = zip(*(values for _, values in found), strict=True)
         figure.add_scatter(
-            x=[place for place, _ in found],
+            x=[x for x, _ in found],
             y=middle,
             name=escaped(name),
             mode="lines+markers",
@@ -76,15 +76,15 @@ def line_chart(rows: Sequence[Record], names: Sequence[str], axis: str, title: s
         )
     figure = dress(figure, title, axis, ordered[0]["unit"])
     figure.update_layout(title_font_size=13)
-    if min(places) > 0:
+    if min(xs) > 0:
         figure.update_xaxes(type="log")
-    ticks = sorted(set(places))
+    ticks = sorted(set(xs))
     figure.update_xaxes(tickvals=ticks, ticktext=tick_labels(ticks), tickangle=0)
     return figure.update_yaxes(rangemode="tozero")
 
 
 def bar_chart(rows: Sequence[Record], names: Sequence[str]) -> Any:
-    """Rates of rows that are no sweep, a bar for each provider."""
+    """Rates of rows that are not a sweep, a bar for each provider."""
     figure = go.Figure()
     ids = [row["id"] for row in rows]
     for name in names:
@@ -93,7 +93,7 @@ def bar_chart(rows: Sequence[Record], names: Sequence[str]) -> Any:
             continue
         middle, low, high = zip(*(values for _, values in found), strict=True)
         figure.add_bar(
-            x=[place for place, _ in found],
+            x=[x for x, _ in found],
             y=middle,
             name=escaped(name),
             marker={"color": look(names.index(name))["color"]},
@@ -108,11 +108,11 @@ def bar_chart(rows: Sequence[Record], names: Sequence[str]) -> Any:
     return figure.update_yaxes(rangemode="tozero")
 
 
-def draw_ceiling(figure: Any, places: Sequence[object], rows: Sequence[Record], shape: str) -> None:
+def draw_ceiling(figure: Any, xs: Sequence[object], rows: Sequence[Record], shape: str) -> None:
     heights = [ceiling(row) for row in rows]
     if any(heights):
         figure.add_scatter(
-            x=list(places),
+            x=list(xs),
             y=heights,
             name=CEILING,
             mode="lines",
@@ -122,19 +122,19 @@ def draw_ceiling(figure: Any, places: Sequence[object], rows: Sequence[Record], 
 
 
 def timed(row: Record, name: str) -> list[Record]:
-    """The provider's cell where it has a time, else nothing."""
+    """The provider's cell in a list if it has a time, else an empty list."""
     return [cell for cell in measured(row) if cell["provider"] == name]
 
 
 def level(figures: Sequence[Any]) -> None:
-    """Give pictures side by side one height of their axes, so that they can be compared."""
+    """Gives adjacent charts the same y axis, so that they can be compared."""
     highest = max((value for figure in figures for trace in figure.data for value in trace.y if value), default=0)
     for figure in figures:
         figure.update_yaxes(range=[0, 1.06 * highest])
 
 
 def latency_chart(rows: Mapping[str, Record]) -> Any:
-    """What the smallest problem of every operator takes, ours in its colour.
+    """The time of each operator's smallest problem, with this package's bars highlighted.
 
     Args:
         rows: operator -> its row with the least traffic.

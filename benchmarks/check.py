@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a result right? Nothing that computes something else is timed."""
+"""Checks results against the reference. Providers with a wrong result are not timed."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,27 @@ from dsl_backend.testing.numerics import assert_within_budget
 
 from .case import Limits, Reference
 
-# Rounding a softmax weight and the output to bf16 costs about 2⁻⁹ each; measured kernels lie between 2e-3 and 4e-3.
+# Rounding P and the output to bf16 costs about 2⁻⁹ each; measured kernels have errors of 2e-3 to 4e-3.
 BF16_LIMITS = Limits(total=1e-2, row=3e-2)
-# Where queries and softmax weights are rounded to e4m3 as well (2⁻⁴ each).
+# For kernels that also round queries and P to e4m3 (2⁻⁴ each).
 FP8_LIMITS = Limits(total=0.15, row=0.5)
 EXACT = Limits(total=0.0, row=0.0)
 
 
 @dataclass(frozen=True)
 class Error:
-    """Distance from the exact result over its norm: of all compared rows, and of the worst one."""
+    """Distance from the exact result divided by its norm: for all compared rows, and for the worst row."""
 
     total: float
     row: float
 
 
 class WrongResultError(Exception):
-    """A provider's output is not the operator's result."""
+    """A provider's output is not close enough to the reference."""
 
 
 def measure(output: torch.Tensor, reference: Reference) -> Error:
-    """Compare sampled rows of an output [rows, ..., width] with the reference.
+    """Compares the sampled rows of an output [rows, ..., width] with the reference.
 
     Raises:
         WrongResultError: an element of the output, sampled or not, is not finite.
@@ -40,7 +40,7 @@ def measure(output: torch.Tensor, reference: Reference) -> Error:
         )
     difference = output[reference.rows].double() - reference.values
     norms = torch.linalg.vector_norm(reference.values, dim=-1)
-    # A row of zeros has no scale of its own; the mean row's serves.
+    # A row of zeros has the norm 0: divide by the mean norm of the rows instead.
     scale = norms.clamp_min(float(norms.mean()) * 1e-3 + 1e-300)
     worst = (torch.linalg.vector_norm(difference, dim=-1) / scale).max()
     total = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(reference.values).clamp_min(1e-300)
@@ -48,27 +48,27 @@ def measure(output: torch.Tensor, reference: Reference) -> Error:
 
 
 def require_right(output: torch.Tensor, reference: Reference, limits: Limits) -> Error:
-    """The error of an output.
+    """The error of an output, if it is within the limits.
 
     Raises:
-        WrongResultError: it exceeds the limits.
+        WrongResultError: the error exceeds the limits.
     """
     error = measure(output, reference)
     if not (error.total <= limits.total and error.row <= limits.row):
         raise WrongResultError(
-            f"error {error.total:.2e}, worst row {error.row:.2e}; {limits.total:.0e} and {limits.row:.0e} pass"
+            f"error {error.total:.2e}, worst row {error.row:.2e}; limits {limits.total:.0e} and {limits.row:.0e}"
         )
     return error
 
 
 def require_as_good(output: torch.Tensor, reference: Reference, naive: torch.Tensor) -> None:
-    """The error of an output is within the budget that another result of the same rows gives.
+    """Checks that an output's error is within the budget that the error of another result gives.
 
     Args:
-        naive: the other one's compared rows.
+        naive: the compared rows of the other result.
 
     Raises:
-        WrongResultError: it is larger, or an element was never written.
+        WrongResultError: the error is larger, or an element was never written.
     """
     measure(output, reference)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks OP`, which is also `dsl-backend bench OP`."""
+"""The command `python -m benchmarks OP`, which is also `dsl-backend bench OP`."""
 
 import importlib.util
 import pathlib
@@ -14,16 +14,60 @@ from . import attention, facts, linear, measured, report, runner, sampling, soft
 from .case import Case, Provider, select
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure and how.
+
+    Attributes:
+        report_path: the HTML page with charts to write. With it, the default rows also include the sweeps and the
+            smallest rows.
+        sources: `json_path` files of earlier runs. The page is made from them, and nothing is measured.
+        rows: a regular expression that selects rows of any group by id; by default the rows of the group `table`.
+        peers: comma-separated names, `all` or `none`; by default the peers that compile nothing of their own.
+        kernels: comma-separated names of this package's kernels, each a column; by default what dispatch chooses.
+        page_size: tokens of a page of the KV cache.
+        seconds: seconds of timing for each provider in each row.
+        prepare_seconds: a provider that is not ready after so many seconds is skipped.
+        flush: overwrite the last-level cache before each replay.
+        only_list: print the rows and providers, and measure nothing.
+        device: `cuda`; or `cpu`, whose times say nothing about a GPU.
+    """
+
+    report_path: pathlib.Path | None = None
+    sources: Sequence[pathlib.Path] = ()
+    rows: str | None = None
+    peers: str | None = None
+    kernels: str | None = None
+    page_size: int = 16
+    seconds: float = 0.3
+    prepare_seconds: float = 240.0
+    flush: bool = False
+    seed: int = 0
+    only_list: bool = False
+    device: str = "cuda"
+
+    @property
+    def kernel_names(self) -> list[str]:
+        return [name.strip() for name in (self.kernels or "").split(",") if name.strip()]
+
+
+DEFAULTS = Options()
+
+
 def operators(page_size: int = 16) -> dict[str, Any]:
     """Every operator that has a benchmark, by name."""
     return {**attention.operators(page_size), **linear.operators(), **sampling.operators(), **softmax.operators()}
 
 
 def choose_providers(available: Sequence[Provider], names: str | None, ours: Sequence[str]) -> list[Provider]:
-    """Ours, and the peers in a comma-separated list: the usual ones by default; `all` and `none` are lists too.
+    """This package's providers and the chosen peers.
+
+    Args:
+        names: comma-separated names of peers, `all` or `none`; None for the default peers.
+        ours: the names of this package's providers.
 
     Raises:
-        ValueError: no provider has one of the names.
+        ValueError: a name is unknown.
     """
     peers = [provider for provider in available if provider.name not in ours]
     if names == "all":
@@ -48,7 +92,7 @@ def run_rows(
     settings: runner.Settings,
     finished: Callable[[runner.Row], None],
 ) -> tuple[list[runner.Row], str | None]:
-    """All rows, and why the run ended early if it did."""
+    """Measures the cases in turn; returns their rows, and why the run ended early, or None if it did not."""
     rows: list[runner.Row] = []
     for case in cases:
         try:
@@ -66,118 +110,98 @@ def run_rows(
 def main(
     op: str | Sequence[str],
     json_path: pathlib.Path | None = None,
-    *,
-    report_path: pathlib.Path | None = None,
-    sources: Sequence[pathlib.Path] = (),
-    rows: str | None = None,
-    peers: str | None = None,
-    kernels: str | None = None,
-    page_size: int = 16,
-    seconds: float = 0.3,
-    prepare_seconds: float = 240.0,
-    flush: bool = False,
-    seed: int = 0,
-    only_list: bool = False,
-    device: str = "cuda",
+    options: Options = DEFAULTS,
     console: Console | None = None,
 ) -> int:
-    """Measure operators against their peers.
+    """Measures operators and their peers.
 
     Args:
-        op: an operator's name, or several; none for all, where a report or a list is asked for.
-        json_path: takes one JSON object a line: the machine's facts first, then each row.
-        report_path: takes a page with pictures of all rows; by default rows are then the table, the sweeps and the
-            smallest ones.
-        sources: files that earlier runs wrote to their `json_path`: the report is made of them and nothing is run.
-        rows: regular expression that finds ids of rows, in any group; by default the rows of the table.
-        peers: comma-separated names, `all` or `none`; by default those that need no compilation of their own.
-        kernels: comma-separated names of our kernels, each a column; by default what dispatch chooses.
-        page_size: tokens a page of the cache.
-        seconds: of timing for each provider of each row.
-        prepare_seconds: after which a provider that is not ready is given up.
-        flush: overwrite the last-level cache before each replay.
-        only_list: print the rows and providers, run nothing.
-        device: `cuda`; or `cpu`, whose figures say nothing about a GPU.
+        op: the name of one operator, or several names; none means all, which is accepted for a page or a list.
+        json_path: the file of results, one JSON object on each line: the machine's facts, then each row.
 
     Returns:
-        0 where ours ran and was right in every row it serves, else 1; 2 where an argument names nothing, or the device
-        is not there.
+        0 if this package's providers were right in every row that they serve, else 1; 2 if an argument is not valid or
+        the device does not exist.
     """
     console = console or Console()
-    known = operators(page_size)
+    known = operators(options.page_size)
     names = [op] if isinstance(op, str) else list(op)
     try:
-        require_known(names, known, report_path, sources, only_list)
-        if report_path is not None and sources:
-            records = [record for source in sources for record in measured.read(source)]
+        check_options(names, known, options)
+        if options.report_path is not None and options.sources:
+            records = [record for source in options.sources for record in measured.read(source)]
             kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
-            write_page(kept, report_path, console)
+            write_page(kept, options.report_path, console)
             return 0
-        own_kernels = [name.strip() for name in kernels.split(",") if name.strip()] if kernels else []
-        chosen = [
-            choose(known[name], rows, peers, own_kernels, pictured=report_path is not None) for name in names or known
-        ]
-        if only_list:
-            for selection in chosen:
+        selections = [select_columns(known[name], options) for name in names or known]
+        if options.only_list:
+            for selection in selections:
                 selection.print(console)
             return 0
-        place = place_of(device)
+        device = device_of(options.device)
     except (OSError, ValueError) as error:
         report.say(console, str(error))
         return 2
-    gathered = facts.gather(place)
-    lines = report.JsonLines(json_path)
-    lines.write({"kind": "environment", **gathered, "page_size": page_size, "seconds": seconds, "flush": flush})
-    settings = runner.Settings(seconds=seconds, prepare_seconds=prepare_seconds, flush=flush, seed=seed)
+    return measure_all(selections, device, options, report.JsonLines(json_path), console)
+
+
+def measure_all(
+    selections: Sequence["Selection"],
+    device: torch.device,
+    options: Options,
+    lines: report.JsonLines,
+    console: Console,
+) -> int:
+    """Measures all selections and writes the page if one is asked for; returns the exit status."""
+    gathered = facts.gather(device)
+    shared = {"page_size": options.page_size, "seconds": options.seconds, "flush": options.flush}
+    lines.write({"kind": "environment", **gathered, **shared})
+    settings = runner.Settings(
+        seconds=options.seconds, prepare_seconds=options.prepare_seconds, flush=options.flush, seed=options.seed
+    )
     failed = False
-    for selection in chosen:
-        ended = measure(selection, place, settings, gathered, lines, console)
+    for selection in selections:
+        ended = measure(selection, device, settings, gathered, lines, console)
         failed |= selection.failed(lines) or ended
         if ended:
             break
-    if report_path is not None:
-        write_page(lines.entries, report_path, console)
+    if options.report_path is not None:
+        write_page(lines.entries, options.report_path, console)
     return 1 if failed else 0
 
 
-def place_of(device: str) -> torch.device:
-    """Where to run.
+def device_of(name: str) -> torch.device:
+    """The device to run on.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: this machine has no such device.
     """
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device {device!r} is not one of cuda, cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device: --device cpu runs on the CPU, whose figures say nothing about a GPU")
-    return torch.device(device)
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"device {name!r} is not one of cuda, cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device: --device cpu runs on the CPU, whose times say nothing about a GPU")
+    return torch.device(name)
 
 
-def require_known(
-    names: Sequence[str],
-    known: Mapping[str, Any],
-    report_path: pathlib.Path | None,
-    sources: Sequence[pathlib.Path],
-    only_list: bool = False,
-) -> None:
-    """Refuse what asks for nothing.
+def check_options(names: Sequence[str], known: Mapping[str, Any], options: Options) -> None:
+    """Checks the names of operators and the options that depend on each other.
 
     Raises:
-        ValueError: what is wrong, and what would be accepted.
+        ValueError: something is not valid; the message says what is accepted.
     """
     for name in names:
         if name not in known:
             raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
-    if not names and report_path is None and not only_list:
+    if not names and options.report_path is None and not options.only_list:
         raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
-    if sources and report_path is None:
-        raise ValueError("--from is for --report: name the page that is to be made of these files")
-    if report_path is not None and importlib.util.find_spec("plotly") is None:
+    if options.sources and options.report_path is None:
+        raise ValueError("--from needs --report: name the page to make from these files")
+    if options.report_path is not None and importlib.util.find_spec("plotly") is None:
         raise ValueError("a report needs plotly: pip install 'dsl-backend[bench]'")
 
 
 def write_page(records: Sequence[measured.Record], path: pathlib.Path, console: Console) -> None:
-    from . import page  # here, since only a report needs plotly
+    from . import page  # here because it imports plotly, which only a page needs
 
     page.write(records, path)
     report.say(console, str(path))
@@ -185,11 +209,11 @@ def write_page(records: Sequence[measured.Record], path: pathlib.Path, console: 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is run of an operator.
+    """The chosen rows and columns of an operator.
 
     Attributes:
-        own: columns of this package.
-        available: every column there is.
+        own: the names of this package's columns.
+        available: all columns that the operator has.
     """
 
     operator: Any
@@ -199,14 +223,14 @@ class Selection:
     available: list[Provider]
 
     def print(self, console: Console) -> None:
-        """The rows and providers that there are to choose from."""
+        """Prints all rows and providers that can be chosen."""
         names = [f"{provider.name}{'' if provider.default else ' (by name only)'}" for provider in self.available]
         report.say(console, f"{self.operator.name}, providers: {', '.join(names)}")
         for case in self.operator.cases():
             report.say(console, f"{case.group:10} {case.id}")
 
     def failed(self, lines: report.JsonLines) -> bool:
-        """Whether a column of ours raised or was wrong in some row."""
+        """Whether one of this package's columns raised or was wrong in some row."""
         return any(
             cell["status"] in ("error", "wrong")
             for entry in lines.entries
@@ -216,18 +240,18 @@ class Selection:
         )
 
 
-def choose(operator: Any, rows: str | None, peers: str | None, kernels: Sequence[str], pictured: bool) -> Selection:
-    """Rows and columns of an operator.
+def select_columns(operator: Any, options: Options) -> Selection:
+    """The rows and columns of an operator that the options select.
 
     Raises:
-        ValueError: an argument names nothing.
+        ValueError: no row matches, or a peer is unknown.
     """
-    available = list(operator.providers(kernels))
-    own = [provider.name for provider in available[: max(1, len(kernels))]]
-    providers = choose_providers(available, peers, own)
-    cases = select(operator.cases(), rows, pictured)
+    available = list(operator.providers(options.kernel_names))
+    own = [provider.name for provider in available[: max(1, len(options.kernel_names))]]
+    providers = choose_providers(available, options.peers, own)
+    cases = select(operator.cases(), options.rows, with_sweeps=options.report_path is not None)
     if not cases:
-        raise ValueError(f"no row of {operator.name} matches {rows!r}")
+        raise ValueError(f"no row of {operator.name} matches {options.rows!r}")
     return Selection(operator, cases, providers, own, available)
 
 
@@ -239,7 +263,7 @@ def measure(
     lines: report.JsonLines,
     console: Console,
 ) -> bool:
-    """Run an operator's rows, write each as it is done, print the table; whether the run had to end early."""
+    """Measures an operator's rows, writes each at once and prints the table; returns whether the run ended early."""
     operator, own = selection.operator, selection.own[0]
     title = f"{operator.name} on {gathered['device']}, {len(selection.cases)} rows"
     with report.Progress(console, title, operator.unit, own) as progress:

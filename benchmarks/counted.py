@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of kernels as the emulator counts it: ours, and others' in a process that believes in a GPU."""
+"""Counts the work of kernels in the emulator: this package's here, and a peer's in a process with a simulated GPU."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ Kernel = dict[str, Any]
 
 
 def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
-    """Kernels of one run, as the emulator's profile tells of them."""
+    """The kernels of one run, from the emulator's profile."""
     import emulator
     from emulator.profile import summary
 
@@ -29,16 +29,16 @@ def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
 
 
 def pretend(arch: str) -> None:
-    """Make this process believe in a GPU, and find others' packages."""
+    """Makes torch and other packages see a simulated GPU in this process, and makes the peers importable."""
     sys.path.insert(0, str(THIRDPARTY))
     import_module("stand_in").pretend(arch, ROOT / ".peers")
 
 
 def in_child(module: str, *arguments: str) -> list[Kernel]:
-    """Kernels that `python -m module --child ...` answers.
+    """The kernels that `python -m module --child ...` prints.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the child process failed.
     """
     command = [sys.executable, "-m", module, CHILD, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -49,16 +49,16 @@ def in_child(module: str, *arguments: str) -> list[Kernel]:
 
 
 def answer(kernels: list[Kernel]) -> int:
-    """A child's, and its exit status."""
+    """Prints the kernels for the parent process; returns the child's exit status."""
     sys.stdout.write(json.dumps(kernels) + "\n")
     return 0
 
 
 def main_kernel(kernels: list[Kernel]) -> Kernel:
-    """The one that multiplies: over few keys, one that merges partial results may execute more."""
+    """The kernel with the most FLOPs. Over few keys a combine kernel may execute more instructions."""
     return max(kernels, key=lambda kernel: sum(sum(role["flops"].values()) for role in kernel["roles"]))
 
 
 def executed(kernel: Kernel, kind: str) -> int:
-    """Warp instructions of a class, of all warps."""
+    """The number of warp instructions of a class that all warps execute."""
     return sum(role["instructions"].get(kind, 0) for role in kernel["roles"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can do at best, measured, and the shortest time that a case can take on it."""
+"""Measured peak rates of devices, and the shortest time that a case can take on a device."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from .case import Case
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Rates that plain programs reached on a device; datasheets promise more.
+    """The rates that simple programs reached on a device. They are below the datasheet's.
 
     Attributes:
-        bytes_per_second: device memory, reading.
+        bytes_per_second: reads of device memory.
         flops_per_second: bf16 matrix products of random data.
     """
 
@@ -24,7 +24,7 @@ CEILINGS = {"NVIDIA H200": Ceilings(bytes_per_second=4.4e12, flops_per_second=79
 
 
 def floor_us(case: Case, device_name: str) -> float | None:
-    """The time no implementation goes much below, in microseconds; None where the device is not in the table."""
+    """The roofline time of a case in microseconds; None if the device is not in the table."""
     ceilings = CEILINGS.get(device_name)
     if ceilings is None:
         return None

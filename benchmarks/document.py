@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pages of figures are made of: one HTML file with everything inside, tables, and the look of charts."""
+"""The parts of all HTML pages of results: one self-contained file, tables, and the style of charts."""
 
 import html
 import os
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; the symbols differ as well.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the symbols differ as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")
 GRID, INK, FAINT = "#e6e8eb", "#1c2733", "#5f6b7a"
@@ -69,7 +69,7 @@ def text(value: object) -> str:
 
 
 def write(markup: str, path: Path) -> None:
-    """Write a page in one go: who looks at it meanwhile sees the old one or the new one."""
+    """Writes a page atomically: a reader sees either the old page or the new one."""
     part = path.with_name(path.name + ".part")
     part.write_text(markup)
     os.replace(part, path)
@@ -92,7 +92,7 @@ def facts_line(line: str) -> str:
 
 
 def commit_of(facts: dict[str, Any]) -> str:
-    """The commit that `facts.gather` found, in words."""
+    """The commit from `facts.gather`, as text."""
     changed = ", with changes that are not committed" if facts.get("modified") else ""
     return f"commit {facts['commit'][:12]}{changed}" if facts.get("commit") else "commit unknown"
 
@@ -102,11 +102,11 @@ def versions_of(facts: dict[str, Any]) -> str:
 
 
 def notes(found: Sequence[str]) -> str:
-    """What a reader has to know before believing a figure; nothing where that is nothing."""
+    """A box with warnings about the results; empty if there are none."""
     if not found:
         return ""
     items = "".join(f"<li>{text(one)}</li>" for one in found)
-    return f'<div class="notes"><b>Before you read on</b><ul>{items}</ul></div>'
+    return f'<div class="notes"><b>Warnings</b><ul>{items}</ul></div>'
 
 
 def words(meaning: dict[str, str]) -> str:
@@ -125,7 +125,7 @@ def table(caption: str, names: Sequence[str], heads: Sequence[str], rows: Sequen
 
 
 def cards(rows: Sequence[str], heads: Sequence[str]) -> list[str]:
-    """Rows whose cells know the heads of their columns, which a narrow page shows beside them."""
+    """The rows, with the head of the column in each cell; a narrow page shows it beside the cell."""
     labelled_rows = []
     for row in rows:
         first, *cells = row.split("<td")
@@ -135,15 +135,15 @@ def cards(rows: Sequence[str], heads: Sequence[str]) -> list[str]:
 
 
 def labelled(group: str, row: str, first: bool) -> str:
-    """The beginning of a row; a group's name stands in its first one."""
+    """The first cells of a row. Only the first row of a group shows the group's name."""
     start = '<tr class="first">' if first else "<tr>"
-    # Said again where rows are cards, each of which is read alone.
+    # On a narrow page each row is a card of its own, which shows the name again.
     name = text(group) if first else f'<span class="again">{text(group)}</span>'
     return f'{start}<td class="name">{name}</td><td class="name">{text(row)}</td>'
 
 
 def charts(figures: Sequence[Any], wide: bool = False) -> str:
-    """Plotly's figures side by side, or each as wide as the page."""
+    """Plotly's figures next to each other, or each as wide as the page."""
     options = {"full_html": False, "include_plotlyjs": False, "config": {"responsive": True, "displayModeBar": False}}
     kind = ' class="wide"' if wide else ""
     drawn = "".join(f"<div{kind}>{figure.to_html(**options)}</div>" for figure in figures)
@@ -151,12 +151,12 @@ def charts(figures: Sequence[Any], wide: bool = False) -> str:
 
 
 def escaped(label: str) -> str:
-    """A label for plotly, which takes some HTML in its texts."""
+    """A label for plotly, which interprets some HTML in its texts."""
     return label.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def look(index: int) -> dict[str, str]:
-    """Colour and symbol of the index-th of what a page compares."""
+    """The colour and symbol of the index-th compared item of a page."""
     return {"color": COLOURS[index % len(COLOURS)], "symbol": SYMBOLS[(index + index // len(COLOURS)) % len(SYMBOLS)]}
 
 
@@ -174,7 +174,7 @@ def bars(middle: Sequence[float], low: Sequence[float], high: Sequence[float], c
 
 
 def dress(figure: Any, title: str, x: str, y: str) -> Any:
-    """Give a figure its title, its axes' names and the look of all of them."""
+    """Sets a figure's title and axis names, and the common style."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15, "color": INK}, "x": 0, "xref": "paper", "y": 0.97},
         font={"family": "system-ui, sans-serif", "size": 12, "color": INK},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure depends on beside the code: versions, device, driver, date."""
+"""The facts that results depend on besides the code: versions, device, driver and date."""
 
 import datetime
 import importlib.metadata
@@ -25,7 +25,7 @@ PACKAGES = (
 )
 
 
-# Of these, those whose versions decide about what is compiled.
+# The packages whose versions change the compiled code.
 COMPILERS = ("nvidia-cutlass-dsl", "torch")
 
 
@@ -37,7 +37,7 @@ def version(package: str) -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """First line of a program's output; None where it fails or is not there."""
+    """The first line of a program's output; None if it fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -57,7 +57,7 @@ def gather(device: torch.device) -> dict[str, Any]:
         "versions": {package: version(package) for package in PACKAGES},
         "torch_cuda": torch.version.cuda,
     }
-    import dsl_backend  # here, so that the harness itself needs only torch
+    import dsl_backend  # here so that importing the harness needs only torch
 
     facts["versions"]["dsl-backend"] = dsl_backend.__version__
     if device.type == "cuda":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of earlier runs, read from their lines of JSON and sorted by operator, device and group."""
+"""Reads the rows of earlier runs from their JSON lines and sorts them by operator, device and group."""
 
 import json
 import statistics
@@ -12,39 +12,39 @@ from .case import SMALLEST
 
 Record = dict[str, Any]
 OURS = "dsl"
-# What `dsl-backend verify` writes beside rows.
+# The kinds of other lines that `dsl-backend verify` writes.
 VERIFIED = {"doctor", "verify", "check", "summary"}
 
 
 def is_ours(provider: str) -> bool:
-    """Whether a column is this package's: what dispatch chose, or a kernel by name."""
+    """Whether a column is this package's: the kernel that dispatch chose, or a named one."""
     return provider == OURS or provider.startswith(f"{OURS}:")
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of `bench --json`, or such lines of `verify --json`; a last one that was not finished is left out.
+    """The environments and rows of a file of `bench --json` or `verify --json`. An unfinished last line is skipped.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is not one of these.
     """
     try:
         records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     except (UnicodeDecodeError, json.JSONDecodeError):
         records = []
     if not records or not isinstance(records[0], dict) or records[0].get("kind") != "environment":
-        raise ValueError(f"{path}: no file of `bench OP --json`: its first line is not of kind `environment`")
+        raise ValueError(f"{path} was not written by `bench OP --json`: its first line is not of kind `environment`")
     strange = {str(record.get("kind")) for record in records} - {"environment", "row"} - VERIFIED
     if strange:
-        raise ValueError(f"{path}: lines of kind {', '.join(sorted(strange))}; a report is made of rows of `bench OP`")
+        raise ValueError(f"{path}: lines of kind {', '.join(sorted(strange))}: only rows of `bench OP` are accepted")
     return [record for record in records if record["kind"] not in VERIFIED]
 
 
 @dataclass
 class Section:
-    """An operator on a device.
+    """The rows of an operator on a device.
 
     Attributes:
-        rows: id -> row; of a row that was measured twice the later one.
+        rows: id -> row. If a row was measured twice, the later one.
     """
 
     operator: str
@@ -57,7 +57,7 @@ class Section:
 
     @property
     def groups(self) -> dict[str, list[Record]]:
-        """Group -> rows, without the smallest ones, which say nothing about rates."""
+        """Group -> rows, without the smallest rows, whose rates mean nothing."""
         found: dict[str, list[Record]] = {}
         for row in self.rows.values():
             if row["group"] != SMALLEST:
@@ -66,7 +66,7 @@ class Section:
 
     @property
     def smallest(self) -> list[Record]:
-        """The rows that are there to show what a launch costs, that with the least traffic first."""
+        """The rows that show the cost of a launch, the one with the least traffic first."""
         found = [row for row in self.rows.values() if row["group"] == SMALLEST]
         return sorted(found, key=lambda row: row["traffic_bytes"])
 
@@ -90,18 +90,18 @@ def measured(row: Record) -> list[Record]:
 
 
 def order(rows: Sequence[Record]) -> list[str]:
-    """Providers that were measured in some row, ours first."""
+    """The providers that were measured in some row, this package's first."""
     names = dict.fromkeys(cell["provider"] for row in rows for cell in measured(row))
     return sorted(names, key=lambda name: not is_ours(name))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours beside the fastest peer of a row.
+    """This package compared with the fastest peer of a row.
 
     Attributes:
-        ratio: the peer's time over ours: above one ours is faster.
-        verdict: `better` or `worse` where the ranges that hold 80 % of the samples do not meet, else `open`.
+        ratio: the peer's time divided by this package's; above 1 this package is faster.
+        verdict: `better` or `worse` if the ranges p10 to p90 of the samples do not overlap, else `open`.
     """
 
     peer: str
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(row: Record) -> Comparison | None:
-    """None where ours, or every peer, has no time. Ours is the first column: what dispatch chose, where that ran."""
+    """Compares this package's first measured column with the fastest peer; None if either has no time."""
     ours = next((cell for cell in measured(row) if is_ours(cell["provider"])), None)
     peers = [cell for cell in measured(row) if not is_ours(cell["provider"])]
     if ours is None or not peers:
@@ -122,11 +122,12 @@ def compare(row: Record) -> Comparison | None:
 
 @dataclass(frozen=True)
 class Tally:
-    """Comparisons of a group of rows.
+    """A summary of the comparisons of a group of rows.
 
     Attributes:
+        rows: the number of rows that could be compared.
         middle: geometric mean of the ratios.
-        ahead, behind: rows with a verdict.
+        ahead, behind: the number of rows with the verdict `better` and `worse`.
     """
 
     rows: int
@@ -153,7 +154,7 @@ def tally(rows: Sequence[Record]) -> Tally | None:
 
 
 def axis_of(rows: Sequence[Record]) -> str | None:
-    """The parameter that a group of rows goes over; None where it is no sweep."""
+    """The parameter that varies in a sweep; None if the rows are not one sweep."""
     axes = {row.get("axis") for row in rows}
     return axes.pop() if len(axes) == 1 else None
 
@@ -164,10 +165,10 @@ def differing(rows: Sequence[Record]) -> list[str]:
 
 
 def panels(rows: Sequence[Record], axis: str) -> Iterator[tuple[dict[str, object], list[Record]]]:
-    """Rows that differ in the axis alone, with the parameters that tell them from the others.
+    """Splits a sweep into panels, whose rows differ only in the axis. Yields each panel's own parameters and its rows.
 
-    A parameter that the axis decides (a batch that shrinks as the length grows) tells nothing apart, and one that is
-    always equal to another says nothing new.
+    A parameter that depends only on the axis (a batch that shrinks as the length grows) does not split the rows.
+    Neither does a parameter that always equals another one.
     """
 
     def decided(name: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML page of what operators' benchmarks measured, with everything that it needs inside."""
+"""Writes one self-contained HTML page of the results of operators' benchmarks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +11,14 @@ from .measured import Comparison, Record, Section, axis_of, compare, differing, 
 from .report import microseconds
 
 MEANING = {
-    "rate": "bytes or operations that the problem needs, whatever a provider moves or computes, over the median time "
-    "of a launch; bars hold 80 % of the samples. Launches are replayed from a CUDA graph, over data that left the "
-    "cache.",
-    "ceiling": "the rate of a row at its floor: the longer of its bytes at the device's measured read bandwidth and "
-    "its operations at the measured rate of bf16 products. No line where the device was never measured.",
-    "best peer": "the fastest of the row's other columns, another kernel of this package's among them; above 1 dsl is "
-    "faster. Coloured where the two ranges that hold 80 % of the samples do not meet.",
-    "smallest problem": "its launches in a CUDA graph, one after another: what a kernel costs before it does any work.",
-    "host": "what a launch without a graph costs the processor until it returns: median of single calls.",
+    "rate": "the bytes or operations that the problem needs, divided by the median time of a launch. Error bars: p10 "
+    "to p90. Launches are replayed from a CUDA graph, with cold L2 data.",
+    "ceiling": "the rate of a row at its roofline time: the longer of its bytes at the device's measured bandwidth "
+    "and its operations at the measured rate of bf16 products. A device that was never measured has none.",
+    "best peer": "the fastest of the row's other columns, which may be another kernel of this package. Above 1 dsl is "
+    "faster. Coloured if the ranges p10 to p90 do not overlap.",
+    "smallest problem": "consecutive launches in a CUDA graph: the cost of a kernel that has almost no work.",
+    "host": "the host time of a launch without a graph, until the call returns: median of single calls.",
 }
 
 
@@ -32,14 +31,14 @@ def render(records: Sequence[Record]) -> str:
     """The page.
 
     Args:
-        records: lines of `bench --json`, of one run or of several one after another.
+        records: the lines of `bench --json` of one or several runs, concatenated.
 
     Raises:
-        ValueError: there is no row among them.
+        ValueError: the records have no row.
     """
     environments, sections = gather(records)
     if not sections:
-        raise ValueError("no row was measured: there is nothing to picture")
+        raise ValueError("no row was measured: there is nothing to show")
     devices = list(dict.fromkeys(section.device for section in sections))
     title = f"Kernels on {', '.join(devices)}"
     parts = [f"<h1>{text(title)}</h1>", *map(facts_line, header(environments)), document.notes(complaints(records))]
@@ -52,7 +51,7 @@ def render(records: Sequence[Record]) -> str:
 
 
 def header(environments: Sequence[Record]) -> list[str]:
-    """What the figures were taken with; runs with the same facts are said once."""
+    """The device and versions of the runs. Runs with the same facts are listed once."""
     lines: dict[tuple[str, str], str] = {}
     for facts in environments:
         driver = [f"driver {facts['driver']}"] if facts.get("driver") else []
@@ -63,18 +62,20 @@ def header(environments: Sequence[Record]) -> list[str]:
 
 
 def complaints(records: Sequence[Record]) -> list[str]:
-    """What a reader has to know before believing a figure."""
+    """Warnings about the results."""
     environments, sections = gather(records)
     found = []
     if any(facts["device"] == "cpu" for facts in environments):
-        found.append("This ran on a CPU: it shows that the kernels' paths run, and says nothing about speed on a GPU.")
+        found.append("This ran on a CPU: it shows that the kernels run, and says nothing about speed on a GPU.")
     if len({facts.get("commit") for facts in environments}) > 1:
-        found.append("The figures come from several commits.")
+        found.append("The results come from several commits.")
     rows = [row for section in sections for row in section.rows.values()]
     without = sorted(
         {section.device for section in sections if not any(charts.ceiling(r) for r in section.rows.values())}
     )
-    found += [f"{name}: no ceiling, since nobody measured this device's" for name in without if name != "cpu"]
+    found += [
+        f"{name}: no ceiling, because the peak rates of this device are not known" for name in without if name != "cpu"
+    ]
     found += [
         f"{row['operator']}, {row['id']}: {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
         for row in rows
@@ -85,7 +86,7 @@ def complaints(records: Sequence[Record]) -> list[str]:
 
 
 def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:
-    """Ours over the best peer, by operator and group."""
+    """This package compared with the best peer, by operator and group."""
     rows = []
     for section, title in zip(sections, titles, strict=True):
         first = True
@@ -101,19 +102,22 @@ def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:
             first = False
     if not rows:
         return ""
-    caption = "The best peer's time over dsl's: above 1 dsl is faster. Ahead and behind: rows beyond both ranges."
+    caption = (
+        "The best peer's time divided by dsl's: above 1 dsl is faster. "
+        "Ahead and behind: the number of rows whose ranges p10 to p90 do not overlap."
+    )
     heads = ["rows", "geometric mean", "lowest to highest", "ahead", "behind"]
-    return "<h2>dsl beside the best peer</h2>" + document.table(caption, ["operator", "rows"], heads, rows)
+    return "<h2>dsl and the best peer</h2>" + document.table(caption, ["operator", "rows"], heads, rows)
 
 
 def latencies(sections: Sequence[Section], device: str) -> str:
-    """What a launch costs where there is next to nothing to do."""
+    """The cost of launches with almost no work."""
     rows = [(one.operator, row) for one in sections if one.device == device for row in one.smallest]
     if not rows:
         return ""
     lines = []
     for operator, row in rows:
-        # A row that nobody was measured in shows who was asked.
+        # If no provider was measured, show the status of each.
         for index, cell in enumerate(measured(row) or row["cells"]):
             label = f"{operator}, {row['id']}"
             host = microseconds(cell["launch_us"]) if "launch_us" in cell else "-"
@@ -144,12 +148,12 @@ def section_part(section: Section, title: str) -> str:
 
 
 def heading(group: str) -> str:
-    """A group's name for a reader: the table is the harness's word."""
+    """A group's name for the reader of the page."""
     return "usual shapes" if group == TABLE else group
 
 
 def pictures(rows: Sequence[Record], names: Sequence[str]) -> str:
-    """A picture for each panel of a sweep, or one of bars."""
+    """A chart for each panel of a sweep, or one bar chart."""
     shown = [row for row in rows if measured(row)]
     if not shown:
         return "<p>No provider was measured.</p>"
@@ -168,14 +172,14 @@ def parameters(values: dict[str, object]) -> str:
 
 
 def common(rows: Sequence[Record]) -> str:
-    """The parameters that all rows of a group share; None is a feature that is off."""
+    """The parameters that all rows of a group share, without those that are None (a feature that is off)."""
     apart = differing(rows)
     shared = {name: value for name, value in rows[0]["parameters"].items() if name not in apart}
     return parameters({name: value for name, value in shared.items() if value not in (None, False)})
 
 
 def rows_table(section: Section, rows: Sequence[Record], names: Sequence[str]) -> str:
-    """Every row with all times, and ours over the best peer."""
+    """A table of every row with all times and the comparison with the best peer."""
     lines = []
     groups = [heading(row["group"]) for row in rows]
     for index, row in enumerate(rows):
@@ -184,10 +188,10 @@ def rows_table(section: Section, rows: Sequence[Record], names: Sequence[str]) -
         first = index == 0 or groups[index] != groups[index - 1]
         lines.append(document.labelled(groups[index], row["id"], first) + "".join(cells) + "</tr>")
     caption = (
-        "Median microseconds of a launch, half of the range that holds 80 % of the samples, and for dsl the rate. "
-        "In bold the fastest. - not run; a reason shows under the pointer."
+        "Median microseconds of a launch, ± half of the range p10 to p90, and for dsl the rate. "
+        "The fastest is bold. - means not run; move the pointer over it to see the reason."
     )
-    heads = ["floor", *names, "best peer", "its time over dsl's"]
+    heads = ["floor", *names, "best peer", "its time / dsl's"]
     return document.table(caption, ["rows", "row"], heads, lines)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: lines of JSON, a table that grows on the terminal, and a short one at the end."""
+"""The output of a run: JSON lines, a table that grows on the terminal, and a short table at the end."""
 
 import json
 import pathlib
@@ -14,12 +14,12 @@ from .runner import Cell, Row
 
 
 def rate(row: Row, time_us: float, unit: str) -> float:
-    """Tera-units per second of the work that the case needs (not what a provider moves or computes)."""
+    """The rate in tera-units per second, of the work that the case needs (a provider may do more)."""
     return (row.case.traffic_bytes if unit == "TB/s" else row.case.flops) / time_us * 1e-6
 
 
 def to_json(row: Row, operator: str, unit: str, ours: str) -> dict[str, Any]:
-    """A row as JSON; times in microseconds, `speedup` is how many times as fast ours is."""
+    """A row as JSON. Times are in microseconds; `speedup` is the provider's time divided by this package's."""
     own = row.time_us(ours)
     cells = []
     for cell in row.cells:
@@ -58,10 +58,10 @@ def to_json(row: Row, operator: str, unit: str, ours: str) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Appends one JSON object a line as soon as it is known, so that an ended run leaves what it measured.
+    """Appends JSON objects to a file at once, one on each line, so that an interrupted run keeps its results.
 
     Attributes:
-        entries: all of them.
+        entries: all objects so far.
     """
 
     def __init__(self, path: pathlib.Path | None) -> None:
@@ -83,7 +83,7 @@ def microseconds(value: float) -> str:
 
 
 def own_text(row: Row, cell: Cell, unit: str) -> list[str]:
-    """Our columns: time, times the floor, rate."""
+    """This package's columns: time, time divided by the floor, rate."""
     if cell.time is None:
         return [cell.status, "", ""]
     median = cell.time.median_us
@@ -93,7 +93,7 @@ def own_text(row: Row, cell: Cell, unit: str) -> list[str]:
 
 
 def peer_text(cell: Cell, own: float | None) -> str:
-    """A peer's time, and in brackets how many times as fast ours is."""
+    """A peer's time, and in brackets that time divided by this package's."""
     if cell.time is None:
         return "-" if cell.status == "skipped" else cell.status
     median = cell.time.median_us
@@ -101,7 +101,7 @@ def peer_text(cell: Cell, own: float | None) -> str:
 
 
 def headings(rows: Sequence[Row], unit: str, ours: str) -> list[str]:
-    """Columns, without the peers that ran in no row."""
+    """The columns, without peers that ran in no row."""
     peers = [cell.provider for cell in rows[0].cells if cell.provider != ours] if rows else []
     kept = [name for name in peers if any(c.provider == name and c.status != "skipped" for r in rows for c in r.cells)]
     return ["row", "floor us", f"{ours} us", "of floor", unit, *(f"{name} us" for name in kept)]
@@ -116,7 +116,7 @@ def line(row: Row, columns: Sequence[str], unit: str, ours: str) -> list[str]:
 
 
 def markdown(rows: Sequence[Row], unit: str, ours: str) -> str:
-    """The final table: peers' columns say their time and, in brackets, theirs over ours."""
+    """The final table. A peer's column has its time and, in brackets, that time divided by this package's."""
     if not rows:
         return "no rows"
     columns = headings(rows, unit, ours)
@@ -131,7 +131,7 @@ def markdown(rows: Sequence[Row], unit: str, ours: str) -> str:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """One line for each cell that raised or was wrong, and for each reason to skip, once."""
+    """A line for each cell that raised or was wrong, and a line for each distinct reason to skip."""
     lines = [
         f"{row.case.id}: {cell.provider}: {cell.status}: {cell.message}"
         for row in rows
@@ -173,7 +173,7 @@ class Progress:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, no colours, no wrapping."""
+    """Prints a line without markup, colours or wrapping."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -186,14 +186,14 @@ def print_final(
     gathered: Mapping[str, Any],
     ended: str | None,
 ) -> None:
-    """What a reader of the end of a log needs: problems, the machine, the table."""
+    """Prints the end of the log: problems, the machine, the table."""
     for problem in problems(rows):
         say(console, problem)
     if ended:
         say(console, f"ended early: {ended}")
     versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
     say(console, f"{title}; driver {gathered.get('driver')}; {versions}; {gathered['date']}")
-    say(console, f"Peers' columns: their microseconds and, in brackets, those over {ours}'s.")
+    say(console, f"Peers' columns: microseconds and, in brackets, that time divided by {ours}'s.")
     say(console, markdown(rows, unit, ours))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a case with every provider: objections, inputs, check, then timing in turns."""
+"""Runs a case with every provider: asks for objections, builds inputs, checks results, then times in turns."""
 
 import contextlib
 import signal
@@ -16,12 +16,12 @@ from . import check, timing
 from .case import Case, Launch, Operator, Provider, Reference
 from .devices import floor_us
 
-# Providers take turns, so that a clock that sinks as the chip warms up sinks for all of them.
+# Providers are timed in turns, so that a clock that falls as the GPU warms up affects all of them alike.
 ROUNDS = 6
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers nothing any more: what a provider did ends the run."""
+    """The device is unusable after a provider's error, so the run must end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Settings:
     """How to measure.
 
     Attributes:
-        seconds: of timing for each provider of each row.
-        prepare_seconds: after which a provider that still plans or compiles is given up.
+        seconds: seconds of timing for each provider in each row.
+        prepare_seconds: the time limit for a provider to plan and compile.
         flush: overwrite the last-level cache before each replay.
     """
 
@@ -42,12 +42,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one provider did in one row.
+    """The result of one provider in one row.
 
     Attributes:
-        status: `ok`, `skipped` (it objects), `wrong` (it computes something else) or `error` (it raised).
-        message: the objection, the error, or nothing.
-        launch_us: what a launch without a graph takes of the host's time.
+        status: `ok`, `skipped` (it objects), `wrong` (its result is not right) or `error` (it raised).
+        message: the objection or the error; empty if there is none.
+        launch_us: the host time of a launch without a graph.
     """
 
     provider: str
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case with what every provider made of it; `layers` is how many sets of data the launches went round."""
+    """A case and the results of all providers. `layers` is the number of data sets that the launches cycle through."""
 
     case: Case
     floor_us: float | None
@@ -76,7 +76,7 @@ class Row:
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread once `seconds` have passed; elsewhere nothing watches."""
+    """Raises TimeoutError in the main thread after `seconds`. In other threads there is no time limit."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -100,7 +100,7 @@ def short_message(error: BaseException) -> str:
 
 
 def require_alive(device: torch.device, cause: BaseException) -> None:
-    """Raises DeviceLostError where the device no longer works after `cause`."""
+    """Raises DeviceLostError if the device no longer works after the exception `cause`."""
     try:
         timing.synchronize(device)
     except RuntimeError as error:
@@ -112,14 +112,14 @@ def device_name(device: torch.device) -> str:
 
 
 def check_layers(launch: Launch, results: Sequence[torch.Tensor], references: dict[int, Reference], limits: Any) -> Any:
-    """The largest error of the layers that have a reference."""
+    """The largest error over the layers that have a reference."""
     errors = [check.require_right(launch.view(results[layer]), exact, limits) for layer, exact in references.items()]
     return max(errors, key=lambda error: error.total)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A provider that computes the right thing, with what is known before it is timed."""
+    """A provider whose results were right, ready for timing."""
 
     timer: timing.Timer
     error: check.Error
@@ -136,7 +136,7 @@ def make_ready(
     device: torch.device,
     settings: Settings,
 ) -> Ready:
-    """Prepare a provider, and check its results as they are launched and as its timer replays them."""
+    """Prepares a provider. Checks its results, both from direct launches and from the timer's replays."""
     limits = provider.limits(problem)
     with deadline(settings.prepare_seconds):
         operator.poison(inputs)
@@ -153,7 +153,7 @@ def make_ready(
 
 
 def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[str, timing.Summary | Exception]:
-    """Time every provider for `seconds`, in rounds of alternating order."""
+    """Times every provider for `seconds`, in rounds of alternating order."""
     samples: dict[str, list[float]] = {name: [] for name in timers}
     failed: dict[str, Exception] = {}
     for round_index in range(ROUNDS):
@@ -161,7 +161,7 @@ def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[st
             if name in failed:
                 continue
             try:
-                timers[name].sample()  # brings in this provider's code and the tables that map its memory
+                timers[name].sample()  # warms the instruction cache and the TLB for this provider
                 end = time.perf_counter() + seconds / ROUNDS
                 while True:
                     samples[name].append(timers[name].sample())
@@ -175,7 +175,7 @@ def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[st
 def run_case(
     operator: Operator, case: Case, providers: Sequence[Provider], device: torch.device, settings: Settings
 ) -> Row:
-    """One row. A provider that raises or computes something else gets a cell that says so, and no time.
+    """Measures one row. A provider that raises or has a wrong result gets a cell with the reason and without a time.
 
     Raises:
         DeviceLostError: a provider left the device unusable.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of a kernel against each other, on one problem: what sweeps and `dsl-backend tune` have in common."""
+"""Times the configurations of a kernel on one problem: shared by the sweeps and `dsl-backend tune`."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from .check import BF16_LIMITS
 from .runner import DeviceLostError, require_alive
 
 SECONDS = 0.1
-# Of all configurations in turn: a GPU's clock falls as it grows warm, and whoever came first would seem the fastest.
+# All configurations are timed in turns: a GPU's clock falls as it warms up, which would favour the first one.
 ROUNDS = 4
 
 MakeTimer = Callable[[Launch, int, torch.device], timing.Timer]
@@ -31,9 +31,9 @@ class Ready:
     """A problem's tensors on a device.
 
     Attributes:
-        runner: from a configuration to what launches a layer with it, and gives back its output.
-        outputs: of all layers.
-        expected: of the last one.
+        runner: makes, for a configuration, the function that launches a layer and returns its output.
+        outputs: the output of each layer.
+        expected: the reference of the last layer.
     """
 
     runner: Callable[[Any], Callable[[int], torch.Tensor]]
@@ -43,15 +43,15 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contest:
-    """Configurations that are to be compared on one problem.
+    """A problem and the configurations to compare on it.
 
     Attributes:
-        parameters: of the problem, for files.
-        configs: the heuristic's first, which is what all results are measured by.
-        chosen: what would be taken now.
-        precompile_spec: what to compile for a configuration; None where there is nothing.
+        parameters: the problem's parameters, for the JSON file.
+        configs: the configurations. The first one is the heuristic's, with which all others are compared.
+        chosen: the configuration that dispatch uses at present.
+        precompile_spec: the precompile spec of a configuration; None if there is nothing to compile.
         prepare: makes the problem's tensors.
-        note: what to print of a configuration and its microseconds.
+        note: text to print for a configuration and its microseconds.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Contest:
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """A class of problems, and the rows that stand for it: all with the same configurations."""
+    """A class of problems and the rows that represent it. All rows have the same configurations."""
 
     tuned_configs: TunedConfigs[Any]
     problem: Any
@@ -84,7 +84,7 @@ class Class:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A configuration and its time, or why there is none."""
+    """A configuration and its time, or the reason why it has none."""
 
     config: Any
     summary: timing.Summary | None = None
@@ -92,12 +92,12 @@ class Timed:
 
 
 def unique(configs: Iterable[Any]) -> list[Any]:
-    """Each once, in order."""
+    """The items in order, without duplicates."""
     return list(dict.fromkeys(configs))
 
 
 def compile_all(contests: Iterable[Contest]) -> None:
-    """On all cores; says which could not be compiled."""
+    """Compiles all configurations on all cores; prints those that could not be compiled."""
     precompile_specs = {
         str(precompile_spec): precompile_spec for contest in contests for precompile_spec in contest.precompile_specs
     }
@@ -107,12 +107,13 @@ def compile_all(contests: Iterable[Contest]) -> None:
 
 
 def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = timing.make_timer) -> list[Timed]:
-    """Times every configuration whose result is right, in turn.
+    """Times every configuration whose result is right, in turns.
 
-    The heuristic's result must be close to the exact one, and the others' errors fit into the budget that it gives.
+    The result of the heuristic's configuration must be close to the reference. Its error gives the budget for the
+    errors of the others.
 
     Raises:
-        Exception: of the heuristic's own configuration, wrong or not to be run.
+        Exception: the heuristic's configuration raised, or its result is wrong.
         DeviceLostError: a configuration left the device unusable.
     """
     ready = contest.prepare()
@@ -130,7 +131,7 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
             else:
                 check.require_as_good(output, ready.expected, naive)
             timers.append((config, make_timer(Launch(run), layers, device), []))
-        except Exception as error:  # noqa: PERF203 - each may fail alone; CuTe DSL raises what it likes
+        except Exception as error:  # noqa: PERF203 - each may fail alone; CuTe DSL may raise anything
             require_alive(device, error)
             if naive is None:
                 raise
@@ -144,7 +145,7 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
 
 
 def result_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Runs all layers once; the last one's output, where NaN is what was not written."""
+    """Runs all layers once; returns the last layer's output, in which elements that were not written are NaN."""
     for index, output in enumerate(outputs):
         output.fill_(torch.nan)
         run(index)
@@ -153,15 +154,17 @@ def result_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--best", type=int, default=6, help="lines for each problem")
-    parser.add_argument("--json", type=pathlib.Path, help="write one JSON object a line, of everything")
+    parser.add_argument(
+        "--best", type=int, default=6, help="number of configurations to print for each problem (default: 6)"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all results, one JSON object on each line")
 
 
 def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
-    """A sweep: compiles and times all; prints the fastest configurations of each problem, and the chosen one.
+    """Compiles and times all configurations; prints the fastest ones of each problem, and the chosen one.
 
     Args:
-        given: of `add_arguments`.
+        given: the arguments of `add_arguments`.
     """
     compile_all(contests)
     lines = given.json.open("w") if given.json else None
@@ -178,9 +181,9 @@ def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
                 if one.summary is None:
                     print(f"{contest.name} {one.config}: {one.error}", flush=True)
             times = [(one.summary.median_us, one.config) for one in found if one.summary is not None]
-            for place, (time_us, config) in enumerate(sorted(times, key=lambda one: one[0])):
+            for rank, (time_us, config) in enumerate(sorted(times, key=lambda one: one[0])):
                 is_chosen = config == contest.chosen
-                if place < given.best or is_chosen:
+                if rank < given.best or is_chosen:
                     note, mark = contest.note(config, time_us), "*" if is_chosen else " "
                     print(f"{contest.name:28} {time_us:9.2f} us {note} {mark} {config}", flush=True)
                 if lines:

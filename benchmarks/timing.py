@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a launch takes: replays of a CUDA graph between events, or a wall clock where there is no GPU."""
+"""Measures the time of a launch: with CUDA graph replays between events, or with a wall clock without a GPU."""
 
 import pathlib
 import tempfile
@@ -13,26 +13,26 @@ import torch
 
 from .case import Launch
 
-L2_BYTES_UNKNOWN = 64 << 20  # where torch does not say
-# Data three times the cache's size has left it before a launch comes back to it.
+L2_BYTES_UNKNOWN = 64 << 20  # used if torch does not report the size
+# If the layers' data is three times the cache's size, a layer's data is evicted before its next launch.
 L2_MULTIPLE = 3
 MOST_LAYERS = 64
-# A replay of at least this long makes the events' own cost (a few microseconds) small.
+# A replay of at least this length makes the events' own cost (a few microseconds) negligible.
 REPLAY_US = 1500.0
 MOST_LAUNCHES = 512
-# Of the host's own time: enough for a median, and few enough for every queue.
+# Launches that measure the host's time: enough for a median, and few enough not to fill the device's queue.
 HOST_LAUNCHES = 100
 HOST_SECONDS = 0.1
 
 
 def alone() -> filelock.BaseFileLock:
-    """A lock on this machine's GPUs: sweeps side by side compile together, and time one after another."""
+    """A lock on this machine's GPUs: concurrent sweeps may compile at the same time, but they time one by one."""
     return filelock.FileLock(pathlib.Path(tempfile.gettempdir()) / "dsl-backend-timing.lock")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A launch's time in microseconds: the median of the samples, and the range that 80 % of them lie in."""
+    """A launch's time in microseconds: median, p10 and p90 of the samples."""
 
     median_us: float
     p10_us: float
@@ -53,21 +53,21 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 class Timer(Protocol):
-    """A provider made ready for timing.
+    """Times the launches of a prepared provider.
 
     Attributes:
-        results: for each layer, what holds its output after a sample.
+        results: for each layer, the result of its launch after a sample.
     """
 
     results: list[torch.Tensor]
 
     def sample(self) -> float:
-        """Mean microseconds of a launch over one pass of all layers, or several."""
+        """The mean microseconds of a launch, over one or several passes of all layers."""
         ...
 
 
 class WallTimer:
-    """Launches one layer after another on a host without a GPU."""
+    """Times launches with a wall clock, on a host without a GPU."""
 
     def __init__(self, launch: Launch, layers: int) -> None:
         self.launch, self.layers = launch, layers
@@ -81,10 +81,10 @@ class WallTimer:
 
 
 class GraphTimer:
-    """Replays a CUDA graph of launches that go round the layers.
+    """Replays a CUDA graph of launches that cycles through the layers.
 
-    The graph holds each layer equally often. Kernels run back to back as they do in a served model's graph, gaps
-    included.
+    Each layer is in the graph equally often. As in the graph of a served model, kernels run back to back, and the gaps
+    between them are part of the time.
     """
 
     def __init__(self, launch: Launch, layers: int, flush: torch.Tensor | None = None) -> None:
@@ -119,7 +119,7 @@ class GraphTimer:
 
 
 def launch_us(launch: Launch, layers: int, device: torch.device) -> float:
-    """Median microseconds until a launch without a graph returns to the host; the device's queue never fills."""
+    """Median microseconds until a launch without a graph returns to the host. The device's queue never fills up."""
     samples = []
     synchronize(device)
     began = time.perf_counter()
@@ -135,14 +135,14 @@ def launch_us(launch: Launch, layers: int, device: torch.device) -> float:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the device's last-level cache; 0 for a CPU, whose timings are no figures."""
+    """The size of the device's last-level cache; 0 for a CPU, whose times are not meaningful."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or L2_BYTES_UNKNOWN
 
 
 def layers_needed(traffic_bytes: int, cache_bytes: int) -> int:
-    """Layers whose data together exceed the cache, at least one and at most MOST_LAYERS."""
+    """The number of layers whose data together exceeds the cache: at least 1, at most MOST_LAYERS."""
     return max(1, min(MOST_LAYERS, -(-L2_MULTIPLE * cache_bytes // max(traffic_bytes, 1))))
 
 
@@ -150,7 +150,7 @@ def make_timer(launch: Launch, layers: int, device: torch.device, flush: bool = 
     """The device's timer for a launch that already ran once on every layer.
 
     Args:
-        flush: overwrite the cache before each sample, beside going round the layers.
+        flush: also overwrite the cache before each sample.
     """
     if device.type != "cuda":
         return WallTimer(launch, layers)

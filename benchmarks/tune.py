@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dsl-backend tune`: finds configurations that beat the heuristics' on this GPU, and keeps them as data.
+"""`dsl-backend tune`: finds configurations that are faster than the heuristics' on this GPU, and writes them to a file.
 
-A class of problems has one configuration, and one or several rows that stand for it. A candidate wins where its
-geometric mean over them beats the heuristic's by more than the times scatter, and where no row is slower.
+A class of problems has one configuration and is represented by one or several rows. A candidate wins if its geometric
+mean over the rows is better than the heuristic's by more than the scatter of the times, and if no row is slower.
 """
 
 import dataclasses
@@ -32,27 +32,28 @@ from . import facts, sweep, timing
 from .runner import DeviceLostError
 from .sweep import Class
 
-# Below it nobody should bother, however little the times scatter.
+# A smaller gain is never kept, even if the times scatter less.
 LEAST_GAIN = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A configuration beside the one to beat, in the geometric means of their microseconds.
+    """A configuration compared with a baseline, by the geometric means of their microseconds.
 
     Attributes:
-        gain: the share of time by which it is faster; negative where it is slower.
-        wins: by more than the scatter, and nowhere slower.
+        us: the configuration's microseconds.
+        baseline_us: the baseline's microseconds.
+        wins: whether it is faster by more than the scatter, and slower in no row.
     """
 
     config: Any
     us: float
-    beaten_us: float
+    baseline_us: float
     wins: bool
 
     @property
     def gain(self) -> float:
-        return self.beaten_us / self.us - 1
+        return self.baseline_us / self.us - 1
 
 
 Rows = Sequence[Mapping[Any, timing.Summary]]
@@ -61,40 +62,40 @@ Classes = Callable[[Target, torch.device, ModelShape | None], Sequence[Class]]
 
 
 def tuners() -> dict[str, Classes]:
-    """Family -> its classes of problems, for the families that have tuned configurations."""
+    """Family -> the function that lists its classes of problems, for the families that have tuned configurations."""
     names = [family.name for family in families.load_all() if family.tuned_configs is not None]
     return {name: importlib.import_module(f".{name}.tune", __package__).classes for name in names}
 
 
 def mean_us(rows: Rows, config: Any) -> float:
-    """The geometric mean of a configuration's medians."""
+    """The geometric mean of a configuration's median times."""
     return math.exp(sum(math.log(row[config].median_us) for row in rows) / len(rows))
 
 
 def scatter(*summaries: timing.Summary) -> float:
-    """The share of its median by which a time is off: half of what 80 % of the samples lie in, of the worst."""
+    """The relative uncertainty of a time: half of the range p10 to p90 divided by the median, of the worst summary."""
     return max(LEAST_GAIN, *((one.p90_us - one.p10_us) / (2 * one.median_us) for one in summaries))
 
 
-def verdict(rows: Rows, config: Any, beaten: Any) -> Verdict:
-    """Of a configuration that all rows have, against another one."""
-    gains = [row[beaten].median_us / row[config].median_us - 1 for row in rows]
-    noise = [scatter(row[beaten], row[config]) for row in rows]
-    us, beaten_us = mean_us(rows, config), mean_us(rows, beaten)
-    wins = beaten_us / us - 1 > sum(noise) / len(noise) and all(
+def verdict(rows: Rows, config: Any, baseline: Any) -> Verdict:
+    """Compares a configuration that ran in all rows with a baseline."""
+    gains = [row[baseline].median_us / row[config].median_us - 1 for row in rows]
+    noise = [scatter(row[baseline], row[config]) for row in rows]
+    us, baseline_us = mean_us(rows, config), mean_us(rows, baseline)
+    wins = baseline_us / us - 1 > sum(noise) / len(noise) and all(
         gain > -off for gain, off in zip(gains, noise, strict=True)
     )
-    return Verdict(config, us, beaten_us, wins)
+    return Verdict(config, us, baseline_us, wins)
 
 
-def best(rows: Rows, configs: Sequence[Any], beaten: Any) -> Verdict | None:
-    """The fastest of the configurations that win, or where none does of all; None where none ran in every row."""
-    ran = [verdict(rows, config, beaten) for config in configs if all(config in row for row in rows)]
+def best(rows: Rows, configs: Sequence[Any], baseline: Any) -> Verdict | None:
+    """The fastest configuration that wins, or the fastest of all if none wins; None if none ran in every row."""
+    ran = [verdict(rows, config, baseline) for config in configs if all(config in row for row in rows)]
     return min(ran, key=lambda one: (not one.wins, one.us), default=None)
 
 
 def verdicts(rows: Rows, configs: Sequence[Any]) -> list[Verdict]:
-    """The best of ours against the heuristic's, the first; then what is not ours against the better of both."""
+    """The best kernel configuration compared with the heuristic's (the first); then the unfused one with the winner."""
     default = configs[0]
     ours = best(rows, [config for config in configs[1:] if not isinstance(config, Unfused)], default)
     leading = ours.config if ours is not None and ours.wins else default
@@ -103,7 +104,7 @@ def verdicts(rows: Rows, configs: Sequence[Any]) -> list[Verdict]:
 
 
 def changes(config: Any, default: Any) -> str:
-    """What a configuration has otherwise than the heuristic's; all of it where it is of another kind."""
+    """The fields in which a configuration differs from the heuristic's; all fields if it is of another type."""
     fields = dataclasses.asdict(config)
     if type(config) is type(default):
         fields = {name: value for name, value in fields.items() if value != getattr(default, name)}
@@ -115,7 +116,7 @@ def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Co
     """Times a class's configurations in all of its rows.
 
     Raises:
-        InvalidInput: the heuristic's own configuration does not run, or is wrong.
+        InvalidInput: the heuristic's configuration does not run, or its result is wrong.
     """
     rows: list[dict[Any, timing.Summary]] = []
     for contest in one.contests:
@@ -123,7 +124,7 @@ def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Co
             found = sweep.timed(contest, seconds, make_timer)
         except DeviceLostError:
             raise
-        except Exception as error:  # a compiler's, too
+        except Exception as error:  # compilers may raise anything
             raise InvalidInput(f"{contest.name}: the heuristic's {contest.configs[0]}: {error}") from None
         for failed in found:
             if failed.summary is None:
@@ -138,7 +139,7 @@ def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> 
     """The tuning records of a class.
 
     Args:
-        shared: fields of `runtime.tuned.Entry` that all have.
+        shared: the fields of `TuningRecord` that all records of a run share.
     """
     rows = tuple(contest.name for contest in one.contests)
     return [
@@ -146,7 +147,7 @@ def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> 
             one.problem,
             verdict.config,
             us=round(verdict.us, 3),
-            default_us=round(verdict.beaten_us, 3),
+            default_us=round(verdict.baseline_us, 3),
             rows=rows,
             **shared,
         )
@@ -156,14 +157,14 @@ def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> 
 
 
 def table_of(results: Sequence[tuple[Class, Sequence[Verdict]]]) -> Table:
-    table = Table(title="Beside the heuristics' configurations", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="Compared with the heuristics' configurations", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("class", "us", "best us", "gain", "", "configuration, where it differs"):
         table.add_column(name, justify="right" if name in ("us", "best us", "gain") else "left", overflow="fold")
     for one, found in results:
-        for place, verdict in enumerate(found):
+        for index, verdict in enumerate(found):
             table.add_row(
-                one.name if place == 0 else "",
-                f"{verdict.beaten_us:.2f}",
+                one.name if index == 0 else "",
+                f"{verdict.baseline_us:.2f}",
                 f"{verdict.us:.2f}",
                 f"{100 * verdict.gain:+.1f} %",
                 "kept" if verdict.wins else "",
@@ -181,21 +182,21 @@ def tune(
     seconds: float = sweep.SECONDS,
     make_timer: sweep.MakeTimer = timing.make_timer,
 ) -> int:
-    """Goes through the classes; each one's records are in the file before the next is begun. Returns the exit status.
+    """Tunes the classes in turn and writes each one's records before the next one starts. Returns the exit status.
 
     Args:
         shared: as in `entries`.
-        path: the file; None writes none.
+        path: the file to merge records into; None writes none.
 
     Raises:
-        InvalidInput: the file cannot be merged with, or written.
+        InvalidInput: the file cannot be read or written.
     """
     assert target.gpu is not None
     results: list[tuple[Class, list[Verdict]]] = []
     problems = []
-    for place, one in enumerate(classes):
+    for index, one in enumerate(classes):
         count, rows = len(one.contests[0].configs), len(one.contests)
-        console.print(f"{place + 1} of {len(classes)}: {one.name}, {count} configurations, {rows} rows", markup=False)
+        console.print(f"{index + 1} of {len(classes)}: {one.name}, {count} configurations, {rows} rows", markup=False)
         try:
             found = measure(one, seconds, make_timer, console)
         except InvalidInput as error:
@@ -211,13 +212,13 @@ def tune(
     for problem in problems:
         console.print(f"FAILED {problem}", markup=False, soft_wrap=True)
     kept = sum(verdict.wins for _, found in results for verdict in found)
-    where = f"in {path}" if path is not None else "nowhere: --json FILE keeps them"
+    where = f"written to {path}" if path is not None else "not written: use --json FILE"
     console.print(f"{kept} tuned configurations, {where}", markup=False, soft_wrap=True)
     return 1 if problems else 0
 
 
 def shared_facts(target: Target, device: torch.device) -> dict[str, Any]:
-    """The fields that the entries of a run share."""
+    """The fields that all tuning records of a run share."""
     found = facts.gather(device)
     versions = {"driver": found.get("driver"), **{name: found["versions"][name] for name in facts.COMPILERS}}
     commit = found["commit"] or f"dsl-backend {dsl_backend.__version__}"
@@ -231,18 +232,18 @@ def shared_facts(target: Target, device: torch.device) -> dict[str, Any]:
 
 
 def chosen(classes: Sequence[Class], pattern: str | None) -> list[Class]:
-    """Those whose names a regular expression finds.
+    """The classes whose names match a regular expression.
 
     Raises:
-        InvalidInput: it finds none, or is no expression.
+        InvalidInput: no name matches, or the expression is not valid.
     """
     try:
         found = [one for one in classes if re.search(pattern or "", one.name)]
     except re.error as error:
-        raise InvalidInput(f"--classes {pattern!r} is no regular expression: {error}") from None
+        raise InvalidInput(f"--classes {pattern!r} is not a regular expression: {error}") from None
     if not found:
         known = "\n  ".join(one.name for one in classes) or "none on this GPU"
-        raise InvalidInput(f"--classes {pattern!r} finds none of\n  {known}")
+        raise InvalidInput(f"--classes {pattern!r} matches none of\n  {known}")
     return found
 
 
@@ -257,29 +258,29 @@ def main(
     only_list: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Tune this GPU.
+    """Tunes the kernels for this machine's GPU.
 
     Args:
-        family: one that has tuned configurations; by default all of them.
-        pattern: a regular expression that finds names of classes.
+        family: a family that has tuned configurations; by default all of them.
+        pattern: a regular expression that selects classes by name.
         path: the file to merge records into; None writes none.
         model: a config.json whose layers are tuned, instead of the benchmarks' rows.
-        seconds: of timing for each configuration in each row.
-        only_list: print the classes, time nothing.
+        seconds: seconds of timing for each configuration in each row.
+        only_list: print the classes and time nothing.
 
     Raises:
-        InvalidInput: an argument names nothing, there is no GPU, or none with CuTe DSL kernels.
+        InvalidInput: an argument is not valid, or there is no GPU with CuTe DSL kernels.
     """
     known = tuners()
     if family is not None and family not in known:
         raise InvalidInput(f"family {family!r} has nothing to tune: choose from {', '.join(known)}")
     if not torch.cuda.is_available():
-        raise InvalidInput("tune needs an NVIDIA GPU and finds none")
+        raise InvalidInput("tune needs an NVIDIA GPU, but found none")
     if seconds <= 0:
         raise InvalidInput(f"--seconds {seconds}: more than 0 is needed")
     target, device = targets.detect(), torch.device("cuda")
     if target.gpu is None:
-        raise InvalidInput("tune finds configurations for the GPU as it is: unset DSL_BACKEND_ARCH")
+        raise InvalidInput("tune needs the GPU's own architecture: unset DSL_BACKEND_ARCH")
     shape = None if model is None else models.read(model, tensor_parallel=tensor_parallel)
     names = [family] if family is not None else list(known)
     classes = [one for name in names for one in known[name](target, device, shape)]
@@ -291,7 +292,7 @@ def main(
             console.print(f"{one.name}: {len(one.contests[0].configs)} configurations; {rows}", markup=False)
         return 0
     if path is not None:
-        # What is wrong with the file is said before the timing and not after.
+        # Fail now, before the timing, if the file cannot be written.
         for tuned_configs in {one.tuned_configs.family: one.tuned_configs for one in classes}.values():
             tuned_configs.save(path, target.gpu, [], [])
     sweep.compile_all(contest for one in classes for contest in one.contests)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of public arguments, shared by all operator families, in one style: `NAME is VALUE: WHAT is needed`.
+"""Checks of public arguments, shared by all operator families.
 
-They run where a spec, a batch or a plan is made, and where a call brings tensors that lie in memory as no earlier
-call's did. A call for a layer of a step compares layouts only. All raise InvalidInput.
+Each raises InvalidInput with a message of the form `NAME is VALUE: WHAT is needed`. They run when a spec, a batch or a
+plan is made, and when a call passes tensors with a new combination of shapes and strides. Later calls with the same
+layouts only compare the layouts.
 """
 
 import enum
@@ -19,9 +20,9 @@ from dsl_backend.errors import InvalidInput
 Kind = TypeVar("Kind")
 Member = TypeVar("Member", bound=enum.Enum)
 
-# Kernels count in 32 bits.
+# Kernels use 32-bit integers for sizes and indices.
 MOST = 2**31 - 1
-SHOWN = 80
+SHOWN_CHARACTERS = 80
 
 
 def require(ok: bool, message: str) -> None:
@@ -36,13 +37,13 @@ def short(dtype: torch.dtype) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: of tensors and long things only what they are."""
+    """A value as text for a message. Tensors and long values are shown by their type only."""
     text = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-    return text if len(text) <= SHOWN else f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else f"a {type(value).__name__}"
 
 
 def integer(name: str, value: Any, least: int, most: int = MOST) -> int:
-    """The value as an int: whatever is one (numpy's too), but no bool, and no tensor that lies on a device."""
+    """The value as an int. Accepts every integer type (numpy's too), but no bool and no tensor on a device."""
     found = None
     on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
     if not isinstance(value, bool) and not on_device:
@@ -71,7 +72,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def member(name: str, value: Any, kind: type[Member]) -> None:
-    """The value is a member of an enum; its name or its value is none."""
+    """Checks that the value is a member of the enum. A member's name or value is not accepted."""
     if not isinstance(value, kind):
         accepted = ", ".join(str(one) for one in kind)
         raise InvalidInput(f"{name} is {shown(value)}: one of {accepted} is needed")
@@ -83,12 +84,12 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 
 def a(noun: str) -> str:
-    """With its article."""
+    """The noun with its indefinite article."""
     return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
 
 
 def dtype(name: str, value: Any, accepted: Sequence[torch.dtype] = ()) -> None:
-    """The value is a torch dtype, and one of those accepted where any are named."""
+    """Checks that the value is a torch dtype and, if `accepted` is not empty, one of those."""
     if not isinstance(value, torch.dtype):
         raise InvalidInput(f"{name} is {shown(value)}: a torch.dtype is needed")
     if accepted and value not in accepted:
@@ -96,13 +97,13 @@ def dtype(name: str, value: Any, accepted: Sequence[torch.dtype] = ()) -> None:
 
 
 def kernel(value: Any) -> None:
-    """What a caller may ask for as `kernel`; dispatch knows the names."""
+    """Checks the type of a `kernel` argument. Dispatch checks the name itself."""
     if value is not None and not isinstance(value, str):
         raise InvalidInput(f"kernel is {shown(value)}: a name from the dispatch table or None is needed")
 
 
 def device(name: str, value: Any) -> torch.device:
-    """A torch device, or what names one."""
+    """The value as a torch device; it may be a device or the name of one."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, str):
@@ -115,13 +116,13 @@ def device(name: str, value: Any) -> torch.device:
 
 def tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        # Lists are not printed: they are as long as what they hold.
+        # Lists are shown by their type: their text may be very long.
         what = shown(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
         raise InvalidInput(f"{name} is {what}: a tensor is needed")
 
 
 def no_gradient(name: str, value: torch.Tensor) -> None:
-    """Nothing here has a backward."""
+    """Checks that no gradient is needed: no kernel has a backward pass."""
     if value.requires_grad and torch.is_grad_enabled():
         raise InvalidInput(
             f"{name} requires a gradient, and there is no backward: call under torch.no_grad(), or detach it"
@@ -129,7 +130,7 @@ def no_gradient(name: str, value: torch.Tensor) -> None:
 
 
 def apart(name: str, value: torch.Tensor) -> None:
-    """No two elements share memory, and none lies between those of another row."""
+    """Checks that the rows of a tensor do not overlap in memory."""
     extent = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:

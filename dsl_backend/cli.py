@@ -117,22 +117,20 @@ def bench(
     ] = False,
 ) -> None:
     """Measure operations side by side with the peers that are installed."""
-    raise typer.Exit(
-        benchmarks().main(
-            op or (),
-            json,
-            report_path=report,
-            sources=source or (),
-            rows=rows,
-            peers=peers,
-            kernels=kernels,
-            page_size=page_size,
-            seconds=seconds,
-            flush=flush,
-            only_list=only_list,
-            device=device,
-        )
+    found = benchmarks()
+    options = found.Options(
+        report_path=report,
+        sources=source or (),
+        rows=rows,
+        peers=peers,
+        kernels=kernels,
+        page_size=page_size,
+        seconds=seconds,
+        flush=flush,
+        only_list=only_list,
+        device=device,
     )
+    raise typer.Exit(found.main(op or (), json, options))
 
 
 @app.command()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dsl-backend doctor` reports: a verdict, versions, the target, and which kernel serves what and why.
+"""What `dsl-backend doctor` reports: a verdict, versions, the target, and the kernel of each operation with reasons.
 
 `Report` is what `--json` prints. SCHEMA_VERSION changes when a field is removed or changes its meaning.
 """
@@ -53,7 +53,7 @@ class Record(BaseModel):
 
 
 class TargetReport(Record):
-    """The facts that dispatch depends on. `detected` is false if the architecture was given by name."""
+    """The facts that dispatch depends on. `detected` is false if the user named the architecture."""
 
     arch: str
     detected: bool
@@ -79,8 +79,8 @@ class Verdict(Record):
     """The report in three lines.
 
     Attributes:
-        serves: the kernels of most layers.
-        wrong: the problems; `nothing` where there is none.
+        serves: for each operation, the kernel that serves most layers.
+        wrong: the problems, or `nothing`.
         todo: the command to run if there is no problem, else the remedies.
     """
 
@@ -93,9 +93,9 @@ class PluginReport(Record):
     """Whether vLLM will find the plugin.
 
     Attributes:
-        entry_point: `module:function`, None where the package is not installed.
+        entry_point: `module:function`; None if the package is not installed.
         loads: whether that module and function can be imported.
-        vllm_plugins: the variable VLLM_PLUGINS, None where it is unset.
+        vllm_plugins: the variable VLLM_PLUGINS; None if it is unset.
         problems: why vLLM will not find it; empty if it will.
     """
 
@@ -106,11 +106,11 @@ class PluginReport(Record):
 
 
 class KernelReport(Record):
-    """A kernel of an operation; it serves where it has no objections.
+    """A kernel of an operation. It can serve the layer if it has no objections.
 
     Attributes:
-        kernel: what it is, such as `dense-decode sm90`.
-        name: by which users ask for it; kernels of several SMs share one.
+        kernel: its title, such as `dense-decode sm90`.
+        name: the name by which users select it; kernels of several architectures share one.
     """
 
     kernel: str
@@ -129,8 +129,8 @@ class OperationReport(Record):
     """An operation of a layer.
 
     Attributes:
-        served_by: None where every kernel objects.
-        variants: the compiled kernels of the row that serves; empty if the row does not list them.
+        served_by: the title of the kernel that serves; None if every kernel objects.
+        variants: the compiled variants of that kernel; empty if its table entry does not list them.
     """
 
     operation: str
@@ -153,8 +153,8 @@ class TunedConfigsReport(Record):
     Attributes:
         files: in the order in which they are read.
         records: the number of valid records in the files.
-        here: the number of these for this GPU; for any GPU of the architecture if that was given by name.
-        problems: what is wrong in the files; such records are left out.
+        here: the number of records for this GPU; for any GPU of the architecture if the user named it.
+        problems: what is wrong in the files. Invalid records are ignored.
     """
 
     family: str
@@ -282,21 +282,21 @@ def layer_reports(family: Family, target: Target) -> list[LayerReport]:
 
 
 def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
-    """Operations that no kernel serves, in any layer."""
+    """A problem that lists the operations that no kernel serves in any layer; empty if there are none."""
     reasons: dict[str, list[str]] = {}
     served = set()
     for layer in layers:
         for operation in layer.operations:
             if operation.served_by is not None:
                 served.add(operation.operation)
-            said = reasons.setdefault(operation.operation, [])
-            said += [reason for kernel in operation.kernels for reason in kernel.objections]
-    left = {name: said for name, said in reasons.items() if name not in served}
-    if not left:
+            objections = reasons.setdefault(operation.operation, [])
+            objections += [reason for kernel in operation.kernels for reason in kernel.objections]
+    never = {name: objections for name, objections in reasons.items() if name not in served}
+    if not never:
         return []
-    what = "no kernel serves anything" if not served else f"no kernel serves {', '.join(left)}"
-    # The objection of most kernels is the problem; for which GPUs they are made is not.
-    counts = Counter(reason for one in left.values() for reason in one if not re.match("serves|is for", reason))
+    what = "no kernel serves anything" if not served else f"no kernel serves {', '.join(never)}"
+    # The most frequent objection is the cause. Objections that only name the GPUs of a kernel are not.
+    counts = Counter(reason for one in never.values() for reason in one if not re.match("serves|is for", reason))
     why = f": {counts.most_common(1)[0][0]}" if counts else ""
     return [
         Problem(what=f"{what} on {target.arch}{why}", remedy="use a GPU of compute capability 7.5 or newer, or a CPU")
@@ -308,13 +308,13 @@ def cute_problems(target: Target) -> list[Problem]:
     if target.kernel_arch is None:
         return []
     return [
-        Problem(what=what, remedy=f"{remedy.strip()}: until then slower kernels serve")
+        Problem(what=what, remedy=f"{remedy.strip()}: without it slower kernels serve")
         for what, _, remedy in (reason.partition(":") for reason in toolkit.missing())
     ]
 
 
 def usual_kernels(layers: Sequence[LayerReport]) -> list[str]:
-    """The kernel that serves most layers, for each operation."""
+    """For each operation, the kernel that serves most layers."""
     served: dict[str, Counter[str]] = {}
     for layer in layers:
         for operation in layer.operations:
@@ -360,7 +360,7 @@ def examine(arch: str | None = None, additional: str | None = None) -> Report:
     """The report on this environment.
 
     Args:
-        arch: judge the kernels for this architecture; by default for the device at hand.
+        arch: the architecture to report on; by default that of this machine's device.
         additional: the text of vLLM's `--additional-config`, which is checked too.
 
     Raises:
@@ -372,7 +372,11 @@ def examine(arch: str | None = None, additional: str | None = None) -> Report:
 
 
 def examined(arch: str | None, problems: list[Problem]) -> Report:
-    """The report; problems: those that are known already."""
+    """The report.
+
+    Args:
+        problems: problems that were found before, which the report lists too.
+    """
     target = target_of(arch, problems)
     plugin = plugin_report()
     known = families.load_all()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dsl-backend env` prints: what a bug report needs, and nothing that is secret.
+"""What `dsl-backend env` prints: the facts that a bug report needs, without secrets.
 
-Variables are shown by a list of names, not by a prefix: what others set in this environment is not looked at.
+Only environment variables from a fixed list are shown. The values of all others, which may be secret, are never read.
 """
 
 import csv
@@ -45,11 +45,12 @@ class Gpu(Record):
 
 
 class CacheFacts(Record):
-    """The folder of compiled kernels.
+    """The disk cache of compiled kernels.
 
     Attributes:
-        folder: with `~` for the user's own.
-        state: `on`, or why nothing is kept.
+        folder: its path, with `~` for the user's home directory.
+        state: `on`, or why the cache is not used.
+        entries: the number of compiled kernels.
     """
 
     folder: str
@@ -59,15 +60,15 @@ class CacheFacts(Record):
 
 
 class Environment(Record):
-    """All of it.
+    """The whole output of `dsl-backend env`.
 
     Attributes:
-        versions: distribution -> version, None where it is not installed.
-        cute_dsl: name and version of each wheel that makes or runs CuTe DSL's code.
-        torch_cuda: the CUDA that torch is built for; None for a CPU's.
-        gpus: that nvidia-smi shows; empty where there is none.
-        variables: of this package, and the few of others that change what it does, as they are set.
-        problems: what is wrong with this package's.
+        versions: distribution -> version; None if it is not installed.
+        cute_dsl: name and version of each wheel of CuTe DSL.
+        torch_cuda: the CUDA version that torch is built for; None for a CPU build.
+        gpus: the GPUs that nvidia-smi shows.
+        variables: the environment variables that are set, of this package and of the list `envs.OTHERS`.
+        problems: why variables of this package are not accepted.
     """
 
     schema_version: int
@@ -91,7 +92,7 @@ def version(distribution: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """A torch that cannot be imported is something that a bug report says too."""
+    """The CUDA version of torch. If torch cannot be imported, the error, since a bug report needs it too."""
     try:
         import torch
     except Exception as error:  # whatever importing raises
@@ -100,7 +101,7 @@ def torch_cuda() -> str | None:
 
 
 def gpus() -> list[Gpu]:
-    """Asked of the driver, which touches no device."""
+    """The GPUs, from nvidia-smi: unlike torch, it creates no CUDA context."""
     command = ("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -113,7 +114,7 @@ def gpus() -> list[Gpu]:
 
 
 def processor() -> str:
-    """The model's name, and the cores that this process may use."""
+    """The processor's model name and the number of cores that this process may use."""
     name = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
@@ -123,9 +124,9 @@ def processor() -> str:
 
 
 def cache_facts() -> CacheFacts:
-    place = cache.folder()
+    folder = cache.folder()
     home = pathlib.Path.home()
-    shown = f"~/{place.relative_to(home)}" if place.is_relative_to(home) else str(place)
+    shown = f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
     state = "on" if envs.CACHE.read() else f"off: {envs.CACHE.name}"
     entries = []
     try:
@@ -137,7 +138,7 @@ def cache_facts() -> CacheFacts:
 
 
 def gather() -> Environment:
-    """Look at this machine."""
+    """Collects the facts of this machine."""
     with envs.without_wrong_ones() as problems:
         kept = cache_facts()
     return Environment(
@@ -156,7 +157,7 @@ def gather() -> Environment:
 
 
 def lines(found: Environment) -> list[str]:
-    """For people: a fact a line, under headings."""
+    """The facts as text, one on each line."""
     kib = found.cache.size_bytes / 1024
     facts = {
         "python": found.python,
@@ -172,5 +173,5 @@ def lines(found: Environment) -> list[str]:
     facts["cache"] = f"{found.cache.folder}: {found.cache.state}, {found.cache.entries} kernels, {kib:.0f} KiB"
     facts["variables"] = ", ".join(f"{name}={value}" for name, value in found.variables.items()) or "none set"
     width = max(map(len, facts)) + 2
-    said = [f"{name:{width}}{text}" for name, text in facts.items()]
-    return said + [f"{'problem':{width}}{problem}" for problem in found.problems]
+    rows = [f"{name:{width}}{text}" for name, text in facts.items()]
+    return rows + [f"{'problem':{width}}{problem}" for problem in found.problems]

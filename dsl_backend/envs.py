@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to the environment: every variable that the package reads, with what it accepts and what it does.
+"""Every environment variable that the package reads, with the values that it accepts and its meaning.
 
-A variable that is unset or empty has its default. `problems` checks all of them: the plugin asks before vLLM starts a
-process, and `dsl-backend doctor` too. Nothing here is read when a module is imported, nor by a launch.
+A variable that is unset or empty has its default. `problems` checks all variables; the plugin calls it before vLLM
+starts its processes, and `dsl-backend doctor` calls it too. No variable is read at import or at a kernel launch.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """A variable of the environment.
+    """An environment variable.
 
     Attributes:
-        default: where it is unset or empty.
-        parse: from the text; a ValueError refuses it.
-        accepts: what it accepts, for people.
-        meaning: what it does.
+        default: the value if the variable is unset or empty.
+        parse: makes the value from the text; raises ValueError if the text is not accepted.
+        accepts: the accepted values, as text for messages and docs.
+        meaning: what the variable does, in one sentence.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Variable(Generic[T]):
     meaning: str
 
     def read(self) -> T:
-        """The value now.
+        """The current value.
 
         Raises:
             InvalidInput: the text is not accepted.
@@ -53,7 +53,7 @@ class Variable(Generic[T]):
             raise InvalidInput(f"{self.name}={text!r} is not accepted: use {self.accepts}") from None
 
     def problem(self) -> str | None:
-        """Why its text is not accepted; None where it is."""
+        """Why the variable's text is not accepted; None if it is."""
         try:
             self.read()
         except InvalidInput as error:
@@ -69,7 +69,7 @@ def switch(text: str) -> bool:
 
 def absolute(text: str) -> pathlib.Path:
     path = pathlib.Path(text).expanduser()
-    # A relative one would be another place for each process.
+    # A relative path would mean another folder in each process.
     if not path.is_absolute():
         raise ValueError
     return path
@@ -87,7 +87,7 @@ CACHE_DIR = Variable[pathlib.Path | None](
     None,
     absolute,
     "an absolute path",
-    "Keep them below this folder, not in the user's cache folder.",
+    "Keep compiled kernels in this folder instead of the user's cache folder.",
 )
 ARCH = Variable[str | None](
     "DSL_BACKEND_ARCH",
@@ -108,20 +108,20 @@ SAMPLER = Variable(
     True,
     switch,
     "0 or 1",
-    "Draw the tokens too, in a vLLM whose attention backend is dsl.",
+    "Sample tokens with dsl kernels if vLLM's attention backend is dsl.",
 )
 LINEAR = Variable(
     "DSL_BACKEND_LINEAR",
     True,
     switch,
     "0 or 1",
-    "Make gate and up projections and their activation one kernel, in a vLLM whose attention backend is dsl.",
+    "Fuse gate and up projections with their activation into one kernel if vLLM's attention backend is dsl.",
 )
 # Other programs' variables.
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET",
     False,
-    # Triton takes every other text for false.
+    # Triton treats every other text as false.
     lambda text: text.lower() in TRUE,
     "0 or 1",
     "Triton interprets kernels on the host.",
@@ -132,7 +132,7 @@ PREFIX = "DSL_BACKEND_"
 
 
 def problems() -> list[str]:
-    """What is wrong with the variables of this package, with what would be accepted; empty where nothing is."""
+    """Why variables of this package are not accepted, and which values are; empty if there is no problem."""
     found = []
     known = [variable.name for variable in OURS]
     for name in starting_with(PREFIX):
@@ -140,14 +140,14 @@ def problems() -> list[str]:
             near = difflib.get_close_matches(
                 name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1
             )
-            meant = f"do you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(known)}"
-            found.append(f"{name} is not a variable of dsl-backend: {meant}")
+            hint = f"do you mean {PREFIX}{near[0]}?" if near else f"its variables are {', '.join(known)}"
+            found.append(f"{name} is not a variable of dsl-backend: {hint}")
     return found + [problem for variable in OURS if (problem := variable.problem()) is not None]
 
 
 @contextlib.contextmanager
 def without_wrong_ones() -> Iterator[list[str]]:
-    """What is wrong with the variables of this package, which meanwhile have their defaults where they are wrong."""
+    """Yields the problems of this package's variables, which have their defaults inside the block."""
     found = problems()
     wrong = {one.name: os.environ.pop(one.name) for one in OURS if one.problem() is not None}
     try:
@@ -157,19 +157,19 @@ def without_wrong_ones() -> Iterator[list[str]]:
 
 
 def vllm_plugins() -> str | None:
-    """VLLM_PLUGINS, the only plugins that vLLM loads, separated by commas; an empty text is none of them.
+    """VLLM_PLUGINS: the comma-separated names of the plugins that vLLM loads.
 
-    None where it is unset: all.
+    None means that the variable is unset and vLLM loads all plugins; with an empty text it loads none.
     """
     return os.environ.get("VLLM_PLUGINS")
 
 
 def options_set() -> dict[str, str]:
-    """The variables of this package that are set, by name, as they are written."""
+    """Name -> text of this package's variables that are set."""
     return {one.name: text for one in OURS if (text := os.environ.get(one.name))}
 
 
-# What else changes what is served; none of them can hold a secret.
+# Other programs' variables that change which kernel serves. None of them can hold a secret.
 OTHERS = (
     "CUDA_VISIBLE_DEVICES",
     "CUTE_DSL_ARCH",
@@ -183,20 +183,20 @@ OTHERS = (
 
 
 def others_set() -> dict[str, str]:
-    """Other programs' variables of OTHERS that are set, by name; an empty text too."""
+    """Name -> text of the variables in OTHERS that are set, even if the text is empty."""
     return {name: os.environ[name] for name in OTHERS if name in os.environ}
 
 
 def starting_with(prefix: str) -> dict[str, str]:
-    """All variables whose names start so, by name."""
+    """Name -> text of all variables whose names start with the prefix."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefix)}
 
 
 def hide_gpus() -> None:
-    """Let this process, and those that it starts, see no GPU; to be called before CUDA is initialised."""
+    """Hides all GPUs from this process and its children. Call it before CUDA is initialised."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def interpret_triton() -> None:
-    """Let this process, and those that it starts, interpret Triton's kernels; to be called before it is imported."""
+    """Makes Triton interpret kernels in this process and its children. Call it before Triton is imported."""
     os.environ[TRITON_INTERPRET.name] = "1"

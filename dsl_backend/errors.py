@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions that cross the package's public functions."""
+"""The exceptions that the package's public functions raise."""
 
 from collections.abc import Mapping, Sequence
 
 
 def by_reason(objections: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Reason -> the kernels that give it, so that it is said once."""
+    """Maps each reason to the kernels that give it, so that a message has every reason once."""
     found: dict[str, list[str]] = {}
     for kernel, reasons in objections.items():
         for reason in reasons:
-            said_by = found.setdefault(reason, [])
-            if kernel not in said_by:
-                said_by.append(kernel)
+            kernels = found.setdefault(reason, [])
+            if kernel not in kernels:
+                kernels.append(kernel)
     return found
 
 
 class Unsupported(ValueError):
-    """No kernel serves a problem; carries every kernel's objections.
+    """No kernel serves a problem.
 
     Attributes:
-        objections: the kernel, such as `dense-decode sm90` -> the reasons why it does not serve the problem.
+        objections: maps each kernel, such as `dense-decode sm90`, to the reasons why it does not serve the problem.
     """
 
     def __init__(self, what: str, objections: Mapping[str, Sequence[str]]) -> None:
@@ -29,4 +29,4 @@ class Unsupported(ValueError):
 
 
 class InvalidInput(ValueError):
-    """An argument does not fit its contract; the message names the value and what is accepted."""
+    """An argument is not valid. The message names the argument, its value and what is accepted."""

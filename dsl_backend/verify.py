@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dsl-backend verify` does: every operator checked and timed on the GPU at hand, in one file to send in.
+"""What `dsl-backend verify` does: check and time every operator on this machine's GPU, and write one file of results.
 
-Nothing is checked or timed here: `testing` has the problems, their oracles and the processes that run them, and
-`dsl-backend bench` times. The file has JSON lines: `environment` (machine, versions, commit), `doctor`, `verify` (what
-was asked for), a `check` for each problem, a `row` for each timing as `bench` writes it, and at the end a `summary`.
+This module only coordinates. `dsl_backend.testing` has the problems, their reference results and the processes that run
+them; `dsl-backend bench` times. The file has one JSON object on each line: `environment` (machine, versions, commit),
+`doctor`, `verify` (the options), a `check` for each problem, a `row` for each timing as `bench` writes it, and at the
+end a `summary`.
 """
 
 import contextlib
@@ -33,20 +34,20 @@ from dsl_backend.testing import tables, worker
 from dsl_backend.testing.worker import Outcome, Status
 
 SCHEMA_VERSION = 1
-# Random problems of each kernel: usually, and where there is little time.
+# The number of random problems of each kernel: by default, and with --quick.
 RANDOM, RANDOM_QUICK = 60, 12
-# After which a benchmark without a new row is given up; peers may compile for minutes.
+# Seconds without a new row after which a benchmark is stopped; peers may compile for minutes.
 ROW_SECONDS = 900.0
 POLL_SECONDS = 0.5
-# Of timing for each cell; a CPU's times are no figures.
+# Seconds of timing for each cell. A CPU's times are not meaningful, so they are kept short.
 SECONDS, SECONDS_CPU = 0.3, 0.01
 TINY_ROWS = "^tiny-"
-# Some benchmarks' second column of ours.
+# Some benchmarks have this second column for this package's Triton kernel.
 OWN_TRITON = "Triton"
 LOG_WIDTH = 130
 
 
-# Name for --families -> what is checked and timed.
+# A name that --families accepts -> what is checked and timed.
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {name: check for family in families.load_all() for name, check in family.checks.items()}
 )
@@ -54,16 +55,16 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for.
+    """The options of `dsl-backend verify`.
 
     Attributes:
-        device: `cuda`; or `cpu`, which shows that this command works, and nothing else.
-        families: of CHECKS.
-        kernels: names from the dispatch tables; none for all that serve.
-        only: the one problem to check, without timings.
-        random: of random problems for each kernel and family.
-        peers: as `bench` takes them.
-        times: whether anything is timed.
+        device: `cuda`; or `cpu`, which only shows that the command works.
+        families: names in CHECKS.
+        kernels: names from the dispatch tables; empty for all kernels that serve.
+        only: the one problem to check, without timings; None for all problems.
+        random: the number of random problems for each kernel and family.
+        peers: the `--peers` of `dsl-backend bench`.
+        times: whether to time the kernels too.
     """
 
     device: str = "cuda"
@@ -79,11 +80,11 @@ class Options:
 
 @dataclass
 class Tally:
-    """What came of the problems of one kernel in one family.
+    """The results of one kernel in one family.
 
     Attributes:
-        chosen: dispatch takes it by itself for some typical layer.
-        reason: why it serves nothing here; empty where it serves something.
+        chosen: whether dispatch chooses the kernel for some typical layer.
+        reason: why the kernel serves nothing on this machine; empty if it serves something.
     """
 
     family: str
@@ -100,7 +101,7 @@ class Tally:
 
     @property
     def proven(self) -> bool:
-        """Right in all that it serves, and that is something."""
+        """Whether at least one problem was right and none failed."""
         return not self.failures and self.counts[Status.RIGHT] > 0
 
     @property
@@ -121,7 +122,7 @@ class Tally:
 
 
 class Screen:
-    """What is seen: on a terminal a table that fills, in a log a line for each kernel and for each failure."""
+    """The output: on a terminal a table that is updated, in a log a line for each kernel and for each failure."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -156,12 +157,12 @@ class Screen:
         self.say(f"{tally.family} {tally.kernel}: {tally.reason or f'{counts}, {tally.seconds:.0f} s'}")
 
     def final(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """All tables, without the one that a terminal has shown already."""
+        """Prints the final tables. A terminal has already shown the first one."""
         if not self.console.is_terminal:
             self.console.print(self.table())
         for tally in self.tallies:
             if tally.reason:
-                self.say(f"{tally.family} {tally.kernel} is not here: {tally.reason}")
+                self.say(f"{tally.family} {tally.kernel} is not available here: {tally.reason}")
         if rows:
             self.console.print(times(rows))
 
@@ -171,10 +172,10 @@ class Screen:
 
 
 def usable(options: Options) -> Report:
-    """Look at the machine, and see that what is asked for makes sense.
+    """Checks the options against this machine; returns the doctor's report.
 
     Raises:
-        InvalidInput: it does not, or there is no GPU.
+        InvalidInput: an option is not valid, or there is no GPU.
     """
     if options.device not in ("cuda", "cpu"):
         raise InvalidInput(f"device {options.device!r} is not accepted: use cuda, or cpu")
@@ -182,7 +183,7 @@ def usable(options: Options) -> Report:
         envs.hide_gpus()
         envs.interpret_triton()
     elif not torch.cuda.is_available():
-        raise InvalidInput("verify needs an NVIDIA GPU and finds none; --device cpu tries the command without one")
+        raise InvalidInput("verify needs an NVIDIA GPU, but found none; --device cpu tries the command without one")
     unknown = [name for name in options.families if name not in CHECKS]
     if unknown:
         raise InvalidInput(f"no family {', '.join(map(repr, unknown))}: choose from {', '.join(CHECKS)}")
@@ -193,13 +194,17 @@ def usable(options: Options) -> Report:
         raise InvalidInput(f"no kernel {', '.join(map(repr, strange))}: choose from {', '.join(sorted(known))}")
     if options.only is not None:
         if len(options.families) != 1:
-            raise InvalidInput("--only names a problem of one family: name that with --families")
+            raise InvalidInput("--only needs exactly one family: name it with --families")
         tables.find(options.families[0], options.only, options.device)
     return report
 
 
 def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> list[Tally]:
-    """One for each kernel of each family, by the doctor's report; kernels: only these, or all where there are none."""
+    """An empty tally for each kernel of each family in the doctor's report.
+
+    Args:
+        kernels: the names of the kernels to include; empty for all.
+    """
     made = []
     for name in families:
         operations = [
@@ -233,7 +238,7 @@ def repeat(options: Options, family: str, kernel: str, problem: str) -> str:
 
 
 def check(options: Options, tally: Tally, lines: Any, screen: Screen) -> None:
-    """Go through the problems of a kernel."""
+    """Checks all problems of a kernel."""
     if tally.reason:
         screen.finished(tally)
         return
@@ -264,7 +269,7 @@ def check(options: Options, tally: Tally, lines: Any, screen: Screen) -> None:
 
 
 def failure(options: Options, tally: Tally, outcome: Outcome) -> str:
-    """What is said of a problem that failed."""
+    """The message about a problem that failed, with the command that repeats it."""
     what = f"FAILED {tally.family} {tally.kernel} {outcome.name}: {outcome.status.value}: {outcome.message}"
     return f"{what}\n  again: {repeat(options, tally.family, tally.kernel, outcome.name)}"
 
@@ -272,7 +277,7 @@ def failure(options: Options, tally: Tally, outcome: Outcome) -> str:
 def measure(
     options: Options, benchmark: Benchmark, kernels: Sequence[str], benchmarks: Any, lines: Any, screen: Screen
 ) -> list[str]:
-    """Time an operator's rows with kernels of ours and the peers; what went wrong with ours."""
+    """Times an operator's rows with this package's kernels and the peers; returns what failed of this package."""
     pattern = TINY_ROWS if options.device == "cpu" else benchmark.quick if options.quick else benchmark.rows
     settings = {
         "rows": pattern,
@@ -297,7 +302,11 @@ def measure(
 
 
 def rows_of(child: worker.Child, path: pathlib.Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows as a benchmark writes them. Where it ended badly and nobody has said why, that is added to the problems."""
+    """Yields rows as a benchmark writes them.
+
+    Args:
+        problems: if the benchmark fails and this list is still empty, the reason is appended.
+    """
     seen, last, ended = 0, time.monotonic(), None
     while ended is None:
         try:
@@ -321,7 +330,7 @@ def rows_of(child: worker.Child, path: pathlib.Path, problems: list[str]) -> Ite
 
 
 def wrong_cells(row: Mapping[str, Any]) -> list[str]:
-    """What kernels of ours did not do in a row."""
+    """A message for each of this package's kernels that was wrong or raised in a row."""
     return [
         f"{row['id']} {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
         for cell in row["cells"]
@@ -330,7 +339,7 @@ def wrong_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def times(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One line for each kernel of ours in each row, with the fastest peer."""
+    """A table with one line for each of this package's kernels in each row, and the fastest peer."""
     table = Table(title="Timed", title_justify="left", box=box.SIMPLE_HEAD)
     columns = ("operator", "row", "kernel", "us", "of floor", "rate", "fastest peer, us (over ours)")
     for index, name in enumerate(columns):
@@ -342,19 +351,19 @@ def times(rows: Sequence[Mapping[str, Any]]) -> Table:
         for cell in row["cells"]:
             if not cell["provider"].startswith("dsl") or cell["status"] == "skipped":
                 continue
-            who = [row["operator"], row["id"], cell["provider"].removeprefix("dsl:")]
+            labels = [row["operator"], row["id"], cell["provider"].removeprefix("dsl:")]
             if cell["status"] != "ok":
-                table.add_row(*who, cell["status"])
+                table.add_row(*labels, cell["status"])
                 continue
-            mine = cell["median_us"]
+            ours = cell["median_us"]
             floor = f"{cell['of_floor']:.2f}x" if cell["of_floor"] else ""
-            beside = f"{best['provider']} {best['median_us']:.1f} ({best['median_us'] / mine:.2f}x)" if best else ""
-            table.add_row(*who, f"{mine:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", beside)
+            fastest = f"{best['provider']} {best['median_us']:.1f} ({best['median_us'] / ours:.2f}x)" if best else ""
+            table.add_row(*labels, f"{ours:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", fastest)
     return table
 
 
 def opened(path: pathlib.Path | None, options: Options, report: Report, benchmarks: Any) -> Any:
-    """The lines of JSON, with those that say where and of what the others are.
+    """Opens the JSON lines and writes the first ones: environment, doctor and options.
 
     Raises:
         InvalidInput: the file cannot be written.
@@ -372,14 +381,14 @@ def opened(path: pathlib.Path | None, options: Options, report: Report, benchmar
 
 
 def run(options: Options, json_path: pathlib.Path | None, benchmarks: Any, console: Console) -> int:
-    """Check and time; the exit status, 0 where all is right and 1 where something is not.
+    """Checks and times; returns the exit status, 0 if everything is right, else 1.
 
     Args:
-        json_path: takes one JSON object a line, as soon as it is known.
+        json_path: the file of results; each JSON object is written as soon as it is known.
         benchmarks: the package of the benchmarks.
 
     Raises:
-        InvalidInput: what is asked for makes no sense here.
+        InvalidInput: an option is not valid on this machine.
     """
     began, report, screen = time.monotonic(), usable(options), Screen(console)
     lines = opened(json_path, options, report, benchmarks)
@@ -399,12 +408,12 @@ def run(options: Options, json_path: pathlib.Path | None, benchmarks: Any, conso
                 problems += measure(options, benchmark, proven, benchmarks, lines, screen)
     status = conclude(screen, problems, lines, time.monotonic() - began)
     if json_path is not None:
-        screen.say(f"All of it is in {json_path}: please attach it to an issue.")
+        screen.say(f"All results are in {json_path}: please attach this file to an issue.")
     return status
 
 
 def conclude(screen: Screen, problems: Sequence[str], lines: Any, seconds: float) -> int:
-    """The tables, all failures once more, and the verdict; the exit status."""
+    """Prints the tables, all failures again, and the verdict; returns the exit status."""
     right = sum(tally.counts[Status.RIGHT] for tally in screen.tallies)
     failed = sum(tally.failures for tally in screen.tallies)
     rows = [entry for entry in lines.entries if entry["kind"] == "row"]

@@ -26,7 +26,7 @@ def test_engine(tmp_path: Path) -> None:
     environment, engine, *results, compiled = measure(tmp_path / "out", "--backends", "dsl", "--scenarios", scenarios)
     assert environment["kind"] == "environment"
     assert engine["served_by"] == {"DSL": 2}
-    assert any("dsl serves attention" in line for line in engine["told"])
+    assert any("dsl serves attention" in line for line in engine["startup_lines"])
     assert [result["scenario"] for result in results] == scenarios.split(",")
     assert compiled["while_serving"] == 0
     assert all(len(result["rates"]) == 2 and min(result["rates"]) > 0 for result in results)

@@ -80,9 +80,9 @@ def test_tokens_are_those_that_the_server_counted(compared: Compared) -> None:
         assert figures["errors"] == {}
         assert figures["done"] == figures["sent"] > 0
         assert figures["all_tokens"] == line["server"]["generated"]
-        assert bool(figures["ttft"]["p50"]) != bool(figures["untold"].get("ttft"))
+        assert bool(figures["ttft"]["p50"]) != bool(figures["unresolved"].get("ttft"))
         # A machine that the server keeps busy leaves the client too late for it, which is then said.
-        assert bool(figures["tpot"]["p50"]) != bool(figures["untold"].get("tpot"))
+        assert bool(figures["tpot"]["p50"]) != bool(figures["unresolved"].get("tpot"))
         assert bool(figures["per_user"]) == bool(figures["tpot"]["p50"])
         assert figures["requests_per_s"] > 0
         assert figures["input_per_s"] > 0
@@ -122,7 +122,7 @@ def test_page(compared: Compared) -> None:
     for words in ("demo on", *SCENARIOS, rounds, f"over {PEER}", "goodput interactive, 450/40 ms"):
         assert words in body
     assert body.count('class="plotly-graph-div"') == CHARTS * len(SCENARIOS)
-    if not any(line["figures"]["untold"] for line in compared.of_kind("run")):
+    if not any(line["figures"]["unresolved"] for line in compared.of_kind("run")):
         assert body.count(">-</td>") == 0
 
 

@@ -106,7 +106,7 @@ def toml_value(value: object) -> str:
     return json.dumps(value)
 
 
-def run(load: Load, alive: Callable[[], bool], told: Callable[[float, list[Tick]], None]) -> Figures:
+def run(load: Load, alive: Callable[[], bool], progress: Callable[[float, list[Tick]], None]) -> Figures:
     """Load a server, and sum up the window.
 
     Args:
@@ -138,7 +138,7 @@ def run(load: Load, alive: Callable[[], bool], told: Callable[[float, list[Tick]
         while process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
-            told(now - began, records.last_ticks(records_folder))
+            progress(now - began, records.last_ticks(records_folder))
             if not alive():
                 raise ServerGoneError("the server ended under load")
             if now - began > limit:

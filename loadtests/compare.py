@@ -135,10 +135,10 @@ class Comparison:
         self.reporter.say(f"{where}: FAILED: {message}")
         self.add("failed", backend=backend, round=number, scenario=scenario, message=message, log_tail=log_tail)
 
-    def started(self, backend: str, number: int, ready_s: float, told: dict[str, Any], log: list[str]) -> None:
-        served = f"layers served by {told['served_by']}, graphs {told['graphs']}, page {told['page_size']}"
+    def started(self, backend: str, number: int, ready_s: float, facts: dict[str, Any], lines: list[str]) -> None:
+        served = f"layers served by {facts['served_by']}, graphs {facts['graphs']}, page {facts['page_size']}"
         self.reporter.say(f"{backend}: round {number + 1} of {self.plan.rounds}, ready after {ready_s:.0f} s; {served}")
-        self.add("server", backend=backend, round=number, ready_s=ready_s, facts=told, told=log)
+        self.add("server", backend=backend, round=number, ready_s=ready_s, facts=facts, startup_lines=lines)
 
     def server(self, backend: str, number: int) -> None:
         """One round of one backend, with a server of its own."""
@@ -147,7 +147,7 @@ class Comparison:
         log = plan.out / "logs" / f"{backend}-{number}.log"
         self.reporter.status(f"{backend}: starting")
         with self.scrubbed(log), servers.serve(backend, plan.subject, plan.flags, log, plan.start_s) as served:
-            self.started(backend, number, served.ready_s, served.facts, served.told)
+            self.started(backend, number, served.ready_s, served.facts, served.startup_lines)
             self.loads(backend, number, served, plan.subject.tokenizer)
 
     def reached(self, backend: str, number: int) -> None:
@@ -159,7 +159,7 @@ class Comparison:
             raise BackendError(str(error), "") from None
         at = f"{remote_server.url}, model {remote_server.model}"
         self.reporter.say(f"{backend}: round {number + 1} of {plan.rounds}, {at}")
-        self.add("server", backend=backend, round=number, ready_s=0.0, facts=remote_server.facts, told=[])
+        self.add("server", backend=backend, round=number, ready_s=0.0, facts=remote_server.facts, startup_lines=[])
         self.loads(backend, number, remote_server, remote_server.detokenize)
 
     def loads(self, backend: str, number: int, served: Served | Remote, detokenize: bool) -> None:
@@ -189,7 +189,7 @@ class Comparison:
         plan = self.plan
         what = f"{backend}: round {number + 1}, {scenario.name}, {level.label}"
 
-        def told(seconds: float, ticks: list[Tick]) -> None:
+        def show(seconds: float, ticks: list[Tick]) -> None:
             totals = {name: sum(getattr(tick, name) for tick in ticks) for name in ("sent", "done", "failed", "tokens")}
             phase = "warm-up" if seconds < scenario.warm_s else "measuring"
             phase = phase if seconds < scenario.warm_s + scenario.window_s + client.SKEW_S else "ending"
@@ -214,7 +214,7 @@ class Comparison:
             )
             before = served.counters()
             try:
-                found = client.run(load, served.alive, told)
+                found = client.run(load, served.alive, show)
             except ServerGoneError:
                 raise served.ended() from None
             except (ClientError, ValueError) as error:
@@ -239,7 +239,9 @@ class Comparison:
             server=counted,
         )
         errors = ", ".join(f"{count} x {kind} ({found.details[kind]})" for kind, count in found.errors.items())
-        limit = "".join(f"; no {name.upper()}: {why}" for name, why in found.untold.items() if not found.client.limit)
+        limit = "".join(
+            f"; no {name.upper()}: {why}" for name, why in found.unresolved.items() if not found.client.limit
+        )
         limit = f"; THE CLIENT WAS THE LIMIT: {found.client.limit}" if found.client.limit else limit
         times = f"TTFT p50 {milliseconds(found.ttft.p50)} ms, TPOT p50 {milliseconds(found.tpot.p50)} ms"
         rates = f"{found.requests_per_s:.2f} requests/s, {found.output_per_s:.1f} tokens/s, {times}"
@@ -269,7 +271,7 @@ class Comparison:
                     self.reporter.status(f"{backend}: {event['text']}")
                 elif event["event"] == "ready":
                     devices = event["facts"]["devices"]
-                    self.started(backend, number, event["ready_s"], event["facts"], event["told"])
+                    self.started(backend, number, event["ready_s"], event["facts"], event["startup_lines"])
                 elif event["event"] == "failed":
                     self.fail(backend, number, event["message"], event["scenario"])
                     self.reporter.step()

@@ -118,7 +118,7 @@ class Figures:
     itl: Spread
     e2e: Spread
     histograms: dict[str, dict[int, int]]
-    untold: dict[str, str]
+    unresolved: dict[str, str]
     per_user: float | None
     goodput: list[Goodput]
     errors: dict[str, int]
@@ -190,13 +190,13 @@ def keeps(sample: Sample, limits: Limits) -> bool:
     return sample.ttft_ms <= limits.ttft_ms and (tpot is None or tpot <= limits.tpot_ms)
 
 
-def goodput(sent: Sequence[Sample], window: Window, limits: Limits, told: bool = True) -> Goodput:
+def goodput(sent: Sequence[Sample], window: Window, limits: Limits, resolved: bool = True) -> Goodput:
     """Requests within limits.
 
     Args:
         told: whether the time between tokens is.
     """
-    if not told:
+    if not resolved:
         return Goodput(limits.name, limits.ttft_ms, limits.tpot_ms, None, None)
     good = sum(keeps(sample, limits) for sample in sent)
     share = good / len(sent) if sent else None
@@ -246,7 +246,7 @@ def health(processes: Sequence[Process], window: Window, answer_ms: float | None
     return Health(processes=len(processes), busy=busy, late_ms=late_ms, limit="; ".join(reasons))
 
 
-def untold_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
+def unresolved_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
     """Times that the client could not tell -> why."""
     if client.limit:
         why = f"the client was the limit: {client.limit}"
@@ -276,15 +276,15 @@ def summarize(processes: Sequence[Process], window: Window, limits: Sequence[Lim
     began = [s for s in samples if s.at_us and window.holds(s.sent + s.at_us[0] / 1e6)]
     ended = [s for s in samples if not s.failure and window.holds(s.sent + s.at_us[-1] / 1e6)]
     client = health(processes, window, spread(s.answer_ms for s in good if len(s.at_us) > 1).p50)
-    untold = untold_times(good, client)
+    unresolved = unresolved_times(good, client)
     values = {
         "ttft": [sample.ttft_ms for sample in good],
         "tpot": [value for sample in good if (value := sample.tpot_ms) is not None],
         "itl": list(gaps_of(good)),
         "e2e": [sample.e2e_ms for sample in good],
     }
-    told = {name: [] if name in untold else found for name, found in values.items()}
-    tpot = spread(told["tpot"])
+    resolved = {name: [] if name in unresolved else found for name, found in values.items()}
+    tpot = spread(resolved["tpot"])
     failed = [sample for sample in samples if sample.failure]
     return Figures(
         window_s=window.seconds,
@@ -293,14 +293,14 @@ def summarize(processes: Sequence[Process], window: Window, limits: Sequence[Lim
         requests_per_s=len(ended) / window.seconds,
         output_per_s=sum(tokens_within(sample, window) for sample in samples) / window.seconds,
         input_per_s=sum(sample.prompt_tokens for sample in began) / window.seconds,
-        ttft=spread(told["ttft"]),
+        ttft=spread(resolved["ttft"]),
         tpot=tpot,
-        itl=spread(told["itl"]),
-        e2e=spread(told["e2e"]),
-        histograms={name: histogram(found) for name, found in told.items()},
-        untold=untold,
+        itl=spread(resolved["itl"]),
+        e2e=spread(resolved["e2e"]),
+        histograms={name: histogram(found) for name, found in resolved.items()},
+        unresolved=unresolved,
         per_user=1000 / tpot.p50 if tpot.p50 else None,
-        goodput=[goodput(sent, window, one, "tpot" not in untold) for one in limits],
+        goodput=[goodput(sent, window, one, "tpot" not in unresolved) for one in limits],
         errors=dict(Counter(sample.failure for sample in failed)),
         details={sample.failure: sample.detail for sample in reversed(failed)},
         client=client,
@@ -327,7 +327,7 @@ def checked(found: Figures, server_ms: float | None) -> Figures:
         per_user=None,
         goodput=[replace(one, per_s=None, share=None) for one in found.goodput],
         histograms=found.histograms | {"tpot": {}, "itl": {}},
-        untold=found.untold | {"tpot": why, "itl": why},
+        unresolved=found.unresolved | {"tpot": why, "itl": why},
     )
 
 
@@ -397,7 +397,9 @@ def text(processes: Sequence[Process], warm_s: float = 0.0, limits: Sequence[Lim
         one: Spread = getattr(found, name)
         values = ", ".join(f"p{percent} {milliseconds(getattr(one, f'p{percent}'))}" for percent in PERCENTS)
         values += f", mean {milliseconds(one.mean)} (n = {one.n})"
-        rows.append(f"{name.upper():4} ms: {f'not told: {found.untold[name]}' if name in found.untold else values}")
+        rows.append(
+            f"{name.upper():4} ms: {f'not resolved: {found.unresolved[name]}' if name in found.unresolved else values}"
+        )
     for kept in found.goodput:
         share = "-" if kept.share is None else f"{kept.share:.0%}"
         rate = "-" if kept.per_s is None else f"{kept.per_s:.2f}/s"

@@ -131,7 +131,12 @@ def run(
     for event in children.offline(backend, [batch for _, _, batch in chosen.values()], settings, folder):
         kind = event["event"]
         if kind == "ready":
-            yield {"event": "ready", "ready_s": event["at_s"], "facts": event["facts"], "told": event["told"]}
+            yield {
+                "event": "ready",
+                "ready_s": event["at_s"],
+                "facts": event["facts"],
+                "startup_lines": event["startup_lines"],
+            }
         elif kind == "result":
             scenario, level, _ = chosen[event["scenario"]]
             rate = statistics.median(event["rates"])

@@ -165,7 +165,7 @@ def client_limits(results: Results) -> list[str]:
         )
     for (scenario, level, backend), cell in results.cells.items():
         reasons: dict[str, list[str]] = {}
-        for name, why in cell.untold.items() if not cell.limited else ():
+        for name, why in cell.unresolved.items() if not cell.limited else ():
             reasons.setdefault(why, []).append(name.upper())
         found += [f"{backend}, {scenario}, {level.label}: no {', '.join(n)}: {why}" for why, n in reasons.items()]
     return found

@@ -100,11 +100,11 @@ class Cell:
         return not self.sound
 
     @property
-    def untold(self) -> dict[str, str]:
+    def unresolved(self) -> dict[str, str]:
         """Name of a time that no round told -> why, in the last one."""
         reasons: dict[str, str] = {}
         for figures in self.figures.values():
-            reasons |= figures.get("untold", {})
+            reasons |= figures.get("unresolved", {})
         return {name: why for name, why in reasons.items() if self.value(percentile_of(name, 50)) is None}
 
     def histogram(self, name: str) -> dict[int, int]:

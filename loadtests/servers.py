@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.children import LOG_TAIL, cause, told
+from benchmarks.engine.children import LOG_TAIL, cause, startup_lines
 from benchmarks.engine.extension import WorkerFacts, objection
 from integration.server import Server, ServerError, running
 from loadtests.exposure import DEVELOPMENT, LOCAL, ExposureError, refuse_exposed, values_of
@@ -84,7 +84,7 @@ class Served:
     Attributes:
         ready_s: seconds from its start until it answered.
         facts: what its workers say (WorkerFacts), and `max_model_len`.
-        told: what its log says about the choice of a backend and where the start's time went.
+        startup_lines: log lines about the chosen backend and the time of each part of the start.
         key: for the Authorization header; may be empty.
         model: the name that it gives its model.
     """
@@ -93,7 +93,7 @@ class Served:
     command: list[str]
     ready_s: float
     facts: dict[str, Any]
-    told: list[str]
+    startup_lines: list[str]
     key: str = ""
     model: str = MODEL
 
@@ -148,7 +148,7 @@ def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start
         refused = objection(backend, facts["served_by"])
         if refused:
             raise BackendError(refused, server.log[-LOG_TAIL:])
-        yield Served(server, command, ready_s, facts, told(server.log), key)
+        yield Served(server, command, ready_s, facts, startup_lines(server.log), key)
 
 
 def longest_of(server: Server, key: str) -> int:

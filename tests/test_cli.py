@@ -340,11 +340,11 @@ class TestBench:
     def test_arguments_arrive(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         called: dict[str, Any] = {}
 
-        def main(op: list[str], json_path: Any, **options: Any) -> int:
+        def main(op: list[str], json_path: Any, options: dict[str, Any]) -> int:
             called.update(op=op, json_path=json_path, **options)
             return 1
 
-        monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(main=main))
+        monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(main=main, Options=dict))
         pictured = ("--report", str(tmp_path / "page"), "--from", str(tmp_path / "a"), "--from", str(tmp_path / "b"))
         timed = ("--json", str(tmp_path / "rows"), "--peers", "none", "--seconds", "0.1")
         result = invoke("bench", "decode", "softmax", *timed, *pictured)
@@ -357,7 +357,7 @@ class TestBench:
         assert called["seconds"] == 0.1
 
     def test_options_are_those_of_the_benchmarks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The checkout's own benchmarks know an operation that does not exist, and say which do."""
+        """An unknown operation is refused with the names of all operations, from the checkout's benchmarks."""
         benchmarks = importlib.import_module("benchmarks")
         monkeypatch.setattr(cli, "benchmarks", lambda: benchmarks)
         result = invoke("bench", "no-such-operation")

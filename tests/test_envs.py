@@ -97,7 +97,7 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSL_BACKEND_XYZZY", "1")
     near, far = envs.problems()
     assert near == "DSL_BACKEND_SAMLPER is not a variable of dsl-backend: do you mean DSL_BACKEND_SAMPLER?"
-    assert far.startswith("DSL_BACKEND_XYZZY is not a variable of dsl-backend: there are DSL_BACKEND_CACHE, ")
+    assert far.startswith("DSL_BACKEND_XYZZY is not a variable of dsl-backend: its variables are DSL_BACKEND_CACHE, ")
 
 
 def test_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

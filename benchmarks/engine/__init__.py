@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines, one attention backend after the other: tokens per second of models with dummy weights."""
+"""Benchmark of whole vLLM engines with dummy weights: tokens per second with each attention backend."""

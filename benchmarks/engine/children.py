@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one backend in processes of its own: an offline engine or a server. Yields what happens as records."""
+"""Runs one backend in child processes, as an offline engine or as a server, and yields events as records."""
 
 import contextlib
 import json
@@ -27,11 +27,11 @@ from .worker import Job
 Record = dict[str, Any]
 POLL_S = 0.2
 SAY_S = 20
-SERVED_RUNS = 2  # timed, of a server's load
-LOG_TAIL = 4000  # characters of a failed engine's log that are kept
+SERVED_RUNS = 2  # timed runs of a server's load
+LOG_TAIL = 4000  # characters at the end of a failed engine's log that are kept
 ERROR_LINE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)\b: .+")
-# What vLLM says about the choice of a backend and about where a start's time goes.
-TOLD = re.compile(
+# vLLM's log lines about the chosen backend and about the time of each part of the start.
+STARTUP_LINE = re.compile(
     r"(Using \S+(?: attention)? backend.*|dsl serves attention.*|Model loading took.*|torch\.compile took.*"
     r"|Graph capturing finished.*|init engine .*|GPU KV cache size.*)"
 )
@@ -39,15 +39,15 @@ TOLD = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the backends of one run have in common.
+    """The settings that all backends of a run share.
 
     Attributes:
         engine: further arguments of vLLM's engine.
-        eager: without torch.compile and CUDA graphs.
-        start_s: seconds until an engine has to be ready.
-        scenario_s: seconds that one scenario may take.
-        cache: VLLM_CACHE_ROOT of all engines, and where their model lies: its path is a part of the cache's keys.
-        concurrent: requests at once, with a server.
+        eager: run without torch.compile and CUDA graphs.
+        start_s: the time limit in seconds for an engine to become ready.
+        scenario_s: the longest time in seconds without an event while a scenario runs.
+        cache: VLLM_CACHE_ROOT of all engines. It also contains the model, whose path is part of the cache's keys.
+        concurrent: the number of concurrent requests to a server.
     """
 
     shape: models.Shape
@@ -64,7 +64,7 @@ class Settings:
         return models.write(self.shape, self.cache / "models" / self.model)
 
     def arguments(self) -> dict[str, Any]:
-        """Of the engine, but for the model and the backend."""
+        """The engine's arguments, without the model and the backend."""
         given: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -72,7 +72,7 @@ class Settings:
             "max_model_len": self.shape.max_model_len,
             "max_num_seqs": 8 if self.shape.small else 256,
             "gpu_memory_utilization": 0.85,
-            "enable_prefix_caching": True,  # no two prompts begin alike, but for those that are asked twice
+            "enable_prefix_caching": True,  # different prompts share no prefix; DECODE scenarios repeat prompts
         }
         return given | ({"enforce_eager": True} if self.eager else {}) | self.engine
 
@@ -90,13 +90,14 @@ def start(command: list[str], log: Path, environment: dict[str, str]) -> subproc
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A group that can be ended as one, in our session: who ends that reaches the group as well.
+            # A process group of its own can be stopped as one. It stays in this session, so ending the session ends it.
             preexec_fn=os.setpgrp,
         )
 
 
 def cause(log: str, status: int | None) -> str:
-    """The first error in a log that is not about another one; else the last line. Warnings speak of errors too."""
+    """How the process ended, and the first error in its log that is not a consequence of another, or the last line."""
+    # Warnings may quote errors.
     lines = [line for line in log.splitlines() if " WARNING " not in line]
     found = [line.group() for line in map(ERROR_LINE.search, lines) if line]
     causes = [line for line in found if "Engine core initialization failed" not in line] or found
@@ -104,22 +105,29 @@ def cause(log: str, status: int | None) -> str:
     return f"{ended}: {causes[0] if causes else (log.strip().splitlines() or ['empty log'])[-1]}"[:600]
 
 
-def told(log: str) -> list[str]:
-    return list(dict.fromkeys(line.group(1).strip()[:400] for line in TOLD.finditer(log)))
+def startup_lines(log: str) -> list[str]:
+    """The distinct lines of a log that match STARTUP_LINE."""
+    return list(dict.fromkeys(line.group(1).strip()[:400] for line in STARTUP_LINE.finditer(log)))
 
 
 def new_events(path: Path, seen: int) -> list[Record]:
-    """Events after the first `seen`; a line that is still being written is left for later."""
+    """The events after the first `seen`, without an unfinished last line."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines[seen:]]
 
 
 def failure(message: str, log: str, scenario: str | None = None) -> Record:
-    return {"event": "failed", "message": message, "log_tail": log[-LOG_TAIL:], "told": told(log), "scenario": scenario}
+    return {
+        "event": "failed",
+        "message": message,
+        "log_tail": log[-LOG_TAIL:],
+        "startup_lines": startup_lines(log),
+        "scenario": scenario,
+    }
 
 
 def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder: Path) -> Iterator[Record]:
-    """The events of an engine's process (see worker.py), and `failed` where it does not get to its end."""
+    """Yields the events of an engine's process (see worker.py), and `failed` if it does not finish."""
     model = settings.write_model()
     engine = {"model": str(model), "disable_log_stats": True, **settings.arguments()}
     job = Job(
@@ -143,7 +151,7 @@ def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder:
                 text = log.read_text(errors="replace")
                 if event["event"] == "ready":
                     ready = True
-                    yield event | {"told": told(text)}
+                    yield event | {"startup_lines": startup_lines(text)}
                 elif event["event"] == "failed":
                     failed = True
                     root = cause(text, None).removeprefix("was ended: ") if "Engine core" in event["message"] else ""
@@ -154,7 +162,7 @@ def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder:
                 break
             limit = settings.scenario_s if ready else settings.start_s
             if time.monotonic() - heard > limit:
-                yield failure(f"nothing happened for {limit:.0f} s", log.read_text(errors="replace"))
+                yield failure(f"no event for {limit:.0f} s", log.read_text(errors="replace"))
                 return
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
@@ -178,7 +186,7 @@ def flag(name: str, value: object) -> list[str]:
 
 
 def serve_command(backend: str, settings: Settings, model: Path, port: int, **more: object) -> list[str]:
-    """`vllm serve` of a model's folder, on this machine alone."""
+    """The command `vllm serve` for a model's folder; the server listens on 127.0.0.1 only."""
     options: dict[str, object] = {
         "served_model_name": load.MODEL,
         "host": "127.0.0.1",
@@ -192,7 +200,7 @@ def serve_command(backend: str, settings: Settings, model: Path, port: int, **mo
 
 
 def ask(url: str, body: object | None = None, timeout_s: float = 30) -> Any:
-    """GET, or POST where there is a body; the JSON of the answer, None where it is empty."""
+    """Sends GET, or POST if there is a body; returns the JSON of the answer, None if it is empty."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -200,14 +208,14 @@ def ask(url: str, body: object | None = None, timeout_s: float = 30) -> Any:
 
 
 def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
-    """The events of a server that answers many streaming completions at once."""
+    """Yields the events of a server that answers concurrent streaming completions."""
     model = settings.write_model()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     extension = f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}"
     command = serve_command(backend, settings, model, port, worker_extension_cls=extension)
     log = folder / "log"
-    # Development mode has the route that asks the worker what serves.
+    # Development mode provides the route collective_rpc, which asks the workers for their attention backends.
     process = start(command, log, environment(settings, VLLM_SERVER_DEV_MODE="1"))
     began = said = time.monotonic()
 
@@ -233,7 +241,7 @@ def served(backend: str, settings: Settings, folder: Path) -> Iterator[Record]:
             time.sleep(POLL_S)
         ready_s = time.monotonic() - began
         facts = ask(f"{url}/collective_rpc", {"method": "attention_facts"})["results"][0]
-        yield {"event": "ready", "at_s": ready_s, "facts": facts, "told": told(text())}
+        yield {"event": "ready", "at_s": ready_s, "facts": facts, "startup_lines": startup_lines(text())}
         refused = objection(backend, facts["served_by"])
         if refused:
             yield failure(refused, text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks engine`: every backend in turn, in fresh processes; figures are written as they come."""
+"""`python -m benchmarks engine`: measures every backend in turn in new processes, and writes results at once."""
 
 import argparse
 import json
@@ -25,18 +25,18 @@ OURS = "dsl"
 
 @dataclass
 class Column:
-    """What one backend did.
+    """The results of one backend.
 
     Attributes:
         ready_s: seconds from the process's start until the engine was ready.
-        values, units: of every scenario that has a figure.
-        errors: of the engine (key ``) and of scenarios.
+        values, units: scenario -> its result and unit.
+        errors: scenario -> error; the key `` is the engine itself.
     """
 
     backend: str
     ready_s: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    startup_lines: list[str] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -45,21 +45,31 @@ class Column:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks engine",
-        description="Tokens per second of whole engines with dummy weights, one attention backend after the other.",
+        description="Measure tokens per second of whole vLLM engines with dummy weights, with each attention backend.",
     )
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
-    parser.add_argument("--backends", help="comma-separated (default: ours and its peers for the model)")
-    parser.add_argument("--scenarios", help=f"comma-separated, of {', '.join(s.id for s in SCENARIOS)} (default: all)")
-    parser.add_argument("--serve", action="store_true", help="`vllm serve` and concurrent streams, not the engine")
-    parser.add_argument("--concurrent", type=int, default=64, help="requests at once with --serve (default: 64)")
-    parser.add_argument("--json", type=Path, dest="json_path", help="write one JSON object a line")
+    parser.add_argument("--backends", help="comma-separated backends (default: dsl and its peers for the model)")
+    parser.add_argument(
+        "--scenarios", help=f"comma-separated list of {', '.join(s.id for s in SCENARIOS)} (default: all)"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="measure `vllm serve` with concurrent streams instead of the engine"
+    )
+    parser.add_argument("--concurrent", type=int, default=64, help="concurrent requests with --serve (default: 64)")
+    parser.add_argument("--json", type=Path, dest="json_path", help="write one JSON object on each line")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs; always so on a CPU")
-    parser.add_argument("--cache", type=Path, help="folder of vLLM's compile cache (default: one for this run)")
-    parser.add_argument("--start-seconds", type=float, default=400, help="until an engine is given up")
-    parser.add_argument("--scenario-seconds", type=float, default=200, help="without news until it is given up")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument(
+        "--eager", action="store_true", help="run without torch.compile and CUDA graphs (always so on a CPU)"
+    )
+    parser.add_argument("--cache", type=Path, help="folder of vLLM's compile cache (default: a temporary one)")
+    parser.add_argument(
+        "--start-seconds", type=float, default=400, help="time limit for an engine to start (default: 400)"
+    )
+    parser.add_argument(
+        "--scenario-seconds", type=float, default=200, help="longest time without an event (default: 200)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    parser.add_argument("--commit", help="commit of the code, if it is not in a git checkout")
     return parser.parse_args(arguments)
 
 
@@ -87,11 +97,11 @@ def describe(event: Record) -> str:
 
 
 def take(column: Column, event: Record) -> Record | None:
-    """Put an event into a column; the line of JSON that it is worth, if any."""
+    """Adds an event to a column; returns the JSON line to write for it, or None."""
     name, scenario = event["event"], event.get("scenario") or ""
     if name == "ready":
-        column.ready_s, column.facts, column.told = event["at_s"], event["facts"], event["told"]
-        return {"kind": "engine", "ready_s": event["at_s"], **event["facts"], "told": event["told"]}
+        column.ready_s, column.facts, column.startup_lines = event["at_s"], event["facts"], event["startup_lines"]
+        return {"kind": "engine", "ready_s": event["at_s"], **event["facts"], "startup_lines": event["startup_lines"]}
     if name == "result":
         column.values[scenario] = statistics.median(event["rates"])
         column.units[scenario] = event["unit"]
@@ -110,7 +120,7 @@ def number(value: float) -> str:
 
 
 def cell(column: Column, scenario: str, ours: Column | None) -> str:
-    """A figure, and in a peer's column how many times as fast ours is."""
+    """A result and, in a peer's column, this package's result divided by it."""
     if scenario not in column.values:
         return "error" if scenario in column.errors or "" in column.errors else "-"
     value = column.values[scenario]
@@ -120,7 +130,7 @@ def cell(column: Column, scenario: str, ours: Column | None) -> str:
 
 
 def table(columns: Sequence[Column], scenarios: Sequence[str]) -> str:
-    """Markdown: a row a scenario, a column a backend, and the seconds until each was ready."""
+    """A Markdown table: a row for each scenario and for the start time, a column for each backend."""
     ours = next((column for column in columns if column.backend.lower() == OURS), None)
     head = ["scenario", "unit", *(column.backend for column in columns)]
     body = []
@@ -146,7 +156,7 @@ def events_of(backend: str, scenarios: list[Scenario], settings: Settings, serve
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure as the options say; 0 where every backend gave every figure, else 1."""
+    """Measures all backends; returns 0 if every backend has every result, else 1."""
     began = time.monotonic()
     shape = SHAPES[options.model]
     try:
@@ -185,26 +195,26 @@ def run(options: argparse.Namespace) -> int:
                 if line is not None:
                     lines.write({**line, "model": options.model, "backend": backend})
     for column in columns:
-        for text in column.told:
+        for text in column.startup_lines:
             print(f"{column.backend}: {text}")
         for scenario, message in column.errors.items():
             print(f"{column.backend}: {scenario or 'engine'}: {message}")
     versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
     print(f"{options.model} on {gathered['device']}; commit {gathered['commit']}; {versions}; {gathered['date']}")
-    print(f"In brackets: how many times as fast {OURS} is.")
+    print(f"In brackets: {OURS}'s rate divided by the peer's.")
     print(table(columns, ids))
     return 0 if all(set(column.values) == set(ids) for column in columns) else 1
 
 
 def end(number: int, frame: object) -> None:
-    """Leave through the `finally` of what runs, so that engines end with us."""
-    # `timeout` sends its signal twice; the second must not interrupt the clean-up.
+    """Handles a signal by raising, so that `finally` blocks stop the engines."""
+    # `timeout` sends its signal twice; the second one must not interrupt the clean-up.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, end)
     return run(options)

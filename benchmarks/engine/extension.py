@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods for vLLM's worker that say what serves its layers and what was compiled; vLLM imports them by name."""
+"""Methods for vLLM's workers that report the attention backends and compiled kernels. vLLM imports them by name."""
 
 from collections import Counter
 from typing import Any
@@ -8,12 +8,12 @@ from dsl_backend.runtime.compiles import compiles
 
 
 class WorkerFacts:
-    """Mixed into the worker's class (vLLM's option `worker_extension_cls`)."""
+    """A mixin for the worker's class (vLLM's option `worker_extension_cls`)."""
 
     vllm_config: Any
 
     def attention_facts(self) -> dict[str, Any]:
-        """Backend -> attention layers that it serves, and the settings that vLLM came to; ready for JSON."""
+        """Backend -> number of attention layers that it serves, and the settings that vLLM chose; ready for JSON."""
         config = self.vllm_config
         layers = config.compilation_config.static_forward_context.values()
         names = [layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")]
@@ -29,12 +29,12 @@ class WorkerFacts:
         }
 
     def compile_facts(self) -> dict[str, int]:
-        """CuTe DSL kernels of ours that this process compiled, in its warm-up and while it served."""
+        """The number of CuTe DSL kernels that this process compiled during warm-up and while serving."""
         return {"in_warmup": compiles.during_warmup, "while_serving": compiles.after_warmup}
 
 
 def objection(backend: str, served_by: dict[str, int]) -> str | None:
-    """Why figures of these layers are not the backend's; None where every layer is served by it."""
+    """Why results of these layers are not the backend's; None if it serves every layer."""
     if served_by and set(served_by) == {backend.upper()}:
         return None
     return f"asked for {backend}, but the attention layers are served by {served_by or 'nothing'}"

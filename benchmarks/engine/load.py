@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concurrent streaming completions over HTTP, and what came back."""
+"""Sends concurrent streaming completions over HTTP and measures the replies."""
 
 import asyncio
 import json
@@ -24,11 +24,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What became of a request.
+    """The reply to a request.
 
     Attributes:
-        error: empty where all went well.
-        tokens: that the server says it generated.
+        error: empty if there was none.
+        tokens: the number of generated tokens, as the server reports it.
         first_s, last_s: seconds until the first and the last piece of the stream.
     """
 
@@ -40,14 +40,14 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A run of requests that were sent at once.
+    """The result of a run of concurrent requests.
 
     Attributes:
-        errors: each once.
-        failed: requests that met one.
-        rate: output tokens per second, from the first request sent to the last answered.
+        errors: the distinct errors.
+        failed: the number of requests with an error.
+        rate: output tokens per second, from sending the first request to the end of the last reply.
         first_s: median seconds until a request's first token.
-        token_s: median over the requests of the seconds between its tokens.
+        token_s: median over the requests of the mean seconds between tokens.
     """
 
     seconds: float
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def mixed(count: int, longest_prompt: int, longest_output: int, vocabulary: int, seed: int) -> list[Request]:
-    """Requests of many lengths: powers of two and what lies between, the same ones for the same seed."""
+    """Requests of many lengths, powers of two and lengths between them. The same seed gives the same requests."""
     generator = random.Random(seed)
 
     def length(longest: int) -> int:
@@ -72,7 +72,7 @@ def mixed(count: int, longest_prompt: int, longest_output: int, vocabulary: int,
 
 
 async def complete(session: Any, url: str, request: Request) -> Reply:
-    """One streaming completion; errors become part of the reply."""
+    """Sends one streaming completion. Errors are part of the reply."""
     body = {
         "model": MODEL,
         "prompt": request.prompt,
@@ -121,7 +121,7 @@ async def send_all(url: str, requests: Sequence[Request]) -> Outcome:
 
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     connector = aiohttp.TCPConnector(limit=len(requests))
-    # A piece of a stream that lists a long prompt's ids is one long line.
+    # A chunk of the stream that lists a long prompt's ids is one long line.
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 22) as session:
         began = time.perf_counter()
         replies = await asyncio.gather(*(complete(session, url, request) for request in requests))
@@ -143,5 +143,5 @@ def summarize(replies: Sequence[Reply], requests: Sequence[Request], seconds: fl
 
 
 def send(url: str, requests: Sequence[Request]) -> Outcome:
-    """Send all requests at once; returns when each has its answer or its error."""
+    """Sends all requests at once; returns when each has its answer or an error."""
     return asyncio.run(send_all(url, requests))

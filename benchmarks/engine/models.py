@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of published models. The weights are vLLM's dummy ones: they cost what real ones cost, and mean nothing."""
+"""Shapes of published models. The weights are vLLM's dummy weights, which run as fast as real ones."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ class Shape:
     """A model to measure.
 
     Attributes:
-        config: of transformers, as config.json holds it.
+        config: the content of config.json.
         max_model_len: tokens of the longest request.
-        backends: what is measured when nobody names backends: ours and its peers.
-        small: for checks of the benchmark itself, on a CPU.
+        backends: the default backends to measure: dsl and its peers.
+        small: whether the model is for tests of the benchmark itself, on a CPU.
     """
 
     config: Mapping[str, Any]
@@ -152,7 +152,7 @@ SHAPES = {
 
 
 def write(shape: Shape, folder: Path) -> Path:
-    """The folder, with what an engine needs to make up the rest: config.json."""
+    """Writes config.json, which is all that an engine with dummy weights needs; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config, indent=2) + "\n")
     return folder

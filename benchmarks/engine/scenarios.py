@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked to do, and the figure that is taken from it."""
+"""The scenarios that an engine runs, and the rate that is computed from each."""
 
 import enum
 import random
@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-FIRST_ID = 16  # ids below are special tokens in many vocabularies
+FIRST_ID = 16  # smaller ids are special tokens in many vocabularies
 
 
 class Figure(enum.Enum):
-    """What is counted in a second; the value is the unit in reports."""
+    """The rate that a scenario measures; the value is its unit in reports."""
 
     OUTPUT = "output tokens/s"
     INPUT = "input tokens/s"
@@ -20,14 +20,14 @@ class Figure(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Requests that are handed over at once, and what is counted.
+    """A batch of requests that are submitted at once, and the rate to measure.
 
     Attributes:
-        requests: how many.
+        requests: the number of requests.
         prompt, output: tokens of each request.
-        warm_requests, warm_output: the same of the run before, which is not timed.
-        sampled: tokens are drawn with SAMPLING; the likeliest is taken otherwise.
-        timed_runs: the median of so many is the figure. Single runs took up to twice as long as their neighbours.
+        warm_requests, warm_output: requests and output tokens of the warm-up run, which is not timed.
+        sampled: sample tokens with SAMPLING; otherwise decoding is greedy.
+        timed_runs: the number of timed runs. The result is their median: some runs took twice as long as others.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Scenario:
     timed_runs: int = 5
 
     def small(self) -> "Scenario":
-        """The same at a size that a CPU runs in a second."""
+        """The scenario at a size that a CPU runs in a second."""
         return replace(
             self,
             requests=min(self.requests, 4),
@@ -84,10 +84,10 @@ SCENARIOS = (
 
 
 def choose(names: str | None, small: bool) -> list[Scenario]:
-    """The scenarios in a comma-separated list, in the table's order; all of them by default.
+    """The scenarios of a comma-separated list, in the order of SCENARIOS; by default all of them.
 
     Raises:
-        ValueError: a name means nothing.
+        ValueError: a name is unknown.
     """
     known = {scenario.id: scenario for scenario in SCENARIOS}
     asked = list(known) if names is None else [name.strip() for name in names.split(",") if name.strip()]
@@ -99,17 +99,17 @@ def choose(names: str | None, small: bool) -> list[Scenario]:
 
 
 def prompts(requests: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random token ids; no two prompts are alike, so that nothing is found in a cache."""
+    """Prompts of random token ids. All prompts differ, so the prefix cache has no hits."""
     generator = random.Random(seed)
     return [generator.choices(range(FIRST_ID, vocabulary), k=tokens) for _ in range(requests)]
 
 
 def rates(scenario: Scenario, seconds: Sequence[float], first_seconds: Sequence[float] = ()) -> list[float]:
-    """Tokens per second of every timed run.
+    """The tokens per second of every timed run.
 
     Args:
-        seconds: of each run.
-        first_seconds: of runs of the same prompts that end with the first token; for Figure.DECODE.
+        seconds: the time of each run.
+        first_seconds: for Figure.DECODE, the times of runs of the same prompts that end with the first token.
     """
     if scenario.figure is Figure.INPUT:
         return [scenario.requests * scenario.prompt / one for one in seconds]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds from `vllm serve` to its first answer, with caches that are empty, full, or without our kernels alone.
+"""Measures the seconds from `vllm serve` to the first answer, with caches in different states.
 
-`python -m benchmarks.engine.start --model llama-8b --json FILE`. The weights are dummies, which load faster than real
-ones: less time to compile beside them. One start of the first backend, not reported, brings files into memory first.
+`python -m benchmarks.engine.start --model llama-8b --json FILE`. Dummy weights load faster than real ones, so less
+compilation is hidden behind the loading. A first start, which is not reported, brings files into the page cache.
 """
 
 import argparse
@@ -23,21 +23,22 @@ from dsl_backend.testing.processes import child_environment, free_port, stop_gro
 from .children import POLL_S, Settings, ask, cause, serve_command, start
 from .models import SHAPES
 
-# In this order in each round. EMPTY: no cache at all. KERNELS: all but our compiled kernels. FULL: as the next start.
-EMPTY, FULL, KERNELS = "empty", "full", "without our kernels"
+# The states of the caches. EMPTY: no caches. FULL: the caches that the previous start left. KERNELS: the same without
+# the compiled kernels of dsl.
+EMPTY, FULL, KERNELS = "empty", "full", "without dsl kernels"
 OURS = "dsl"
-# What a start says of compilations.
-SAID = re.compile(
+# Log lines about compilation.
+COMPILE_LINE = re.compile(
     r"(compiling \d+ kernels in .*|compiled \d+ of \d+ kernels.*|compiled .* in [\d.]+ s|torch\.compile took.*)"
 )
 
 
 class Failed(Exception):
-    """A server that did not answer; the message says why."""
+    """A server did not answer. The message says why."""
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Every cache that a start fills, below one folder."""
+    """The environment variables that move every cache of a start into one folder."""
     return {
         "DSL_BACKEND_CACHE_DIR": str(folder / "dsl"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
@@ -47,10 +48,10 @@ def caches(folder: Path) -> dict[str, str]:
 
 
 def seconds_until_ready(backend: str, settings: Settings, folder: Path, log: Path) -> float:
-    """Seconds until a server answers, which is ended then.
+    """Starts a server, waits until it answers, and stops it; returns the seconds until the answer.
 
     Raises:
-        Failed: it ended, or did not answer in time.
+        Failed: the server ended, or did not answer in time.
     """
     port = free_port()
     command = serve_command(backend, settings, settings.write_model(), port)
@@ -74,7 +75,7 @@ def states(backend: str) -> tuple[str, ...]:
 
 
 def prepared(state: str, folder: Path) -> Path:
-    """The folder of a backend's caches, in the state that a start is to find."""
+    """Brings the folder of a backend's caches into the given state; returns the folder."""
     if state == EMPTY:
         shutil.rmtree(folder, ignore_errors=True)
     elif state == KERNELS:
@@ -84,26 +85,28 @@ def prepared(state: str, folder: Path) -> Path:
 
 
 def measured(backends: Sequence[str], settings: Settings, rounds: int, folder: Path) -> Iterator[dict[str, object]]:
-    """A row for each start: backend, state of the caches, seconds, and what the log says of compilations."""
+    """Yields a row for each start: backend, state of the caches, seconds, and the log lines about compilation."""
     log = folder / "log"
     seconds_until_ready(backends[0], settings, prepared(EMPTY, folder / "first"), log)
     for number in range(rounds):
         for backend in backends:
             for state in states(backend):
                 seconds = seconds_until_ready(backend, settings, prepared(state, folder / backend), log)
-                said = SAID.findall(log.read_text(errors="replace"))
-                yield {"round": number, "backend": backend, "caches": state, "seconds": round(seconds, 2), "said": said}
+                row = {"round": number, "backend": backend, "caches": state, "seconds": round(seconds, 2)}
+                yield row | {"log_lines": COMPILE_LINE.findall(log.read_text(errors="replace"))}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.start", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
-    parser.add_argument("--backends", help="comma-separated (default: ours and its peers for the model)")
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each kind (default: 2)")
-    parser.add_argument("--json", type=Path, dest="json_path", help="write one JSON object a line")
+    parser.add_argument("--backends", help="comma-separated backends (default: dsl and its peers for the model)")
+    parser.add_argument("--rounds", type=int, default=2, help="starts in each state (default: 2)")
+    parser.add_argument("--json", type=Path, dest="json_path", help="write one JSON object on each line")
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
-    parser.add_argument("--start-seconds", type=float, default=400, help="until a server is given up")
+    parser.add_argument("--eager", action="store_true", help="run without torch.compile and CUDA graphs")
+    parser.add_argument(
+        "--start-seconds", type=float, default=400, help="time limit for a server to start (default: 400)"
+    )
     options = parser.parse_args(arguments)
     shape = SHAPES[options.model]
     backends = options.backends.split(",") if options.backends else shape.backends

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one backend: `python -m PACKAGE.engine.worker FOLDER` runs FOLDER/job.json.
 
-What happens is appended to FOLDER/events, one JSON object a line, as it happens.
+It appends each event to FOLDER/events at once, one JSON object on each line.
 """
 
 import json
@@ -17,12 +17,12 @@ from .scenarios import SAMPLING, Figure, Scenario, prompts, rates
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An engine and what it is asked to do.
+    """An engine and the scenarios to run.
 
     Attributes:
         engine: arguments of vllm.LLM.
-        vocabulary: ids that prompts are drawn from.
-        seed: of the prompts.
+        vocabulary: the size of the vocabulary that prompts are drawn from.
+        seed: the seed of the prompts.
     """
 
     backend: str
@@ -46,24 +46,24 @@ class Events:
     """Appends events to a file.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.began = path, time.monotonic()
 
     def add(self, event: str, **fields: Any) -> None:
-        """An event, with the seconds since this process began."""
+        """Appends an event, with the seconds since this object was made."""
         entry = {"event": event, "at_s": round(time.monotonic() - self.began, 2), **fields}
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def generate(llm: Any, prompts: list[list[int]], output: int, sampled: bool = False) -> float:
-    """Seconds until every prompt has that many tokens.
+    """Generates `output` tokens for each prompt; returns the seconds.
 
     Raises:
-        RuntimeError: a request got fewer.
+        RuntimeError: a request got another number of tokens.
     """
     from vllm import SamplingParams
 
@@ -92,7 +92,7 @@ def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
     for turn in range(1, scenario.timed_runs + 1):
         asked = requests(scenario.requests, turn)
         if scenario.figure is Figure.DECODE:
-            # The prefix cache holds the prompts from then on.
+            # After this run the prefix cache contains the prompts.
             run("prompts", asked, 1)
             first_seconds.append(run("first token", asked, 1))
         seconds.append(run("timed", asked, scenario.output))
@@ -108,7 +108,7 @@ def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
 
 
 def attempt(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
-    """Measure, or note why not; an engine that is dead ends the process."""
+    """Measures a scenario, or reports its error. If the engine is dead, the process ends."""
     try:
         measure(llm, scenario, job, events)
     except Exception as error:  # an engine may raise anything

@@ -99,7 +99,8 @@ def check_all(sender: Connection, family: str, kernel: str, names: Sequence[str]
 
 def time_rows(sender: Connection, benchmarks: str, op: str, path: pathlib.Path, options: dict[str, Any]) -> None:
     """The child's part of timing: rows go to the file; sends the exit status of the benchmark."""
-    sender.send(importlib.import_module(benchmarks).main(op, path, **options))
+    module = importlib.import_module(benchmarks)
+    sender.send(module.main(op, path, module.Options(**options)))
 
 
 def begin(work: Callable[..., None], sender: Connection, log: pathlib.Path, arguments: tuple[Any, ...]) -> None:

@@ -57,6 +57,6 @@ def records(*operators: str, device: str = DEVICE) -> list[Record]:
     rows = [
         row(operator, case, device)
         for operator in operators
-        for case in select(benchmarks.operators()[operator].cases(), None, pictured=True)
+        for case in select(benchmarks.operators()[operator].cases(), None, with_sweeps=True)
     ]
     return [environment(device=device), *rows]

@@ -45,7 +45,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
 def test_events_of_an_engine(engine: Callable[..., list[children.Record]]) -> None:
     events = engine(f"print('Using DSL backend.', flush=True); add(**{READY}); add(**{RESULT})")
     assert [event["event"] for event in events] == ["ready", "result"]
-    assert events[0]["told"] == ["Using DSL backend."]
+    assert events[0]["startup_lines"] == ["Using DSL backend."]
 
 
 def test_an_engine_that_dies_names_the_first_cause(engine: Callable[..., list[children.Record]]) -> None:
@@ -72,7 +72,7 @@ def test_an_engine_that_says_why_is_not_asked_twice(engine: Callable[..., list[c
 @pytest.mark.parametrize("script", ["time.sleep(60)", f"add(**{READY}); time.sleep(60)"], ids=["start", "scenario"])
 def test_a_silent_engine_is_given_up(engine: Callable[..., list[children.Record]], script: str) -> None:
     events = engine(script, start_s=2, scenario_s=1)
-    assert "nothing happened for" in events[-1]["message"]
+    assert "no event for" in events[-1]["message"]
 
 
 def test_a_half_written_event_waits(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_vllm_tells() -> None:
         "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\n"
         "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\nINFO other\n"
     )
-    assert children.told(log) == [
+    assert children.startup_lines(log) == [
         "Using AttentionBackendEnum.FLASH_ATTN backend.",
         "dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton",
     ]
@@ -177,7 +177,11 @@ def test_a_failed_backend_is_a_column_and_the_others_go_on(
 ) -> None:
     failed = children.failure("asked for PEER, served by OTHER", "the log")
     peer = RESULT | {"rates": [50.0]}
-    events = {"PEER": [failed], "dsl": [READY | {"told": []}, RESULT], "SLOW": [READY | {"told": []}, peer]}
+    events = {
+        "PEER": [failed],
+        "dsl": [READY | {"startup_lines": []}, RESULT],
+        "SLOW": [READY | {"startup_lines": []}, peer],
+    }
     assert run_with(monkeypatch, tmp_path, events) == 1
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["environment", "error", "engine", "result", "engine", "result"]
@@ -193,14 +197,14 @@ def test_a_failed_backend_is_a_column_and_the_others_go_on(
 
 
 def test_all_figures_are_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, RESULT]}) == 0
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"startup_lines": []}, RESULT]}) == 0
 
 
 def test_a_failed_scenario_is_not_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = {"event": "error", "scenario": "b1", "message": "RuntimeError: broke"}
-    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, error]}) == 1
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"startup_lines": []}, error]}) == 1
     error = error | {"scenario": "prefill"}
-    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"told": []}, RESULT, error]}, "b1,prefill") == 1
+    assert run_with(monkeypatch, tmp_path, {"dsl": [READY | {"startup_lines": []}, RESULT, error]}, "b1,prefill") == 1
 
 
 def test_the_module_is_a_command() -> None:

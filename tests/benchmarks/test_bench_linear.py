@@ -41,7 +41,8 @@ def test_the_oracle_has_the_first_and_the_last_row() -> None:
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
-    assert benchmarks.main("linear", file, rows="^tiny", seconds=0.01, device=device.type) == 0
+    options = benchmarks.Options(rows="^tiny", seconds=0.01, device=device.type)
+    assert benchmarks.main("linear", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
     assert len(rows) == 2
     for row in rows:

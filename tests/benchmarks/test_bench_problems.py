@@ -65,7 +65,7 @@ def test_floor_is_the_larger_of_the_two_times() -> None:
     h200 = CEILINGS["NVIDIA H200"]
     assert floor_us(a_case(int(4.4e12), 1), "NVIDIA H200") == pytest.approx(1e6)
     assert floor_us(a_case(1, int(h200.flops_per_second)), "NVIDIA H200") == pytest.approx(1e6)
-    assert floor_us(a_case(1, 1), "a device nobody measured") is None
+    assert floor_us(a_case(1, 1), "an unknown device") is None
 
 
 def test_zipf_lengths_are_within_bounds_skewed_and_the_same_each_time() -> None:

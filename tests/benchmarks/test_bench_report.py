@@ -30,7 +30,8 @@ def rendered(records: list[Record]) -> str:
 
 def report(*ops: str, path: Path, **options: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=80)
-    status = benchmarks.main(ops, report_path=path, console=console, device="cpu", **options)  # type: ignore[arg-type]
+    chosen = benchmarks.Options(report_path=path, device="cpu", **options)  # type: ignore[arg-type]
+    status = benchmarks.main(ops, None, chosen, console)
     assert isinstance(console.file, io.StringIO)
     return status, console.file.getvalue()
 
@@ -70,7 +71,7 @@ def test_a_run_leaves_a_page(tmp_path: Path) -> None:
     assert body.count('class="plotly-graph-div"') == 1
 
 
-def test_earlier_runs_are_pictured_and_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_made_from_earlier_runs_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = files(tmp_path, a=example_rows.records("decode"), b=example_rows.records("prefill", "softmax"))
     monkeypatch.setattr(command, "measure", None)
     path = tmp_path / "page.html"
@@ -84,9 +85,9 @@ def test_earlier_runs_are_pictured_and_nothing_is_run(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "no file of `bench OP --json`"),
-        ("no JSON\n", "no file of `bench OP --json`"),
-        ("[1]\n", "no file of `bench OP --json`"),
+        ("", "was not written by `bench OP --json`"),
+        ("no JSON\n", "was not written by `bench OP --json`"),
+        ("[1]\n", "was not written by `bench OP --json`"),
         ('{"kind": "row"}\n', "not of kind `environment`"),
         ('{"kind": "environment"}\n{"kind": "engine"}\n', "lines of kind engine"),
         (json.dumps(example_rows.environment()) + "\n", "no row was measured"),
@@ -115,7 +116,7 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
 def test_operators_or_a_report_are_asked_for(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     assert benchmarks.main((), console=console) == 2
-    assert benchmarks.main(("decode",), sources=[tmp_path], console=console) == 2
+    assert benchmarks.main(("decode",), None, benchmarks.Options(sources=[tmp_path]), console) == 2
     assert report("decoed", path=tmp_path / "page.html")[0] == 2
 
 
@@ -129,7 +130,7 @@ def test_a_report_needs_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_rows_of_a_report() -> None:
     """Every operator has usual shapes or a sweep, and a smallest row."""
     for operator in benchmarks.operators().values():
-        rows = select(operator.cases(), None, pictured=True)
+        rows = select(operator.cases(), None, with_sweeps=True)
         assert {TABLE, "tiny"} <= {case.group for case in rows}, operator.name
         for case in rows:
             assert case.axis is None or isinstance(case.parameters[case.axis], int | float), case.id
@@ -201,7 +202,7 @@ def test_two_devices_have_sections_of_their_own() -> None:
     body = rendered(lines)
     assert "<h2>softmax on NVIDIA H200</h2>" in body
     assert "<h2>softmax on NVIDIA Example</h2>" in body
-    assert "NVIDIA Example: no ceiling, since nobody measured" in body
+    assert "NVIDIA Example: no ceiling, because the peak rates of this device are not known" in body
 
 
 def test_a_row_that_was_measured_again_counts_once() -> None:

@@ -43,7 +43,8 @@ def test_wrong_tokens_are_seen(filters: str) -> None:
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
-    assert benchmarks.main("sampling", file, rows="^tiny", seconds=0.01, device=device.type) == 0
+    options = benchmarks.Options(rows="^tiny", seconds=0.01, device=device.type)
+    assert benchmarks.main("sampling", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
     assert len(rows) == 2
     for row in rows:

@@ -58,7 +58,8 @@ def test_a_sweep_has_the_default_and_its_rivals(width: int, dtype: torch.dtype) 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
-    assert benchmarks.main("softmax", file, rows="^tiny", seconds=0.01, device=device.type) == 0
+    options = benchmarks.Options(rows="^tiny", seconds=0.01, device=device.type)
+    assert benchmarks.main("softmax", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
     assert len(rows) == 2
     for row in rows:

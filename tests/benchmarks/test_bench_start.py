@@ -40,10 +40,10 @@ def test_what_each_start_finds(
     assert seen == [("FLASH_ATTN", ()), *turn, *turn]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["seconds"] for row in rows] == [float(number) for number in range(2, 16)], "the first is not reported"
-    assert rows[5]["caches"] == "without our kernels"
-    assert rows[0]["said"] == ["compiling 34 kernels in 15 processes while weights load"]
+    assert rows[5]["caches"] == "without dsl kernels"
+    assert rows[0]["log_lines"] == ["compiling 34 kernels in 15 processes while weights load"]
     shown = capsys.readouterr().out
-    assert "dsl  caches without our kernels    10.5 s (median of 2)" in shown
+    assert "dsl  caches without dsl kernels    10.5 s (median of 2)" in shown
 
 
 def test_a_server_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,13 +146,13 @@ def test_the_fastest_is_kept(chip: Chip, tmp_path: Path) -> None:
     assert record.measurement.model_dump(include=set(SHARED)) == SHARED
     assert "+25.0 %" in text
     assert "band=1" in text
-    assert f"1 tuned configurations, in {path}" in text
+    assert f"1 tuned configurations, written to {path}" in text
 
 
 def test_without_a_file_nothing_is_kept(chip: Chip) -> None:
     status, text = run(chip, class_of(chip, {DEFAULT: [10.0], FASTER: [8.0]}))
     assert status == 0
-    assert "1 tuned configurations, nowhere: --json FILE keeps them" in text
+    assert "1 tuned configurations, not written: use --json FILE" in text
 
 
 @pytest.mark.parametrize(
@@ -332,15 +332,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu() -> None:
     result = invoke()
     assert result.exit_code == cli.WRONG_USE
-    assert "dsl-backend: tune needs an NVIDIA GPU and finds none" in result.stderr
+    assert "dsl-backend: tune needs an NVIDIA GPU, but found none" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["softmax"], "family 'softmax' has nothing to tune: choose from attention, linear"),
-        (["--classes", "("], "--classes '(' is no regular expression"),
-        (["linear", "--classes", "hd128"], "--classes 'hd128' finds none of"),
+        (["--classes", "("], "--classes '(' is not a regular expression"),
+        (["linear", "--classes", "hd128"], "--classes 'hd128' matches none of"),
         (["--seconds", "0"], "--seconds 0.0: more than 0 is needed"),
         (["--model", "nowhere"], "model 'nowhere': No such file or directory"),
     ],

@@ -56,7 +56,7 @@ def run(backend: str, scenario: str, users: int, rate: float, number: int, **cha
         "itl": spread(tpot, 9000),
         "e2e": spread(1000 * tpot),
         "histograms": {name: {"20": 40, "21": 60, "25": 20} for name in ("ttft", "tpot", "itl", "e2e")},
-        "untold": {},
+        "unresolved": {},
         "per_user": 1000 / tpot,
         "goodput": [
             {"name": "server", "ttft_ms": 2000, "tpot_ms": 200, "per_s": 2.0, "share": 1.0},

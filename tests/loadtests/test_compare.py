@@ -60,9 +60,9 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         behaviour["now"] = (backend, server)
         yield Served(server, [], 1.0, FACTS, [])
 
-    def run(load: client.Load, alive: Any, told: Any) -> Figures:
+    def run(load: client.Load, alive: Any, progress: Any) -> Figures:
         backend, server = behaviour["now"]
-        told(0.5, [Tick(at=1.0, cpu_s=0.0, sent=1)])
+        progress(0.5, [Tick(at=1.0, cpu_s=0.0, sent=1)])
         if behaviour.get(backend) == "die":
             server.dead = True
             raise client.ServerGoneError
@@ -236,7 +236,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if backend == "B":
             yield {"event": "failed", "message": "no such backend", "log_tail": ""}
             return
-        yield {"event": "ready", "at_s": 2.0, "facts": FACTS, "told": []}
+        yield {"event": "ready", "at_s": 2.0, "facts": FACTS, "startup_lines": []}
         assert settings.arguments()["max_model_len"] == 64
         for scenario in scenarios:
             yield {"event": "result", "scenario": scenario.id, "rates": [90.0, 110.0]}

@@ -155,10 +155,10 @@ def test_a_client_that_is_the_limit_says_so(cpu: float, late_us: int, says: str)
     found = summarize([busy, Process(0.0, 9.0, 0, [], idle)], Window(0.0, 9.0))
     assert says in found.client.limit
     assert bool(found.client.limit) == bool(says)
-    told = not says
-    assert (found.tpot.p50 is not None, found.per_user is not None, bool(found.histograms["tpot"])) == (told,) * 3
-    assert all((kept.share is not None, kept.per_s is not None) == (told, told) for kept in found.goodput)
-    assert (found.untold.get("tpot", "").startswith("the client was the limit: ")) == (not told)
+    resolved = not says
+    assert (found.tpot.p50 is not None, found.per_user is not None, bool(found.histograms["tpot"])) == (resolved,) * 3
+    assert all((kept.share is not None, kept.per_s is not None) == (resolved, resolved) for kept in found.goodput)
+    assert (found.unresolved.get("tpot", "").startswith("the client was the limit: ")) == (not resolved)
     # Tokens that came did come.
     assert found.output_per_s == pytest.approx(3 / 9)
     assert found.requests_per_s == pytest.approx(1 / 9)
@@ -168,9 +168,9 @@ def test_each_time_is_told_as_well_as_the_client_looks() -> None:
     """2 ms late: answers of 200 ms are told, gaps of 5 ms are not, nor a first token after 8 ms."""
     found = summarize([Process(0.0, 9.0, 1, [made(1.0, 8, 5, 41)], watched(0.2, 2000))], Window(0.0, 9.0))
     assert found.client.limit == ""
-    assert set(found.untold) == {"itl", "ttft"}
+    assert set(found.unresolved) == {"itl", "ttft"}
     assert (found.tpot.p50, found.itl.p50, found.ttft.p50) == (5, None, None)
-    assert "2 ms late" in found.untold["itl"]
+    assert "2 ms late" in found.unresolved["itl"]
 
 
 def test_a_stall_counts_by_its_length() -> None:
@@ -186,20 +186,20 @@ def test_bursts_tell_no_time_between_tokens() -> None:
     found = summarize([Process(0.0, 9.0, 1, [burst], watched(0.1, 10))], Window(0.0, 9.0))
     assert found.client.limit == ""
     assert (found.tpot.p50, found.per_user, found.itl.p50) == (None, None, None)
-    assert "88% of an answer's pieces" in found.untold["tpot"]
+    assert "88% of an answer's pieces" in found.unresolved["tpot"]
     assert (found.ttft.p50, found.output_per_s) == (900, 1)
     at_once = Sample(1.0, 3, [900_000] * 3, [1, 2, 3], 5)
     assert at_once.tpot_ms is None
 
 
-@pytest.mark.parametrize(("server_ms", "told"), [(None, True), (9.9, True), (0.1, True), (10.5, False)])
-def test_the_server_s_own_time_between_tokens(server_ms: float | None, told: bool) -> None:
+@pytest.mark.parametrize(("server_ms", "resolved"), [(None, True), (9.9, True), (0.1, True), (10.5, False)])
+def test_the_server_s_own_time_between_tokens(server_ms: float | None, resolved: bool) -> None:
     """5 ms at the client: where the server counted more than twice that, tokens were held back and came in bursts."""
     found = summarize([Process(0.0, 9.0, 1, [made(1.0, 50, 5, 3)], watched(0.1, 10))], Window(0.0, 9.0))
     seen = checked(found, server_ms)
-    assert (seen.tpot.p50, seen.per_user) == ((5, 200) if told else (None, None))
-    assert ("the server counted 10.5 ms" in seen.untold.get("tpot", "")) == (not told)
-    assert all((kept.share is not None) == told for kept in seen.goodput)
+    assert (seen.tpot.p50, seen.per_user) == ((5, 200) if resolved else (None, None))
+    assert ("the server counted 10.5 ms" in seen.unresolved.get("tpot", "")) == (not resolved)
+    assert all((kept.share is not None) == resolved for kept in seen.goodput)
 
 
 def test_histogram() -> None:

@@ -69,7 +69,7 @@ def test_what_the_figures_were_taken_with() -> None:
     ):
         assert fact in words
     assert "quack-kernels" not in words
-    assert "Before you read on" not in words
+    assert "Warnings" not in words
     assert "not committed" not in words
 
 
@@ -160,7 +160,7 @@ LIMITED = {
     "client": {"processes": 1, "busy": 1.0, "late_ms": 50.0, "limit": "100% of a core"},
     "tpot": {"n": 0, "mean": None, "p50": None, "p90": None, "p99": None},
     "per_user": None,
-    "untold": {"tpot": "the client was the limit: 100% of a core"},
+    "unresolved": {"tpot": "the client was the limit: 100% of a core"},
     "goodput": [
         {"name": name, "ttft_ms": 1, "tpot_ms": 1, "per_s": None, "share": None} for name in ("server", "interactive")
     ],
@@ -215,7 +215,7 @@ def test_bursts_are_said() -> None:
     lines = limited(set())
     for line in lines:
         if line["kind"] == "run" and line["backend"] == "dsl" and line["level"]["users"] == 1:
-            line["figures"] |= {"tpot": LIMITED["tpot"], "untold": {"tpot": "tokens came in bursts"}}
+            line["figures"] |= {"tpot": LIMITED["tpot"], "unresolved": {"tpot": "tokens came in bursts"}}
     assert "dsl, 1k-1k, 1 user: no TPOT: tokens came in bursts" in plain(rendered(lines))
 
 

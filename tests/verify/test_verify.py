@@ -94,7 +94,7 @@ class TestWrongUse:
         [
             (["--families", "decode,norm"], "no family 'norm': choose from prefill, decode"),
             (["--families", "write_kv", "--kernels", "cuda"], "no kernel 'cuda': choose from cute, reference, triton"),
-            (["--only", "warp"], "name that with --families"),
+            (["--only", "warp"], "name it with --families"),
             (["--families", "softmax", "--only", "wrap"], "softmax has no problem 'wrap'"),
             (["--device", "tpu"], "device 'tpu' is not accepted"),
             (["--json", "/dev/null/file"], "--json /dev/null/file cannot be written"),
