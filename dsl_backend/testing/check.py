@@ -136,7 +136,7 @@ def forced(case: Case) -> Callable[[Planner], None] | None:
         split = SplitKVConfig.default(spec, target, kernel.max_query_len_served() or 8)
         split = replace(split, **changed(split))
         if case.programs is not None:
-            split = replace(split, num_programs=case.programs, min_share=1)
+            split = replace(split, num_programs=case.programs, min_split_tiles=1)
         planner.short = (operation, name, SplitKV(spec, target, scratch, split))
         if planner.long[2] is kernel:
             planner.long = planner.short

@@ -192,17 +192,17 @@ def chunked(length: int, sizes: Sequence[int], decoded: int) -> Iterator[tuple[i
 
 def split_row_tiles(kernel: BatchInvariant) -> int:
     """How many row tiles of the last launch had their splits in several programs."""
-    return int(kernel.scratch()[1][0])
+    return int(kernel.scratch().combines[0])
 
 
 def less_than_all(problem: Problem, requests: Sequence[int]) -> int:
-    """Bytes of scratch that are one slot less than what these prompts ask for."""
-    kernel, slots = kernel_of(problem), -1
+    """Bytes of scratch that are one partial result less than what these prompts ask for."""
+    kernel, partials = kernel_of(problem), -1
     for length in (problem.q_lens[request] for request in requests):
         splits = -(-length // (kernel.config.tiles_per_split * kernel.config.block_n))
         row_tiles = -(-length * problem.spec.group // kernel.config.block_m)
-        slots += problem.spec.heads_kv * row_tiles * splits if splits > 1 else 0
-    return slots * kernel.rows_of_slot(max(problem.q_lens)) * (kernel.dv + 2) * 4
+        partials += problem.spec.heads_kv * row_tiles * splits if splits > 1 else 0
+    return partials * kernel.rows_of_partial(max(problem.q_lens)) * (kernel.dv + 2) * 4
 
 
 def assert_same(found: Rows, expected: Rows, first: int, stop: int) -> None:

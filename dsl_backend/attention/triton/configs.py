@@ -110,13 +110,13 @@ class SplitKVConfig(TileConfig):
     Attributes:
         num_programs: programs that share the batch's key tiles.
         resident: of these on each SM: all of them run at once.
-        min_share: key tiles that a program takes at least: below it, merging costs more than splitting gains.
+        min_split_tiles: least number of key tiles for a program; with fewer, combining costs more than splitting gains.
         scan: requests whose lengths a program sums at a time.
     """
 
     num_programs: int
     ctas_per_sm: int = 1
-    min_share: int = 2
+    min_split_tiles: int = 2
     scan: int = 128
 
     @property
@@ -127,7 +127,7 @@ class SplitKVConfig(TileConfig):
     def default(cls, spec: AttentionSpec, target: Target, max_query_len: int) -> "SplitKVConfig":
         """A configuration for requests of up to max_query_len queries."""
         if target.is_cpu:
-            return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_share=2, scan=4)
+            return cls(block_m=16, block_n=16, num_warps=4, num_stages=1, num_programs=4, min_split_tiles=2, scan=4)
         block_m = min(64, max(16, power_of_2(max_query_len * spec.group)))
         config = first_fitting(spec, target, cls.choices(spec, target, block_m))
         # On other chips, what the estimate puts above the limit was seen to fit.
@@ -191,7 +191,7 @@ class BatchInvariantConfig(TileConfig):
     """Tiles of the batch-invariant kernel. The spec and the target decide them: a batch must not.
 
     Attributes:
-        split_tiles: key tiles of a split.
+        tiles_per_split: key tiles of a split.
         num_programs: programs that share the batch's splits.
         resident: of these on each SM.
         split_factor: a request's splits are work tiles of their own where a row tile has more key tiles than an even
@@ -200,7 +200,7 @@ class BatchInvariantConfig(TileConfig):
         scan: requests whose lengths a program sums at a time.
     """
 
-    split_tiles: int
+    tiles_per_split: int
     num_programs: int
     ctas_per_sm: int = 1
     split_factor: int = 4
@@ -219,7 +219,7 @@ class BatchInvariantConfig(TileConfig):
                 block_n=16,
                 num_warps=4,
                 num_stages=1,
-                split_tiles=2,
+                tiles_per_split=2,
                 num_programs=4,
                 scratch_bytes=1 << 20,
                 scan=4,
@@ -250,7 +250,7 @@ class BatchInvariantConfig(TileConfig):
                 block_n=n,
                 num_warps=warps,
                 num_stages=stages,
-                split_tiles=split_keys // n,
+                tiles_per_split=split_keys // n,
                 num_programs=target.sm_count * ctas_per_sm,
                 ctas_per_sm=ctas_per_sm,
             )

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch of a Triton kernel takes: named tuples, each spelled once, which go whole from host to kernel.
+
+The fields of a bundle of `tl.constexpr` are compiled in. The others are run-time values, None where there is nothing.
+
+A number that one kernel must serve all values of is an argument of its own: Triton (3.3 to 3.9) takes do_not_specialize
+by argument, and compiles again for a number in a tuple that is 1 or a multiple of 16. Pointers and strides in tuples
+are specialised by alignment as arguments are.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from dsl_backend.attention.protocol import Operands
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.attention.triton.configs import TileConfig, key_blocks, value_blocks
+from dsl_backend.quant.format import E4M3, E5M2
+from dsl_backend.runtime.target import Target
+
+# They change from step to step.
+STEP_ARGUMENTS = ["num_requests", "min_seqlen_q", "max_seqlen_q"]
+# Elements from one key head's fp8 scale to the next one's: a checkpoint decides them, after kernels are warmed up.
+SCALE_STRIDES = ["k_scale_stride", "v_scale_stride"]
+CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
+
+
+class Layer(NamedTuple):
+    """Compiled in: the layer's spec.
+
+    d1, d2, dv1, dv2 are the blocks of `configs.key_blocks` and `value_blocks`. page_size is 0 where keys are packed;
+    a window size of -1 is unbounded.
+    """
+
+    heads_kv: Any
+    group: Any
+    d1: Any
+    d2: Any
+    dv1: Any
+    dv2: Any
+    head_dim: Any
+    head_dim_v: Any
+    page_size: Any
+    causality: Any
+    window_size_left: Any
+    window_size_right: Any
+    softcap: Any
+    alibi: Any
+    latent: Any
+    e5m2: Any
+
+
+class Tiles(NamedTuple):
+    """Compiled in: rows and keys of a tile, and requests whose lengths a program sums at a time."""
+
+    m: Any
+    n: Any
+    scan: Any
+
+
+class Splits(NamedTuple):
+    """Compiled in: how key ranges are split, as the configuration of the kernel says.
+
+    Attributes:
+        tiles: key tiles of a split; of balanced split-KV, the least number.
+        programs: that process splits.
+        factor, scratch_floats: of batch-invariant attention.
+        overlap: the combine kernel is launched with programmatic dependent launch.
+    """
+
+    tiles: Any
+    programs: Any
+    factor: Any
+    scratch_floats: Any
+    overlap: Any
+
+
+class Rows(NamedTuple):
+    """(tokens, heads, ...); strides in elements."""
+
+    ptr: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Cache(NamedTuple):
+    """(pages, page_size, heads, ...), or (tokens, heads, ...) with a page stride of 0; strides in elements."""
+
+    ptr: Any
+    page_stride: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Outputs(NamedTuple):
+    out: Rows  # (total_q, head_q, head_dim_v)
+    lse: Rows  # (total_q, head_q)
+
+
+class Tensors(NamedTuple):
+    """q1 and q2 are the two blocks of query rows; q1's pointer serves both where they lie in one tensor."""
+
+    q1: Rows
+    q2: Rows
+    k: Cache
+    v: Cache
+    outputs: Outputs
+
+
+class Requests(NamedTuple):
+    """A batch's tensors, as `spec.Batch` has them."""
+
+    cu_seqlens_q: Any
+    seqused_k: Any
+    page_table: Any
+    page_table_stride: Any
+    cu_seqlens_k: Any
+    causal: Any
+
+
+class ScoreModArgs(NamedTuple):
+    """What scores and outputs are multiplied by or joined with; softmax_scale_log2 is the scale times log2(e)."""
+
+    softmax_scale_log2: Any
+    sinks: Any
+    alibi_slopes: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Scratch(NamedTuple):
+    """Partial results (float32), and what the combine kernel has to combine (int32)."""
+
+    partials: Any
+    combines: Any
+
+
+def constants(bundle: type[Any], *values: Any) -> Any:
+    """A bundle of compile-time values."""
+    return bundle(*(tl.constexpr(value) for value in values))
+
+
+def window_size(width: int | None) -> int:
+    """A window size as the kernels take it: -1 where it is unbounded, or too large to be added to int32 positions."""
+    return -1 if width is None or width >= 1 << 30 else width
+
+
+def layer_of(spec: AttentionSpec) -> Layer:
+    layer: Layer = constants(
+        Layer,
+        spec.heads_kv,
+        spec.group,
+        *key_blocks(spec),
+        *value_blocks(spec),
+        spec.head_dim,
+        spec.head_dim_v,
+        spec.page_size or 0,
+        CAUSALITY_CODES[spec.causality],
+        window_size(spec.window_left),
+        window_size(spec.window_right),
+        float(spec.softcap),
+        spec.alibi,
+        spec.latent,
+        spec.kv == E5M2,
+    )
+    return layer
+
+
+def tiles_of(config: TileConfig, scan: int) -> Tiles:
+    tiles: Tiles = constants(Tiles, config.block_m, config.block_n, scan)
+    return tiles
+
+
+def kv_storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
+    """fp8 keys as the target reads them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
+
+    An e5m2 is the upper byte of a float16: a shift converts it on every target, infinities and NaN included.
+    """
+    if tensor.dtype == E5M2.dtype or (tensor.dtype == E4M3.dtype and not target.native_fp8):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def rows_of(tensor: torch.Tensor | None) -> Rows:
+    return Rows(None, 0, 0) if tensor is None else Rows(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def cache_of(tensor: torch.Tensor, target: Target) -> Cache:
+    strides = tensor.stride()[:-1]
+    return Cache(kv_storage(tensor, target), *(strides if len(strides) == 3 else (0, *strides)))
+
+
+def outputs_of(operands: Operands) -> Outputs:
+    return Outputs(rows_of(operands.out), rows_of(operands.lse))
+
+
+def tensors_of(spec: AttentionSpec, target: Target, operands: Operands) -> Tensors:
+    q2 = operands.q[..., key_blocks(spec)[0] :] if operands.q_rope is None else operands.q_rope
+    return Tensors(
+        rows_of(operands.q),
+        rows_of(q2),
+        cache_of(operands.keys, target),
+        cache_of(operands.values, target),
+        outputs_of(operands),
+    )
+
+
+def requests_of(spec: AttentionSpec, batch: Batch) -> Requests:
+    page_table = batch.block_table
+    return Requests(
+        batch.query_start_loc,
+        batch.seq_lens,
+        page_table,
+        0 if page_table is None else page_table.stride(0),
+        batch.kv_start_loc,
+        batch.causal if spec.causality is Causality.PER_REQUEST else None,
+    )
+
+
+def score_mod_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
+    return ScoreModArgs(
+        spec.scale / math.log(2),
+        operands.sinks,
+        operands.alibi_slopes,
+        operands.k_scale if spec.is_fp8_kv else None,
+        operands.v_scale if spec.is_fp8_kv else None,
+    )
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Elements from one key head's scale to the next one's: 0 where all heads have one scale, or there is none."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def launch_arguments(spec: AttentionSpec, target: Target, batch: Batch, operands: Operands) -> tuple[Any, ...]:
+    """The arguments that the attention kernels begin with, up to num_requests."""
+    return (
+        tensors_of(spec, target, operands),
+        requests_of(spec, batch),
+        score_mod_of(spec, operands),
+        scale_stride(operands.k_scale),
+        scale_stride(operands.v_scale),
+        batch.num_requests,
+    )
