@@ -65,7 +65,7 @@ def request_work(request, inside, step, LAYER, TILES):
 @triton.jit
 def batch_work(step, LAYER, TILES):
     """Key tiles of all row tiles of a batch: int64."""
-    # A scalar: with a vector that is summed after the loop, Triton 3.9.0 does not pipeline the split kernel's key loads.
+    # Triton 3.9.0 did not pipeline the split kernel's key loads where this was a vector that was summed after the loop.
     work = tl.zeros([], tl.int64)
     for chunk in range(0, step.num_requests, TILES.scan):
         r = chunk + tl.arange(0, TILES.scan)

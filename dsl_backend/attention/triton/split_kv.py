@@ -20,8 +20,10 @@ from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.args import (
     SCALE_STRIDES,
     STEP_ARGUMENTS,
+    Layer,
     Scratch,
     Splits,
+    Tiles,
     constants,
     launch_arguments,
     layer_of,
@@ -195,6 +197,7 @@ class SplitKV:
         self.spec, self.target, self.workspace = spec, target, workspace
         self._config = config
         self._chosen: dict[int, SplitKVConfig] = {}
+        self._bundles: dict[int, tuple[Layer, Tiles, Splits]] = {}
         self.layer = layer_of(spec)
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
         self.dv = self.layer.dv1.value + self.layer.dv2.value
@@ -219,9 +222,13 @@ class SplitKV:
             self.workspace.integers(config.num_programs * COMBINE_FIELDS.value),
         )
 
-    def splits(self, config: SplitKVConfig) -> Splits:
-        splits: Splits = constants(Splits, config.min_split_tiles, None, None, None, self.overlap)
-        return splits
+    def bundles(self, max_query_len: int) -> tuple[Layer, Tiles, Splits]:
+        """What is compiled in; kept, since every launch asks."""
+        if max_query_len not in self._bundles:
+            config = self.config(max_query_len)
+            splits = constants(Splits, config.min_split_tiles, None, None, None, self.overlap)
+            self._bundles[max_query_len] = (self.layer, tiles_of(config, config.scan), splits)
+        return self._bundles[max_query_len]
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         pass
@@ -232,9 +239,9 @@ class SplitKV:
     def attend(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int, operands: Operands) -> None:
         if batch.num_requests == 0 or batch.num_tokens == 0:
             return
-        config = self.config(min(max_seqlen_q, batch.max_query_len))
+        longest = min(max_seqlen_q, batch.max_query_len)
+        config, compiled_in = self.config(longest), self.bundles(longest)
         scratch = self.scratch(config)
-        compiled_in = (self.layer, tiles_of(config, config.scan), self.splits(config))
         split_kv_kernel[(config.num_programs,)](
             *launch_arguments(self.spec, self.target, batch, operands),
             min_seqlen_q,
@@ -244,7 +251,7 @@ class SplitKV:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        rows = min(config.block_m, min(max_seqlen_q, batch.max_query_len) * self.spec.group)
+        rows = min(config.block_m, longest * self.spec.group)
         columns = min(256, self.dv & -self.dv)  # the largest power of two that divides a row
         combine_kernel[(config.num_programs, rows, self.dv // columns)](
             outputs_of(operands),
