@@ -252,11 +252,11 @@ def store_rows(
     step = cutlass.const_expr(threads // vectors)
     if cutlass.const_expr(threads % vectors == 0 and step % key.pack_gqa == 0 and count % step == 0):
         # A thread keeps its column and its head.
-        m, column = first + thread // vectors, thread % vectors
-        offset = row_offset(out, work, key, m)
+        own_row, column = first + thread // vectors, thread % vectors
+        offset = row_offset(out, work, key, own_row)
         stride = out.stride[0] * (step // key.pack_gqa)
         for i in cutlass.range(count // step, unroll=4):
-            store_chunk(rows, out, work, key, m + i * step, column, offset)
+            store_chunk(rows, out, work, key, own_row + i * step, column, offset)
             offset += stride
     else:
         for i in cutlass.range(count * vectors // threads, unroll=1):
