@@ -109,13 +109,13 @@ KERNELS = {
         subject(
             "SM100 shared ring",
             Prefill,
-            DenseConfig(tile_n=32, query_stages=2, shared_ring=True),
+            DenseConfig(tile_n=32, query_stages=2, shared_kv_stages=True),
             (SHARED, SHARED_BRIEF),
         ),
         subject(
             "SM100 pairs",
             Prefill,
-            DenseConfig(halves=1, two_cta=True, tile_n=32, stages=4, query_stages=2),
+            DenseConfig(softmax_warpgroups=1, two_cta=True, tile_n=32, stages=4, query_stages=2),
             (PAIRED,),
             sms=2,
         ),
@@ -160,13 +160,13 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM100 split-KV",
-        r"swap: .*fence.proxy.async.*behind `bar.sync.*\(correct.py:\d+ in clear_past",
+        r"swap: .*fence.proxy.async.*behind `bar.sync.*\(dense_correction.py:\d+ in clear_v_after_end",
         "every thread fences behind the barrier, when it knows of all writes, and before it arrives: as good",
     ),
     (
         "SM100 (forward|shared ring|pairs)",
         r"swap: .*before_thread_sync.*behind `bar.sync.*\(tmem.py:\d+ in before_sync",
-        "where no warp rests, every thread arrives for itself, behind its fence: as good",
+        "where no warp is idle, every thread arrives for itself, behind its fence: as good",
     ),
     (
         "SM100 MLA",
@@ -195,7 +195,7 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM100 swapped",
-        r"swap: .*tcgen05.wait::ld.*behind `bar.sync.*in finish\)",
+        r"swap: .*tcgen05.wait::ld.*behind `bar.sync.*in epilogue\)",
         "the wait still comes before the first use, and what is behind the barrier is told through shared memory",
     ),
     (
@@ -205,7 +205,7 @@ EQUIVALENT: Rows = [
     ),
     (
         "SM100 swapped",
-        r"wrong barrier: .*the one 2 further \(places.py:158 in load_item\)",
+        r"wrong barrier: .*the one 2 further \(kv_stages.py:\d+ in load_item\)",
         "at an item's first tile the loader has waited for sums that come behind the scores which free the keys' place",
     ),
     (

@@ -60,9 +60,9 @@ class Run:
             groups=1, tile_n=tile_n, stages=2, min_split_tiles=1, dequant_stages=dequant_stages
         )
         if self.arch != "sm_90a":
-            halves, alternate = (1, False) if wide or self.two_cta else (2, self.split)
+            softmax_warpgroups, alternate = (1, False) if wide or self.two_cta else (2, self.split)
             config = sm100.DenseConfig(
-                halves=halves,
+                softmax_warpgroups=softmax_warpgroups,
                 two_cta=self.two_cta,
                 alternate=alternate,
                 tile_n=tile_n,

@@ -12,11 +12,10 @@ from dsl_backend.attention.cute.host import function_of, nothing
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.two_cta import TwoCtaTileScheduler
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded
-from dsl_backend.attention.cute.sm100 import dense_correction as correct
-from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
-from dsl_backend.attention.cute.sm100 import idle_warps as rest
+from dsl_backend.attention.cute.sm100 import dense_correction, dense_softmax
 from dsl_backend.attention.cute.sm100.dense_configs import (
-    SWAPPED_VALUES,
+    SWAP_AB_HEAD_DIM_V,
+    WARP,
     DenseConfig,
     default_config,
     default_split_config,
@@ -24,7 +23,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     variants,
 )
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
-from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of
+from dsl_backend.attention.cute.sm100.idle_warps import arrive_count_of
 from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
@@ -62,16 +61,20 @@ REGISTERS = 1 << 16  # of an SM
 
 def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
-    halves = 1 if spec.head_dim_v > 128 else index % 2 + 1
+    softmax_warpgroups = 1 if spec.head_dim_v > 128 else index % 2 + 1
     stages, query_stages, tile_n, dequant_stages = 2 + index % 2, 1 + index % 2, 64 if spec.head_dim <= 256 else 32, 0
     if spec.is_fp8_kv:
         stages, query_stages, dequant_stages = 2, 1, 2 + index % 2
         tile_n = 32 if spec.head_dim > 192 else 64
     config = DenseConfig(
-        halves=halves, tile_n=tile_n, stages=stages, query_stages=query_stages, dequant_stages=dequant_stages
+        softmax_warpgroups=softmax_warpgroups,
+        tile_n=tile_n,
+        stages=stages,
+        query_stages=query_stages,
+        dequant_stages=dequant_stages,
     )
     if short:
-        config = replace(config, alternate=halves == 2, query_stages=1, min_split_tiles=1)
+        config = replace(config, alternate=softmax_warpgroups == 2, query_stages=1, min_split_tiles=1)
     if config.objections(spec, target.smem_bytes):
         # Wide heads leave no room for more.
         config = replace(config, stages=2, query_stages=1, dequant_stages=min(2, dequant_stages))
@@ -99,7 +102,7 @@ AWAKE = Case(
 
 @pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
 def test_warps_rest(index: int) -> None:
-    """In three schedules, with halves that alternate and with one."""
+    """On three schedules, with S stages that alternate and with one S stage."""
     emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
 
 
@@ -140,7 +143,7 @@ CONTROLLED = (
 def controlled(planner: Planner, short: bool, index: int) -> Kernel:
     if short:
         return make(planner, short, index)
-    config = DenseConfig(halves=1 + index % 2, tile_n=64, query_stages=1 + index % 2, use_clc=True)
+    config = DenseConfig(softmax_warpgroups=1 + index % 2, tile_n=64, query_stages=1 + index % 2, use_clc=True)
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
     return Prefill(planner.spec, planner.target, scratch(), config)
 
@@ -185,12 +188,12 @@ def test_launch_control_serves_whole_ranges_alone() -> None:
 
 def rounded_down(work: Any, thread: Any) -> Any:
     """Rests where a warp's rows are there in part."""
-    return arrivals_of(work._replace(num_rows=work.num_rows - rest.WARP + 1), thread)
+    return arrive_count_of(work._replace(num_rows=work.num_rows - WARP + 1), thread)
 
 
 def once(work: Any, thread: Any) -> Any:
     """Nobody arrives for a warp that rests."""
-    return cutlass.min(arrivals_of(work, thread), 1)
+    return cutlass.min(arrive_count_of(work, thread), 1)
 
 
 WORK_TILE = Mask.work_tile
@@ -224,9 +227,9 @@ def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("modules", "name", "mistake"),
     [
-        ((softmax, correct), "arrivals_of", rounded_down),
-        ((softmax,), "arrivals_of", once),
-        ((correct,), "arrivals_of", once),
+        ((dense_softmax, dense_correction), "arrive_count_of", rounded_down),
+        ((dense_softmax,), "arrive_count_of", once),
+        ((dense_correction,), "arrive_count_of", once),
         ((Mask,), "work_tile", whole_to_the_end),
         ((Mask,), "work_tile", whole_from_the_beginning),
     ],
@@ -262,8 +265,8 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
 def sharing(planner: Planner, short: bool, index: int) -> Kernel:
     """One ring for keys and values, tiles small enough to go around it."""
     config = DenseConfig(
-        shared_ring=True,
-        halves=2 - index % 2,
+        shared_kv_stages=True,
+        softmax_warpgroups=2 - index % 2,
         tile_n=32 + 32 * (index % 3 // 2),
         query_stages=1 + index % 2,
         min_split_tiles=1,
@@ -287,7 +290,7 @@ def test_shared_ring_on_every_schedule(index: int, case: Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 def test_shared_ring_by_default_on_every_schedule(index: int) -> None:
-    assert default_config(SHARED_RING_CASES[0].spec).shared_ring
+    assert default_config(SHARED_RING_CASES[0].spec).shared_kv_stages
     emulate(replace(SHARED_RING_CASES[0], kv_lens=(700, 7, 290)), "sm_100a", defaults, index)
 
 
@@ -296,7 +299,7 @@ def paired(planner: Planner, short: bool, index: int) -> Kernel:
     if short:
         return SplitKV(planner.spec, planner.target, scratch())
     tile_n, stages, query_stages = ((64, 3, 1), (128, 2, 1), (32, 4, 2), (96, 2, 1))[index % 4]
-    config = DenseConfig(halves=1, two_cta=True, tile_n=tile_n, stages=stages, query_stages=query_stages)
+    config = DenseConfig(softmax_warpgroups=1, two_cta=True, tile_n=tile_n, stages=stages, query_stages=query_stages)
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
     return Prefill(planner.spec, planner.target, scratch(), config)
 
@@ -317,7 +320,7 @@ def test_pairs_on_every_schedule(index: int, case: Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 def test_pairs_by_default_on_every_schedule(index: int) -> None:
-    assert default_config(PAIR_CASES[0].spec).pair
+    assert default_config(PAIR_CASES[0].spec).two_cta
     emulate(PAIR_CASES[0], "sm_100a", defaults, index)
 
 
@@ -342,7 +345,7 @@ def swapped(planner: Planner, short: bool, index: int) -> Kernel:
 
 
 def may_swap(case: Case) -> bool:
-    return padded(case.spec.head_dim_v) in SWAPPED_VALUES
+    return padded(case.spec.head_dim_v) in SWAP_AB_HEAD_DIM_V
 
 
 @numbered([case for case in SERVED if may_swap(case)], QUICK_SWAPPED)
@@ -411,11 +414,11 @@ def test_whose_few_rows_are_swapped(facts: dict[str, Any], rows: int, stages: in
 @pytest.mark.parametrize(
     ("changes", "facts", "reason"),
     [
-        ({"swap_ab": 8}, {}, "8 query rows as a product's columns"),
-        ({"alternate": False}, {}, "halves alternate, with tiles of 128 keys"),
-        ({"tile_n": 64}, {}, "halves alternate, with tiles of 128 keys"),
-        ({"ex2_emulation": 2}, {}, "no polynomials"),
-        ({"dequant_stages": 2}, {"fp8": True}, "no fp8 keys"),
+        ({"swap_ab": 8}, {}, "8 query rows with swapped operands"),
+        ({"alternate": False}, {}, "S stages that alternate, and tiles of 128 keys"),
+        ({"tile_n": 64}, {}, "S stages that alternate, and tiles of 128 keys"),
+        ({"ex2_emulation": 2}, {}, "exp2 emulation"),
+        ({"dequant_stages": 2}, {"fp8": True}, "fp8 cache"),
         ({}, {"dim": 96}, "values of 96 elements"),
         ({"stages": 4}, {}, "shared memory"),
     ],
@@ -439,11 +442,11 @@ def unwaited(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("role", "name", "mistake", "index"),
     [
-        (TwoCtaCorrectionWarps, "wait_summed", unwaited, 1),
-        (TwoCtaCorrectionWarps, "clear_past", unwaited, 0),
-        (TwoCtaMmaWarp, "wait_values", unwaited, 1),
+        (TwoCtaCorrectionWarps, "wait_pv", unwaited, 1),
+        (TwoCtaCorrectionWarps, "clear_v_after_end", unwaited, 0),
+        (TwoCtaMmaWarp, "wait_v", unwaited, 1),
         (TwoCtaTileScheduler, "wait_message_read", unwaited, 1),
-        (TwoCtaForward, "meet", unwaited, 1),
+        (TwoCtaForward, "cluster_sync", unwaited, 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -456,7 +459,7 @@ def test_mistakes_of_pairs_are_found(
 
 
 @pytest.mark.parametrize(
-    ("dims", "facts", "pair", "tried"),
+    ("dims", "facts", "two_cta", "tried"),
     [
         ((256, 256), {}, True, True),
         ((192, 256), {}, True, True),
@@ -467,11 +470,11 @@ def test_mistakes_of_pairs_are_found(
         ((128, 128), {}, False, False),
     ],
 )
-def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pair: bool, tried: bool) -> None:
+def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], two_cta: bool, tried: bool) -> None:
     spec = replace(PAIR_CASES[0], dim=dims[0], dim_v=dims[1], **facts).spec
     smem_bytes = from_arch("sm_100a").smem_bytes
-    assert default_config(spec).pair == pair
-    assert not default_split_config(spec).pair
+    assert default_config(spec).two_cta == two_cta
+    assert not default_split_config(spec).two_cta
     assert default_config(spec).objections(spec, smem_bytes) == []
     assert any(config.two_cta for config in variants(spec, smem_bytes)) == tried
 
@@ -479,9 +482,9 @@ def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pa
 @pytest.mark.parametrize(
     ("changes", "facts", "reason"),
     [
-        ({"halves": 2}, {}, "2 products of a block of a pair"),
-        ({"use_clc": True}, {}, "no launch control"),
-        ({"dequant_stages": 2}, {"fp8": True}, "no fp8 keys"),
+        ({"softmax_warpgroups": 2}, {}, "2 softmax warpgroups of a CTA with a peer"),
+        ({"use_clc": True}, {}, "cluster launch control"),
+        ({"dequant_stages": 2}, {"fp8": True}, "fp8 cache"),
         ({}, {"dim": 144}, "values of 144 elements"),
         ({"stages": 3}, {}, "shared memory"),
         ({}, {"dim": 512}, "shared memory"),
@@ -489,14 +492,14 @@ def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], pa
 )
 def test_objections_to_pairs(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(PAIR_CASES[0], **facts).spec
-    config = replace(DenseConfig(halves=1, two_cta=True), **changes)
+    config = replace(DenseConfig(softmax_warpgroups=1, two_cta=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
 def test_pairs_serve_whole_ranges_alone() -> None:
     spec, target = PAIR_CASES[0].spec, from_arch("sm_100a")
     with pytest.raises(InvalidInput, match="key ranges are split"):
-        SplitKV(spec, target, scratch(), DenseConfig(halves=1, two_cta=True))
+        SplitKV(spec, target, scratch(), DenseConfig(softmax_warpgroups=1, two_cta=True))
 
 
 def test_a_grid_of_pairs_has_no_block_left_over() -> None:
@@ -528,28 +531,32 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], De
 @pytest.mark.parametrize(
     "config",
     [
-        *(DenseConfig(halves=halves, dequant_stages=dequant_stages) for halves in (1, 2) for dequant_stages in (0, 2)),
-        DenseConfig(halves=1, two_cta=True),
+        *(
+            DenseConfig(softmax_warpgroups=softmax_warpgroups, dequant_stages=dequant_stages)
+            for softmax_warpgroups in (1, 2)
+            for dequant_stages in (0, 2)
+        ),
+        DenseConfig(softmax_warpgroups=1, two_cta=True),
     ],
-    ids=lambda config: f"{config.halves}-{config.dequant_stages}-{config.two_cta}",
+    ids=lambda config: f"{config.softmax_warpgroups}-{config.dequant_stages}-{config.two_cta}",
 )
 def test_roles_share_what_a_block_starts_with(config: DenseConfig) -> None:
     """A role would wait for ever for registers that no other gives away."""
-    softmax, correct, other, widen = config.registers
+    softmax, correction, other, dequant = config.registers
     first = REGISTERS // config.threads // 8 * 8
     # The second half's warps are as any other where there is none; blocks of a pair have none of these.
-    idle = 1 if config.two_cta else 3 - config.halves
-    assert (config.halves * softmax + correct + idle * other + widen) * 128 <= first * config.threads
+    idle = 1 if config.two_cta else 3 - config.softmax_warpgroups
+    assert (config.softmax_warpgroups * softmax + correction + idle * other + dequant) * 128 <= first * config.threads
 
 
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        (DenseConfig(), {}, "0 fp8 tiles in flight"),
-        (DenseConfig(dequant_stages=1), {}, "1 fp8 tiles in flight"),
-        (DenseConfig(dequant_stages=2), {"fp8": False}, "2 fp8 tiles in flight"),
+        (DenseConfig(), {}, "0 fp8 stages"),
+        (DenseConfig(dequant_stages=1), {}, "1 fp8 stages"),
+        (DenseConfig(dequant_stages=2), {"fp8": False}, "2 fp8 stages"),
         (DenseConfig(dequant_stages=2), {}, "shared memory"),
-        (DenseConfig(halves=1, tile_n=32, dequant_stages=2), {"dim": 512}, "shared memory"),
+        (DenseConfig(softmax_warpgroups=1, tile_n=32, dequant_stages=2), {"dim": 512}, "shared memory"),
     ],
 )
 def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: str) -> None:
@@ -562,15 +569,15 @@ def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: s
     [
         ({}, {"dim": 128}, "keys must be wider"),
         ({"stages": 3}, {}, "3 stages"),
-        ({"alternate": True}, {}, "halves alternate"),
-        ({"dequant_stages": 2}, {"fp8": True}, "keys are fp8"),
+        ({"alternate": True}, {}, "S stages alternate"),
+        ({"dequant_stages": 2}, {"fp8": True}, "cache is fp8"),
         ({}, {"dim": 256}, "shared memory"),
         ({"query_stages": 2}, {}, "shared memory"),
     ],
 )
 def test_objections_to_a_shared_ring(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(SHARED_RING_CASES[0], **facts).spec
-    config = replace(DenseConfig(shared_ring=True), **changes)
+    config = replace(DenseConfig(shared_kv_stages=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
@@ -578,4 +585,4 @@ def test_objections_to_a_shared_ring(changes: dict[str, Any], facts: dict[str, A
 def test_default_config_fits_keys_wider_than_values(dim: int, dim_v: int) -> None:
     spec = replace(SHARED_RING_CASES[0], dim=dim, dim_v=dim_v).spec
     reasons = default_config(spec).objections(spec, from_arch("sm_100a").smem_bytes)
-    assert not any("shared memory" in reason or "ring" in reason for reason in reasons)
+    assert not any("share" in reason for reason in reasons)

@@ -29,18 +29,22 @@ RING = Case(q_lens=(20, 140), kv_lens=(300, 260), heads=(2, 2), dim=192, dim_v=1
 
 # Of long queries (Prefill) or of short ones (SplitKV).
 DENSE: dict[str, tuple[Case, type[Prefill] | type[SplitKV], DenseConfig]] = {
-    "two-halves": (LONG, Prefill, DenseConfig(tile_n=64)),
-    "one-half": (LONG, Prefill, DenseConfig(halves=1, tile_n=128)),
-    "shared-ring": (RING, Prefill, DenseConfig(shared_ring=True, tile_n=64)),
-    "pair": (WIDE, Prefill, DenseConfig(halves=1, two_cta=True, tile_n=64, stages=3)),
-    "pair-two-stages": (WIDE, Prefill, DenseConfig(halves=1, two_cta=True, tile_n=128, stages=2)),
+    "two-softmax-warpgroups": (LONG, Prefill, DenseConfig(tile_n=64)),
+    "one-softmax-warpgroup": (LONG, Prefill, DenseConfig(softmax_warpgroups=1, tile_n=128)),
+    "shared-kv-stages": (RING, Prefill, DenseConfig(shared_kv_stages=True, tile_n=64)),
+    "pair": (WIDE, Prefill, DenseConfig(softmax_warpgroups=1, two_cta=True, tile_n=64, stages=3)),
+    "pair-two-stages": (WIDE, Prefill, DenseConfig(softmax_warpgroups=1, two_cta=True, tile_n=128, stages=2)),
     "alternate": (SHORT, SplitKV, DenseConfig(alternate=True, tile_n=64, ex2_emulation=0, min_split_tiles=1)),
     "swapped": (SHORT, SplitKV, DenseConfig(alternate=True, swap_ab=16, ex2_emulation=0, stages=2, min_split_tiles=1)),
-    "split-one-half": (SHORT, SplitKV, DenseConfig(halves=1, tile_n=32, ex2_emulation=0, min_split_tiles=1)),
+    "split-one-softmax-warpgroup": (
+        SHORT,
+        SplitKV,
+        DenseConfig(softmax_warpgroups=1, tile_n=32, ex2_emulation=0, min_split_tiles=1),
+    ),
     "fp8": (FP8, Prefill, DenseConfig(tile_n=64, dequant_stages=2)),
     "fp8-alternate": (FP8, SplitKV, DenseConfig(alternate=True, tile_n=64, ex2_emulation=0, dequant_stages=3)),
 }
-QUICK_DENSE = ("two-halves", "pair", "alternate", "swapped", "fp8-alternate")
+QUICK_DENSE = ("two-softmax-warpgroups", "pair", "alternate", "swapped", "fp8-alternate")
 
 
 @pytest.mark.parametrize(

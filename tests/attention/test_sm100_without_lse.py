@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM100 kernels as prefill serves with them: without an LSE, some exponentials are polynomials on the FMA pipe.
+"""The SM100 kernels without an LSE, as prefill uses them: some exponentials are emulated on the FMA units.
 
-Tiles that are masked have none of these: a case needs tiles of keys that all rows of a query tile see.
+Masked tiles have no emulated exponentials: a case needs key tiles that all rows of a query tile see.
 """
 
 import math
@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from dsl_backend.attention.cute import score_mod as scores
+from dsl_backend.attention.cute import score_mod
 from dsl_backend.attention.cute.host import function_of
-from dsl_backend.attention.cute.sm100 import dense_kernel as forward
-from dsl_backend.attention.cute.sm100 import dense_softmax as softmax
+from dsl_backend.attention.cute.sm100 import dense_kernel, dense_softmax
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
@@ -29,13 +28,13 @@ from dsl_backend.testing.inputs import Problem
 from tests.attention.emulated import emulate, scratch
 from tests.attention.mistakes import Mistake, spoilt
 
-POLYNOMIAL = 4  # of each 16 keys, those whose exponentials the polynomial makes
-NAN_KEYS = (1, 67)  # the second of a pair of keys in an unmasked tile each
+EX2_EMULATION = 4  # of each 16 exponentials
+NAN_KEYS = (1, 67)  # in an unmasked tile each, the second key of a pair
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A case, and the configuration of its long queries; the layer's default where there is none."""
+    """A case, and the configuration of its long queries; None for the layer's default."""
 
     case: Case
     config: DenseConfig | None = None
@@ -54,7 +53,7 @@ class Subject:
 
 
 def nan_keys(problem: Problem) -> None:
-    """NaN in keys of the first request, at places of a tile whose exponentials are polynomials."""
+    """Put NaN into keys of the first request whose exponentials are emulated."""
     table, page = problem.batch.block_table, problem.spec.page_size
     assert table is not None
     assert page is not None
@@ -62,7 +61,7 @@ def nan_keys(problem: Problem) -> None:
         problem.keys[int(table[0, position // page]), position % page, 0] = math.nan
 
 
-SMALL = DenseConfig(tile_n=64, ex2_emulation=POLYNOMIAL)
+SMALL = DenseConfig(tile_n=64, ex2_emulation=EX2_EMULATION)
 SUBJECTS = (
     Subject(
         Case(
@@ -71,7 +70,7 @@ SUBJECTS = (
             kv_lens=(300, 150, 290),
             heads=(2, 1),
             dtype=FP16,
-            why="polynomials within a float16's budget; short queries beside them",
+            why="the emulation's error is within that of a float16; short queries in the same batch",
         )
     ),
     Subject(
@@ -82,7 +81,7 @@ SUBJECTS = (
             heads=(2, 1),
             dtype=FP16,
             q_gain=40.0,
-            why="NaN reaches its rows; weights below the least power",
+            why="NaN reaches its rows; P below the least exponent",
         ),
         SMALL,
         nan_keys,
@@ -101,7 +100,7 @@ SUBJECTS = (
         replace(SMALL, ex2_emulation=8),
     ),
     Subject(
-        Case(id="pairs", q_lens=(150,), kv_lens=(400,), heads=(2, 2), dim=256, dtype=FP16, why="pairs of blocks"),
+        Case(id="pairs", q_lens=(150,), kv_lens=(400,), heads=(2, 2), dim=256, dtype=FP16, why="two-CTA MMAs"),
     ),
     Subject(
         Case(
@@ -112,7 +111,7 @@ SUBJECTS = (
             dtype=FP16,
             fp8=True,
             q_gain=3.0,
-            why="widened keys; rows whose largest score grows by less than the patience",
+            why="dequantized keys; row_max grows by less than the rescale threshold",
         )
     ),
     Subject(
@@ -125,7 +124,7 @@ SUBJECTS = (
             dim_v=64,
             dtype=FP16,
             page=None,
-            why="keys and values share a ring",
+            why="K and V share their stages",
         )
     ),
     Subject(
@@ -140,7 +139,7 @@ SUBJECTS = (
             q_gain=4.0,
             why="unmasked tiles between masked ones",
         ),
-        replace(SMALL, ex2_emulation=8, halves=1),
+        replace(SMALL, ex2_emulation=8, softmax_warpgroups=1),
     ),
     Subject(
         Case(id="launched", q_lens=(140, 40), kv_lens=(300, 200), heads=(2, 1), dtype=FP16, why="off the grid"),
@@ -169,19 +168,19 @@ def test_without_lse(index: int, subject: Subject) -> None:
 
 
 def exp2_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return softmax, "ex2_emulation_pair", wrong.ex2_emulation_pair
+    return dense_softmax, "ex2_emulation_pair", wrong.ex2_emulation_pair
 
 
 def softmax_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return forward, "Softmax", wrong.SoftmaxWarps
+    return dense_kernel, "SoftmaxWarps", wrong.SoftmaxWarps
 
 
 def score_mod_of(wrong: ModuleType) -> tuple[ModuleType, str, Any]:
-    return softmax, "score_mod_of", wrong.score_mod_of
+    return dense_softmax, "score_mod_of", wrong.score_mod_of
 
 
 SHIFTED = "return add_exponent(power[0], rounded[0]), add_exponent(power[1], rounded[1])"
-LARGEST = "row_max = fmax3_tree([before, *scores], nan=self.ex2_emulation > 0)"
+ROW_MAX = "row_max = fmax3_tree([row_max_prev, *scores], nan=self.ex2_emulation > 0)"
 # A mistake, what has it in place of the right one, and the quick case that has to show it.
 MISTAKES = (
     (
@@ -190,7 +189,7 @@ MISTAKES = (
         "plain",
     ),
     (
-        Mistake("sign-of-the-part", device_math, "fraction = sub_pair(x, integer)", "part = sub_pair(away, x)"),
+        Mistake("sign-of-the-part", device_math, "fraction = sub_pair(x, integer)", "fraction = sub_pair(integer, x)"),
         exp2_of,
         "plain",
     ),
@@ -215,13 +214,18 @@ MISTAKES = (
         "nan-keys",
     ),
     (
-        Mistake("nan-left-out-of-the-maximum", softmax, LARGEST, LARGEST.replace("self.ex2_emulation > 0", "False")),
+        Mistake(
+            "nan-left-out-of-the-maximum", dense_softmax, ROW_MAX, ROW_MAX.replace("self.ex2_emulation > 0", "False")
+        ),
         softmax_of,
         "nan-keys",
     ),
     (
         Mistake(
-            "distance-without-abs", scores, "value -= slope * cute.arch.fmax(signed, -signed)", "value -= slope * away"
+            "distance-without-abs",
+            score_mod,
+            "value -= slope * cute.arch.fmax(signed, -signed)",
+            "value -= slope * distance",
         ),
         score_mod_of,
         "alibi-full",
@@ -250,7 +254,7 @@ def test_mistake_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By values, in several rows: one row near its budget would be luck."""
+    """By values, in several rows: one row near its error bound could be chance."""
     assert case in QUICK
     monkeypatch.setattr(*patch(spoilt(mistake, tmp_path)))
     with pytest.raises(AssertionError) as raised:

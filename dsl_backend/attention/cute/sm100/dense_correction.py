@@ -1,302 +1,374 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The correction role: a warpgroup keeps the sums at the scale of the weights to come, and stores what comes out."""
+"""The correction role: a warpgroup rescales O to the row_max of the next P, and stores the outputs."""
 
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mask import Mask
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, lse_rows, q_head_of
-from dsl_backend.attention.cute.score_mod import v_scale_of
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows, q_head_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import ROWS
-from dsl_backend.attention.cute.sm100.dense_mma import sums_at
-from dsl_backend.attention.cute.sm100.dense_softmax import SHRINK, TOP
-from dsl_backend.attention.cute.sm100.idle_warps import WARP, arrivals_of, arrive
+from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_M, WARP
+from dsl_backend.attention.cute.sm100.dense_mma import tmem_offset_O
+from dsl_backend.attention.cute.sm100.dense_softmax import ACC_SCALE, ROW_MAX, ROW_SUM
+from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
+from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.softmax import finalize
-from dsl_backend.attention.cute.tiles import VECTOR, store_rows
+from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, store_rows
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 
-OWN = 1  # named barrier of the warpgroup
-PIECE = 16  # columns of sums in registers at a time
+BARRIER_ID = 1  # named barrier of the warpgroup
+O_COLUMNS = 16  # of O in registers at a time
 
 
 class CorrectionWarps:
-    """A thread's row of each half."""
+    """A thread's row of each S stage.
 
-    def __init__(self, kernel, work_pipeline, barriers, base, statistics, places, sOut, outputs, requests, scoring):
+    Args:
+        sStats: (row, ACC_SCALE ... ROW_MAX, S stage), from the softmax warps.
+        sO: (row, dim, q_stage), in the memory of Q.
+    """
+
+    def __init__(
+        self,
+        kernel: TiledKernel,
+        work_pipeline: WorkTilePipeline,
+        barriers: AnyBarriers,
+        tmem_ptr: cute.Pointer,
+        sStats: cute.Tensor,
+        kv_stages: SeparateKVStages | SharedKVStages,
+        sO: cute.Tensor,
+        outputs: Outputs,
+        requests: Requests,
+        scoring: ScoreModArgs,
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
-        self.places, self.sOut = places, sOut
+        self.work_pipeline, self.barriers, self.tmem_ptr, self.sStats = work_pipeline, barriers, tmem_ptr, sStats
+        self.kv_stages, self.sO = kv_stages, sO
         self.out, self.lse, self.partials = outputs
-        self.scoring, self.requests, self.held = scoring, requests, requests.rows
+        self.scoring, self.requests, self.partial_rows = scoring, requests, requests.rows
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.rests = kernel.rests
-        self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
+        self.skip_idle_warps = kernel.skip_idle_warps
+        self.arrive_count = cute.make_rmem_tensor(1, cutlass.Int32) if self.skip_idle_warps else None
 
     @cute.jit
     def run(self):
-        items, tiles, odd = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_idx, kv_idx, odd_idx = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            self.clear_past(work, tiles)
-            count = work.n_block_max - work.n_block_min
-            stage = stage_of(items, self.config.query_stages)
-            if cutlass.const_expr(self.rests):
-                arrivals = arrivals_of(work, self.thread)
-                self.arrivals.fill(arrivals)
-                if arrivals > 0:
-                    self.serve(work, stage, items, tiles, odd)
+            self.clear_v_after_end(work, kv_idx)
+            num_tiles = work.n_block_max - work.n_block_min
+            q_stage = stage_of(work_idx, self.config.query_stages)
+            if cutlass.const_expr(self.skip_idle_warps):
+                arrive_count = arrive_count_of(work, self.thread)
+                self.arrive_count.fill(arrive_count)
+                if arrive_count > 0:
+                    self.correct_work_tile(work, q_stage, work_idx, kv_idx, odd_idx)
             else:
-                self.serve(work, stage, items, tiles, odd)
-            self.leave(work, stage)
-            tiles += count
-            odd += count // 2
-            items += 1
-            work = self.work_pipeline.consume(items)
+                self.correct_work_tile(work, q_stage, work_idx, kv_idx, odd_idx)
+            self.store_tile(work, q_stage)
+            kv_idx += num_tiles
+            odd_idx += num_tiles // 2
+            work_idx += 1
+            work = self.work_pipeline.consume(work_idx)
             valid = work.valid
 
     @cute.jit
-    def serve(self, work, stage, items, tiles, odd):
-        """The sums of an item, from its first tile to what comes out.
+    def correct_work_tile(
+        self,
+        work: WorkTile,
+        q_stage: cutlass.Int32,
+        work_idx: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        odd_idx: cutlass.Int32,
+    ):
+        """Rescale O for each key tile of a work tile, then write the output to shared memory, or the partial result.
+
+        Softmax warps send statistics once for each key tile and once for each work tile, which counts `stats_idx`.
 
         Args:
-            items, tiles: before it.
-            odd: of these tiles those that are the second half's, where halves alternate.
+            work_idx, kv_idx: work tiles and key tiles before this one.
+            odd_idx: of these key tiles those of S stage 1, where the S stages alternate.
         """
-        count = work.n_block_max - work.n_block_min
+        num_tiles = work.n_block_max - work.n_block_min
         if cutlass.const_expr(self.kernel.alternate):
-            even = tiles - odd
-            self.clear_before(work, tiles, 0)
-            self.begin(0, even + items)
-            if count > 1:
-                self.clear_before(work, tiles, 1)
-                self.begin(1, odd + items)
-            for step in cutlass.range(1, (count + 1) // 2, unroll=1):
-                self.clear_before(work, tiles, 2 * step)
-                self.correct(0, even + step + items)
-                if 2 * step + 1 < count:
-                    self.clear_before(work, tiles, 2 * step + 1)
-                    self.correct(1, odd + step + items)
-            self.finish_together(work, stage, items, even + (count + 1) // 2 + items, odd + count // 2 + items)
+            even_idx = kv_idx - odd_idx
+            self.clear_v_before_window(work, kv_idx, 0)
+            self.first_p(0, even_idx + work_idx)
+            if num_tiles > 1:
+                self.clear_v_before_window(work, kv_idx, 1)
+                self.first_p(1, odd_idx + work_idx)
+            for pair in cutlass.range(1, (num_tiles + 1) // 2, unroll=1):
+                self.clear_v_before_window(work, kv_idx, 2 * pair)
+                self.next_p(0, even_idx + pair + work_idx)
+                if 2 * pair + 1 < num_tiles:
+                    self.clear_v_before_window(work, kv_idx, 2 * pair + 1)
+                    self.next_p(1, odd_idx + pair + work_idx)
+            self.epilogue_of_both(
+                work,
+                q_stage,
+                work_idx,
+                even_idx + (num_tiles + 1) // 2 + work_idx,
+                odd_idx + num_tiles // 2 + work_idx,
+            )
         else:
-            self.clear_before(work, tiles, 0)
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                self.begin(g, tiles + items)
-            told = tiles + items
-            for message in cutlass.range(told + 1, told + count, unroll=1):
-                self.clear_before(work, tiles, message - told)
-                for g in cutlass.range_constexpr(self.kernel.halves):
-                    self.correct(g, message)
-            self.wait_sums(items)
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                row_sum, row_max = self.told(g, told + count)
-                self.finish(work, g * ROWS + self.thread, stage, row_max, row_sum, [(g, None)])
+            self.clear_v_before_window(work, kv_idx, 0)
+            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                self.first_p(s_stage, kv_idx + work_idx)
+            first_idx = kv_idx + work_idx
+            for stats_idx in cutlass.range(first_idx + 1, first_idx + num_tiles, unroll=1):
+                self.clear_v_before_window(work, kv_idx, stats_idx - first_idx)
+                for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                    self.next_p(s_stage, stats_idx)
+            self.wait_o(work_idx)
+            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                row_sum, row_max = self.final_stats(s_stage, first_idx + num_tiles)
+                self.epilogue(work, s_stage * MMA_M + self.thread, q_stage, row_max, row_sum, [(s_stage, None)])
 
     @cute.jit
-    def leave(self, work, stage):
-        """Whole rows go out; the queries' place is free, and the sums of the warpgroup's rows."""
+    def store_tile(self, work: WorkTile, q_stage: cutlass.Int32):
+        """Store the output tile from shared memory; then the Q stage and O are free."""
         tmem.before_sync()
-        self.meet()
+        self.sync_warpgroup()
         if work.partial_idx == NOT_SPLIT:
-            rows = self.sOut[None, None, stage]
-            store_rows(rows, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
-        # The next queries arrive by another proxy.
+            sO = self.sO[None, None, q_stage]
+            store_rows(sO, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
+        # TMA writes the next Q by the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers.q_empty + stage)
+            cute.arch.mbarrier_arrive(self.barriers.q_empty + q_stage)
 
-    def meet(self):
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def begin(self, g: cutlass.Constexpr[int], count):
-        """The half's sums are free for the weights of an item's first tile; count: of messages before."""
-        self.wait_told(g, count)
-        self.ready(g)
+    def sync_warpgroup(self) -> None:
+        cute.arch.barrier(barrier_id=BARRIER_ID, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def correct(self, g: cutlass.Constexpr[int], count):
-        """The half's sums are brought to the scale of the weights of the next tile."""
-        self.wait_told(g, count)
-        self.acc_scale(g, self.statistics[self.thread, SHRINK, g])
-        self.ready(g)
+    def first_p(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
+        """O is free for the first P of a work tile."""
+        self.wait_stats(s_stage, stats_idx)
+        self.arrive_p_full(s_stage)
 
     @cute.jit
-    def ready(self, g: cutlass.Constexpr[int]):
-        """The half's sums are; and what was told has been read, which the next scores come behind."""
-        arrive(self.barriers.p_full + g, self.arrivals)
+    def next_p(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
+        """Rescale O to the row_max of the next P."""
+        self.wait_stats(s_stage, stats_idx)
+        self.rescale_if_needed(s_stage, self.sStats[self.thread, ACC_SCALE, s_stage])
+        self.arrive_p_full(s_stage)
 
     @cute.jit
-    def wait_sums(self, items):
-        cute.arch.mbarrier_wait(self.barriers.o_full, items & 1)
+    def arrive_p_full(self, s_stage: cutlass.Constexpr[int]):
+        """O is rescaled; and the statistics have been read, which the next S comes after."""
+        arrive(self.barriers.p_full + s_stage, self.arrive_count)
+
+    @cute.jit
+    def wait_o(self, work_idx: cutlass.Int32):
+        cute.arch.mbarrier_wait(self.barriers.o_full, work_idx & 1)
         tmem.after_sync()
 
     @cute.jit
-    def finish_together(self, work, stage, items, even, odd):
-        """Both halves have a part of the same rows."""
-        self.wait_sums(items)
+    def epilogue_of_both(
+        self,
+        work: WorkTile,
+        q_stage: cutlass.Int32,
+        work_idx: cutlass.Int32,
+        even_stats_idx: cutlass.Int32,
+        odd_stats_idx: cutlass.Int32,
+    ):
+        """Both S stages have a part of the key tiles of the same rows."""
+        self.wait_o(work_idx)
         row_sums, row_maxes = [], []
-        for g, count in ((0, even), (1, odd)):
-            row_sum, row_max = self.told(g, count)
+        for s_stage, stats_idx in ((0, even_stats_idx), (1, odd_stats_idx)):
+            row_sum, row_max = self.final_stats(s_stage, stats_idx)
             row_sums.append(row_sum)
             row_maxes.append(row_max)
         row_max = cute.arch.fmax(row_maxes[0], row_maxes[1])
-        probs = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
-        row_sum = row_sums[0] * probs[0] + row_sums[1] * probs[1]
-        self.finish(work, self.thread, stage, row_max, row_sum, list(enumerate(probs)))
+        scales = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
+        row_sum = row_sums[0] * scales[0] + row_sums[1] * scales[1]
+        self.epilogue(work, self.thread, q_stage, row_max, row_sum, list(enumerate(scales)))
 
     @cute.jit
-    def told(self, g: cutlass.Constexpr[int], count):
-        """What the half's softmax says of this thread's row: its total and largest score."""
-        self.wait_told(g, count)
-        value, row_max = self.statistics[self.thread, SHRINK, g], self.statistics[self.thread, TOP, g]
-        arrive(self.barriers.l_empty + g, self.arrivals)
-        return value, row_max
+    def final_stats(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
+        """(row_sum, row_max) of this thread's row, at the end of a work tile."""
+        self.wait_stats(s_stage, stats_idx)
+        row_sum, row_max = self.sStats[self.thread, ROW_SUM, s_stage], self.sStats[self.thread, ROW_MAX, s_stage]
+        arrive(self.barriers.stats_empty + s_stage, self.arrive_count)
+        return row_sum, row_max
 
     @cute.jit
-    def wait_told(self, g: cutlass.Constexpr[int], count):
-        cute.arch.mbarrier_wait(self.barriers.l_full + g, count & 1)
+    def wait_stats(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
+        cute.arch.mbarrier_wait(self.barriers.stats_full + s_stage, stats_idx & 1)
 
     @cute.jit
-    def acc_scale(self, g: cutlass.Constexpr[int], factor):
-        """Sums times the factor, where a row of the warp needs it. Products are done: the scores came after them."""
-        # This way around the vote is what the branch takes: the other way it is negated first, for every tile.
-        if cute.arch.vote_all_sync(factor == 1.0):
+    def rescale_if_needed(self, s_stage: cutlass.Constexpr[int], acc_scale: cutlass.Float32):
+        """Rescale O if a row of the warp needs it. P V of the tile before is done, since S came after it."""
+        # This order of the branches takes the vote as it is. The other order negates it first, for every tile.
+        if cute.arch.vote_all_sync(acc_scale == 1.0):
             pass
         else:
-            self.scale(g, factor)
+            self.rescale(s_stage, acc_scale)
 
-    def scale(self, g: int, factor):
-        """Sums times the factor."""
+    def rescale(self, s_stage: int, acc_scale: cutlass.Float32) -> None:
+        """Multiply this thread's row of O by acc_scale."""
         tmem.after_sync()
-        base = self.base + sums_at(self.kernel, g)
-        for first in range(0, self.kernel.dims_v, PIECE):
-            held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-            tmem.load(base, first, held, self.thread)
+        tmem_O = self.tmem_ptr + tmem_offset_O(self.kernel, s_stage)
+        for column in range(0, self.kernel.dims_v, O_COLUMNS):
+            acc_O = cute.make_rmem_tensor(O_COLUMNS, cutlass.Float32)
+            tmem.load(tmem_O, column, acc_O, self.thread)
             cute.arch.fence_view_async_tmem_load()
-            for j in range(0, PIECE, 2):
-                held[j], held[j + 1] = mul_pair((held[j], held[j + 1]), (factor, factor))
-            tmem.store(held, base, first, self.thread)
+            for j in range(0, O_COLUMNS, 2):
+                acc_O[j], acc_O[j + 1] = mul_pair((acc_O[j], acc_O[j + 1]), (acc_scale, acc_scale))
+            tmem.store(acc_O, tmem_O, column, self.thread)
         cute.arch.fence_view_async_tmem_store()
         tmem.before_sync()
 
     @cute.jit
-    def finish(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
-        """Row m: sums of the halves, each times its weight; divided, into the place of its queries, or as they are.
+    def epilogue(
+        self,
+        work: WorkTile,
+        row: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        row_max: cutlass.Float32,
+        row_sum: cutlass.Float32,
+        o_scales: cutlass.Constexpr,
+    ):
+        """Finish a row: normalize O and write it to shared memory, or store it as a partial result.
 
         Args:
-            top, total: the row's largest base-2 score, and its sum of 2^(score - top).
-            halves: (half, weight), the weight None where there is one half.
+            row_max: in base 2, scaled.
+            o_scales: (S stage, what its O is multiplied by) for each S stage that has a part of the row; None for 1.
         """
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
-                self.store_partial(work, m, row_max, row_sum, halves)
+                self.store_partial(work, row, row_max, row_sum, o_scales)
             else:
-                self.store_whole(work, m, stage, row_max, row_sum, halves)
+                self.store_normalized(work, row, q_stage, row_max, row_sum, o_scales)
         else:
-            self.store_whole(work, m, stage, row_max, row_sum, halves)
+            self.store_normalized(work, row, q_stage, row_max, row_sum, o_scales)
 
     @cute.jit
-    def columns(self, g: cutlass.Constexpr[int], first: cutlass.Int32, registers: cute.Tensor):
-        """The half's sums of this thread's row."""
-        first = cute.assume(first, divby=PIECE)
-        tmem.load(self.base + sums_at(self.kernel, g), first, registers, self.thread)
+    def load_o(self, s_stage: cutlass.Constexpr[int], column: cutlass.Int32, acc_O: cute.Tensor):
+        """Load columns of this thread's row of O."""
+        column = cute.assume(column, divby=O_COLUMNS)
+        tmem.load(self.tmem_ptr + tmem_offset_O(self.kernel, s_stage), column, acc_O, self.thread)
         cute.arch.fence_view_async_tmem_load()
 
     @cute.jit
-    def sums(self, work, first: cutlass.Int32, halves: cutlass.Constexpr):
-        """A piece of a row: the halves' columns, weighed and added."""
-        found = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-        self.columns(halves[0][0], first, found)
-        if cutlass.const_expr(len(halves) > 1):
-            (_, weight), (other, other_weight) = halves
-            for j in cutlass.range_constexpr(0, PIECE, 2):
-                found[j], found[j + 1] = mul_pair((found[j], found[j + 1]), (weight, weight))
-            # One without a tile has sums that nobody wrote.
+    def load_o_sum(self, work: WorkTile, column: cutlass.Int32, o_scales: cutlass.Constexpr):
+        """O_COLUMNS columns of this thread's row: O of the S stages, each times its scale, added up."""
+        acc_O = cute.make_rmem_tensor(O_COLUMNS, cutlass.Float32)
+        self.load_o(o_scales[0][0], column, acc_O)
+        if cutlass.const_expr(len(o_scales) > 1):
+            (_, scale), (other_stage, other_scale) = o_scales
+            for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
+                acc_O[j], acc_O[j + 1] = mul_pair((acc_O[j], acc_O[j + 1]), (scale, scale))
+            # O of an S stage without a key tile was never written.
             if work.n_block_max - work.n_block_min > 1:
-                held = cute.make_rmem_tensor(PIECE, cutlass.Float32)
-                self.columns(other, first, held)
-                for j in cutlass.range_constexpr(0, PIECE, 2):
-                    others, probs = (held[j], held[j + 1]), (other_weight, other_weight)
-                    found[j], found[j + 1] = fma_pair(others, probs, (found[j], found[j + 1]))
-        return found
+                other_O = cute.make_rmem_tensor(O_COLUMNS, cutlass.Float32)
+                self.load_o(other_stage, column, other_O)
+                for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
+                    others, scales = (other_O[j], other_O[j + 1]), (other_scale, other_scale)
+                    acc_O[j], acc_O[j + 1] = fma_pair(others, scales, (acc_O[j], acc_O[j + 1]))
+        return acc_O
 
     @cute.jit
-    def store_whole(self, work, m, stage, row_max, row_sum, halves: cutlass.Constexpr):
-        head = q_head_of(self.key, work.head_block, m)
+    def store_normalized(
+        self,
+        work: WorkTile,
+        row: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        row_max: cutlass.Float32,
+        row_sum: cutlass.Float32,
+        o_scales: cutlass.Constexpr,
+    ):
+        """Store the LSE of a row, and its output to shared memory."""
+        head = q_head_of(self.key, work.head_block, row)
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        factor, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
+        out_scale, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
         if cutlass.const_expr(self.key.lse):
-            to = self.lse
-            if m < lse_rows(self.key, work):
-                to[work.q_offset + m // self.key.pack_gqa, head] = row_lse
-        rows = self.sOut[None, None, stage]
-        # Unrolled, the addresses of all pieces would be in registers.
-        for piece in cutlass.range(self.kernel.dims_v // PIECE, unroll=1):
-            found = self.sums(work, piece * PIECE, halves)
-            narrow = cute.make_rmem_tensor((VECTOR, PIECE // VECTOR), self.kernel.dtype)
-            for j in cutlass.range_constexpr(0, PIECE, 2):
-                pair = mul_pair((found[j], found[j + 1]), (factor, factor))
-                narrow[j], narrow[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
-            for i in cutlass.range_constexpr(PIECE // VECTOR):
-                place = cute.local_tile(rows, (1, VECTOR), (m, piece * (PIECE // VECTOR) + i))
-                cute.autovec_copy(narrow[None, i], cute.group_modes(place, 0, 2))
+            mLSE = self.lse
+            if row < lse_rows(self.key, work):
+                mLSE[work.q_offset + row // self.key.pack_gqa, head] = row_lse
+        sO = self.sO[None, None, q_stage]
+        # Unrolled, the addresses of all column groups would be in registers.
+        for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
+            acc_O = self.load_o_sum(work, group * O_COLUMNS, o_scales)
+            rO = cute.make_rmem_tensor((VECTOR, O_COLUMNS // VECTOR), self.kernel.dtype)
+            for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
+                pair = mul_pair((acc_O[j], acc_O[j + 1]), (out_scale, out_scale))
+                rO[j], rO[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
+            for i in cutlass.range_constexpr(O_COLUMNS // VECTOR):
+                target = cute.local_tile(sO, (1, VECTOR), (row, group * (O_COLUMNS // VECTOR) + i))
+                cute.autovec_copy(rO[None, i], cute.group_modes(target, 0, 2))
 
     @cute.jit
-    def store_partial(self, work, m, row_max, row_sum, halves: cutlass.Constexpr):
-        """Sums as they are, in float32; the merge kernel does the rest."""
-        held, columns = self.held, cutlass.const_expr(self.kernel.dims_v)
-        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(held, columns)
-        for piece in cutlass.range(columns // PIECE, unroll=1):
-            found = self.sums(work, piece * PIECE, halves)
-            if m < work.num_rows:
-                for i in cutlass.range_constexpr(0, PIECE, 4):
-                    part = cute.make_tensor(found.iterator + i, cute.make_layout(4))
-                    store_vector(part, partial, m * columns + piece * PIECE + i)
-        if m < work.num_rows:
-            place = partial + held * columns + m
-            cute.make_tensor(place, cute.make_layout(1))[0] = row_max
-            cute.make_tensor(place + held, cute.make_layout(1))[0] = row_sum
+    def store_partial(
+        self,
+        work: WorkTile,
+        row: cutlass.Int32,
+        row_max: cutlass.Float32,
+        row_sum: cutlass.Float32,
+        o_scales: cutlass.Constexpr,
+    ):
+        """Store a row of O, its row_max and row_sum in float32, for the combine kernel."""
+        partial_rows, columns = self.partial_rows, cutlass.const_expr(self.kernel.dims_v)
+        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(partial_rows, columns)
+        for group in cutlass.range(columns // O_COLUMNS, unroll=1):
+            acc_O = self.load_o_sum(work, group * O_COLUMNS, o_scales)
+            if row < work.num_rows:
+                for i in cutlass.range_constexpr(0, O_COLUMNS, 4):
+                    vector = cute.make_tensor(acc_O.iterator + i, cute.make_layout(4))
+                    store_vector(vector, partial, row * columns + group * O_COLUMNS + i)
+        if row < work.num_rows:
+            stats = partial + partial_rows * columns + row
+            cute.make_tensor(stats, cute.make_layout(1))[0] = row_max
+            cute.make_tensor(stats + partial_rows, cute.make_layout(1))[0] = row_sum
 
     @cute.jit
-    def clear_past(self, work, count):
-        """Zero the values behind the last key, which may be anything: a weight of 0 does not take away a NaN."""
-        kept = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
-        if kept < self.kernel.tile_n:
-            self.wait_values(count)
-            values = self.places.values[None, None, self.places.of_values(count)]
-            clear_rows(values, cutlass.max(kept, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+    def clear_v_after_end(self, work: WorkTile, kv_idx: cutlass.Int32):
+        """Zero V after the last key, which can be NaN: P = 0 does not remove it."""
+        num_keys = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
+        if num_keys < self.kernel.tile_n:
+            self.wait_v(kv_idx)
+            sV = self.kv_stages.sV[None, None, self.kv_stages.v_stage(kv_idx)]
+            clear_rows(sV, cutlass.max(num_keys, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(self.rests):
-                # Others arrive for warps that rest.
-                self.meet()
+            if cutlass.const_expr(self.skip_idle_warps):
+                # Other warps arrive for idle warps.
+                self.sync_warpgroup()
 
     @cute.jit
-    def clear_before(self, work, tiles, step):
-        """Zero the values below the windows of all rows, which lie in an item's last tile if in any; step: the tile."""
+    def clear_v_before_window(self, work: WorkTile, first_idx: cutlass.Int32, step: cutlass.Int32 | int):
+        """Zero V before the windows of all rows. Only the last tile of a work tile can have such keys.
+
+        Args:
+            first_idx: key tiles before the work tile.
+            step: those of the work tile before this one.
+        """
         if cutlass.const_expr(self.key.has_window_left):
-            below = self.mask.keys_before_window(work.q_position, work.n_block_min)
-            if step == work.n_block_max - work.n_block_min - 1 and below > 0:
-                count = tiles + step
-                self.wait_values(count)
-                # By the warps that do not rest: each arrives behind what it cleared, and the first one for the others.
+            num_keys = self.mask.keys_before_window(work.q_position, work.n_block_min)
+            if step == work.n_block_max - work.n_block_min - 1 and num_keys > 0:
+                kv_idx = first_idx + step
+                self.wait_v(kv_idx)
+                # By the active warps: each arrives after what it cleared, and the first one for the idle ones.
                 threads = cutlass.Int32(WARPGROUP)
-                if cutlass.const_expr(self.rests):
+                if cutlass.const_expr(self.skip_idle_warps):
                     threads = cutlass.min((work.num_rows + WARP - 1) // WARP * WARP, WARPGROUP)
-                values = self.places.values[None, None, self.places.of_values(count)]
-                clear_rows(values, 0, below, self.thread, threads)
+                sV = self.kv_stages.sV[None, None, self.kv_stages.v_stage(kv_idx)]
+                clear_rows(sV, 0, num_keys, self.thread, threads)
                 cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def wait_values(self, count):
+    def wait_v(self, kv_idx: cutlass.Int32):
         stages = self.config.stages
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage_of(count, stages), phase_of(count, stages))
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage_of(kv_idx, stages), phase_of(kv_idx, stages))

@@ -7,7 +7,7 @@ from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
-    PAIR,
+    CTA_PAIR,
     default_config,
     default_split_config,
 )
@@ -21,7 +21,7 @@ from dsl_backend.runtime.target import Target
 
 
 def build(key: DenseKey, target: Target) -> Function:
-    """The compiled function: (q, keys, values, *what LayerKernel.bind adds)."""
+    """The compiled function. It takes DenseTensors, then what LayerKernel.bind adds."""
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, ex2_emulation=0))
     kind = TwoCtaForward if key.config.two_cta else SwapABForward if key.config.swap_ab else DenseForward
@@ -38,12 +38,12 @@ class Prefill(DenseKernel):
 
     def sizes(self) -> tuple[int, int, int]:
         num_ctas, pack_gqa, tile_m = super().sizes()
-        return num_ctas // PAIR * PAIR if self.config.two_cta else num_ctas, pack_gqa, tile_m
+        return num_ctas // CTA_PAIR * CTA_PAIR if self.config.two_cta else num_ctas, pack_gqa, tile_m
 
     def grid(self, batch: Batch, min_seqlen_q: int) -> int:
         if not self.config.use_clc:
             return self.num_ctas
-        # A bound: the host knows no lengths.
+        # An upper bound, since the host does not know the lengths.
         requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
         return max_row_tiles(requests, batch.num_tokens, self.tile_m) * self.head_blocks
 

@@ -1,194 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multiply role: one warp issues all products.
+"""The MMA role: one warp issues all MMAs.
 
-After the weights of a half have been multiplied, the next scores of the same half follow, so that while one half's
-softmax works, the tensor cores work for the other. Products of one thread execute in order, which is what lets scores
-overwrite weights that were just read.
+After P V of an S stage, the next Q K^T of the same S stage follows, so that the tensor cores work for one S stage while
+the softmax warps work on the other. The MMAs of one thread execute in order, so S may overwrite P that was just read.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-from dsl_backend.attention.cute.sm100.dense_configs import ROWS
+from dsl_backend.attention.cute.args import TiledMmas
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
+from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
+from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
+from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
 class MmaWarp:
-    """Scores S = Q K^T and sums O += P V of each half."""
+    """S = Q K^T and O += P V of each S stage.
 
-    def __init__(self, kernel, work_pipeline, mmas, barriers, base, sQ, places):
+    K and V tiles are counted over all work tiles (`kv_idx`), which gives their stage and phase.
+    """
+
+    barriers: AnyBarriers
+    tSrQ: Any
+    tSrK: Any
+    tOrP: Any
+
+    def __init__(
+        self,
+        kernel: TiledKernel,
+        work_pipeline: WorkTilePipeline,
+        mmas: TiledMmas,
+        barriers: AnyBarriers,
+        tmem_ptr: cute.Pointer,
+        sQ: cute.Tensor,  # (tile_m, head_dim, q_stage)
+        kv_stages: SeparateKVStages | SharedKVStages,
+    ):
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
-        self.places = places
-        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=kernel.tile_n)
-        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype_v, m=ROWS, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
-        mine, weighs = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
-        half = cute.local_tile(sQ, (ROWS, kernel.dims), (None, 0, None))  # [row, column, half, stage]
-        own = range(1 if kernel.alternate else kernel.halves)
-        self.fQ = [tiled_mma_qk.make_fragment_A(mine.partition_A(half[None, None, g, None])) for g in own]
-        self.fK = [tiled_mma_qk.make_fragment_B(mine.partition_B(columns)) for columns in places.keys]
-        sVt = cute.make_tensor(places.values.iterator, cute.select(places.values.layout, mode=[1, 0, 2]))
-        self.fV = tiled_mma_pv.make_fragment_B(weighs.partition_B(sVt))
-        probs = tiled_mma_pv.make_fragment_A(weighs.partition_shape_A((ROWS, kernel.tile_n)))
-        self.S = [base + scores_at(kernel, g) for g in range(kernel.halves)]
-        self.O = [base + sums_at(kernel, g) for g in range(kernel.halves)]
-        self.P = [
-            cute.make_tensor(cute.recast_ptr(base + scores_at(kernel, g), dtype=kernel.dtype_v), probs.layout)
-            for g in range(kernel.halves)
+        self.kv_stages = kv_stages
+        self.mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=MMA_M, n=kernel.tile_n)
+        self.mma_pv = Tcgen05Mma(dtype=kernel.dtype_v, m=MMA_M, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
+        thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
+        sQ_tiles = cute.local_tile(sQ, (MMA_M, kernel.dims), (None, 0, None))  # (row, dim, row tile, q_stage)
+        row_tiles = range(1 if kernel.alternate else kernel.s_stages)
+        self.tSrQ = [
+            tiled_mma_qk.make_fragment_A(thr_mma_qk.partition_A(sQ_tiles[None, None, i, None])) for i in row_tiles
+        ]
+        self.tSrK = [tiled_mma_qk.make_fragment_B(thr_mma_qk.partition_B(sK)) for sK in kv_stages.sK]
+        sVt = cute.make_tensor(kv_stages.sV.iterator, cute.select(kv_stages.sV.layout, mode=[1, 0, 2]))
+        self.tOrV = tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(sVt))
+        tOrP = tiled_mma_pv.make_fragment_A(thr_mma_pv.partition_shape_A((MMA_M, kernel.tile_n)))
+        self.tmem_S = [tmem_ptr + tmem_offset_S(kernel, s_stage) for s_stage in range(kernel.s_stages)]
+        self.tmem_O = [tmem_ptr + tmem_offset_O(kernel, s_stage) for s_stage in range(kernel.s_stages)]
+        self.tOrP = [
+            cute.make_tensor(
+                cute.recast_ptr(tmem_ptr + tmem_offset_S(kernel, s_stage), dtype=kernel.dtype_v), tOrP.layout
+            )
+            for s_stage in range(kernel.s_stages)
         ]
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_idx, kv_idx = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            stage = stage_of(items, self.config.query_stages)
-            cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-            count = work.n_block_max - work.n_block_min
-            self.wait_keys(tiles)
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                self.score(g, stage, tiles)
-            self.release(self.barriers.k_empty, tiles)
-            self.wait_values(tiles)
-            for g in cutlass.range_constexpr(self.kernel.halves):
-                self.sum(g, tiles, tiles, False, self.freed(g, tiles))
-                if count > 1:
-                    self.follow(g, stage, tiles)
-            for step in cutlass.range(1, count, unroll=1):
-                tile = tiles + step
-                self.wait_values(tile)
-                for g in cutlass.range_constexpr(self.kernel.halves):
-                    self.sum(g, tile, tile, True, self.freed(g, tile))
-                    if step < count - 1:
-                        self.follow(g, stage, tile)
+            q_stage = stage_of(work_idx, self.config.query_stages)
+            cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
+            num_tiles = work.n_block_max - work.n_block_min
+            self.wait_k(kv_idx)
+            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                self.issue_qk(s_stage, q_stage, kv_idx)
+            self.release(self.barriers.k_empty, kv_idx)
+            self.wait_v(kv_idx)
+            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                self.pv(s_stage, kv_idx, kv_idx, False, self.v_released(s_stage, kv_idx))
+                if num_tiles > 1:
+                    self.next_qk(s_stage, q_stage, kv_idx)
+            for step in cutlass.range(1, num_tiles, unroll=1):
+                tile = kv_idx + step
+                self.wait_v(tile)
+                for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                    self.pv(s_stage, tile, tile, True, self.v_released(s_stage, tile))
+                    if step < num_tiles - 1:
+                        self.next_qk(s_stage, q_stage, tile)
             self.commit(self.barriers.o_full)
-            tiles += count
-            items += 1
-            work = self.work_pipeline.consume(items)
+            kv_idx += num_tiles
+            work_idx += 1
+            work = self.work_pipeline.consume(work_idx)
             valid = work.valid
 
     @cute.jit
-    def follow(self, g: cutlass.Constexpr[int], stage, tile):
-        """The half's scores of the tile after this one; the last half's free its place."""
-        if cutlass.const_expr(g == 0):
-            self.wait_keys(tile + 1)
-        free = []
-        if cutlass.const_expr(g == self.kernel.halves - 1):
-            free = [self.barriers.k_empty + stage_of(tile + 1, self.config.stages)]
-        self.score(g, stage, tile + 1, free)
+    def next_qk(self, s_stage: cutlass.Constexpr[int], q_stage: cutlass.Int32, kv_idx: cutlass.Int32):
+        """Q K^T of the tile after this one. That of the last S stage releases the K stage."""
+        if cutlass.const_expr(s_stage == 0):
+            self.wait_k(kv_idx + 1)
+        released = []
+        if cutlass.const_expr(s_stage == self.kernel.s_stages - 1):
+            released = [self.barriers.k_empty + stage_of(kv_idx + 1, self.config.stages)]
+        self.issue_qk(s_stage, q_stage, kv_idx + 1, released)
 
-    def freed(self, g: int, tile):
-        """The place of values that the half's sums are the last to read."""
-        return [self.barriers.v_empty + stage_of(tile, self.config.stages)] if g == self.kernel.halves - 1 else []
+    def v_released(self, s_stage: int, kv_idx: cutlass.Int32) -> list[cute.Pointer]:
+        """The mbarrier of the V stage, if P V of this S stage is the last to read it."""
+        last = self.kernel.s_stages - 1
+        return [self.barriers.v_empty + stage_of(kv_idx, self.config.stages)] if s_stage == last else []
 
     @cute.jit
-    def wait_keys(self, tile):
+    def wait_k(self, kv_idx: cutlass.Int32):
         cute.arch.mbarrier_wait(
-            self.barriers.k_full + stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
+            self.barriers.k_full + stage_of(kv_idx, self.config.stages), phase_of(kv_idx, self.config.stages)
         )
 
     @cute.jit
-    def wait_values(self, tile):
+    def wait_v(self, kv_idx: cutlass.Int32):
         cute.arch.mbarrier_wait(
-            self.barriers.v_full + stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
+            self.barriers.v_full + stage_of(kv_idx, self.config.stages), phase_of(kv_idx, self.config.stages)
         )
 
     @cute.jit
-    def release(self, empty, tile):
-        """The ring's place is free when all products so far are done."""
-        self.commit(empty + stage_of(tile, self.config.stages))
+    def release(self, mbar_empty: cute.Pointer, kv_idx: cutlass.Int32):
+        """Signal that the stage is empty once all MMAs so far are done."""
+        self.commit(mbar_empty + stage_of(kv_idx, self.config.stages))
 
     @cute.jit
-    def commit(self, *barriers):
+    def commit(self, *mbars: cute.Pointer):
         with cute.arch.elect_one():
-            for barrier in barriers:
-                tcgen05.commit(barrier)
+            for mbar in mbars:
+                tcgen05.commit(mbar)
 
     @cute.jit
-    def score(self, g: cutlass.Constexpr[int], stage, tile, then: cutlass.Constexpr[Sequence] = ()):
-        queries = self.fQ[min(g, len(self.fQ) - 1)][None, None, None, stage]
-        at = self.places.of_keys(tile)
-        keys = [columns[None, None, None, place] for columns, place in zip(self.fK, at, strict=True)]
-        self.tiled_mma_qk.issue(self.S[g], queries, keys, False, commit=[self.barriers.s_full + g, *then])
-
-    @cute.jit
-    def sum(
+    def issue_qk(
         self,
-        g: cutlass.Constexpr[int],
-        tile,
-        turn,
-        adds: cutlass.Constexpr[bool],
-        then: cutlass.Constexpr[Sequence] = (),
+        s_stage: cutlass.Constexpr[int],
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        released: cutlass.Constexpr[Sequence] = (),
     ):
-        """Once the half's weights are there, and its sums at their scale; turn: of the half's own."""
-        cute.arch.mbarrier_wait(self.barriers.p_full + g, turn & 1)
-        tmem.after_sync()
-        self.issue_sums(g, tile, adds, then)
+        """S = Q K^T. `released`: mbarriers to signal when it is done."""
+        tSrQ = self.tSrQ[min(s_stage, len(self.tSrQ) - 1)][None, None, None, q_stage]
+        k_stages = self.kv_stages.k_stages(kv_idx)
+        tSrK = [part[None, None, None, k_stage] for part, k_stage in zip(self.tSrK, k_stages, strict=True)]
+        self.mma_qk.issue(self.tmem_S[s_stage], tSrQ, tSrK, False, commit=[self.barriers.s_full + s_stage, *released])
 
-    def issue_sums(self, g, tile, adds, then):
-        values = self.fV[None, None, None, self.places.of_values(tile)]
-        self.tiled_mma_pv.issue(self.O[g], self.P[g], [values], adds, commit=then)
+    @cute.jit
+    def pv(
+        self,
+        s_stage: cutlass.Constexpr[int],
+        kv_idx: cutlass.Int32,
+        p_idx: cutlass.Int32,
+        accumulate: cutlass.Constexpr[bool],
+        released: cutlass.Constexpr[Sequence] = (),
+    ):
+        """O (+)= P V, once P of the S stage is written and its O rescaled. `p_idx` counts the tiles of the S stage."""
+        cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, p_idx & 1)
+        tmem.after_sync()
+        self.issue_pv(s_stage, kv_idx, accumulate, released)
+
+    def issue_pv(self, s_stage: int, kv_idx: cutlass.Int32, accumulate: bool, released: Sequence[cute.Pointer]) -> None:
+        tOrV = self.tOrV[None, None, None, self.kv_stages.v_stage(kv_idx)]
+        self.mma_pv.issue(self.tmem_O[s_stage], self.tOrP[s_stage], [tOrV], accumulate, commit=released)
 
 
 class AlternatingMmaWarp(MmaWarp):
-    """Both halves have the same rows, and every other key tile."""
+    """Both S stages have the same query rows: stage 0 the even key tiles of a work tile, stage 1 the odd ones."""
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        even, odd = cutlass.Int32(0), cutlass.Int32(0)  # tiles of each half
-        work = self.work_pipeline.consume(items)
+        work_idx, kv_idx = cutlass.Int32(0), cutlass.Int32(0)
+        even_idx, odd_idx = cutlass.Int32(0), cutlass.Int32(0)  # key tiles of S stage 0 and of S stage 1
+        work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            stage = stage_of(items, self.config.query_stages)
-            cute.arch.mbarrier_wait(self.barriers.q_full + stage, phase_of(items, self.config.query_stages))
-            count = work.n_block_max - work.n_block_min
-            self.begin(0, stage, tiles, 0, count)
-            self.begin(1, stage, tiles, 1, count)
-            self.go_on(0, stage, tiles, 0, count, even, False)
-            self.go_on(1, stage, tiles, 1, count, odd, False)
-            for pair in cutlass.range(1, (count + 1) // 2, unroll=1):
-                self.go_on(0, stage, tiles, 2 * pair, count, even + pair, True)
-                self.go_on(1, stage, tiles, 2 * pair + 1, count, odd + pair, True)
-            self.end(stage)
-            tiles += count
-            even += (count + 1) // 2
-            odd += count // 2
-            items += 1
-            work = self.work_pipeline.consume(items)
+            q_stage = stage_of(work_idx, self.config.query_stages)
+            cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
+            num_tiles = work.n_block_max - work.n_block_min
+            self.qk_if_exists(0, q_stage, kv_idx, 0, num_tiles)
+            self.qk_if_exists(1, q_stage, kv_idx, 1, num_tiles)
+            self.pv_then_qk(0, q_stage, kv_idx, 0, num_tiles, even_idx, False)
+            self.pv_then_qk(1, q_stage, kv_idx, 1, num_tiles, odd_idx, False)
+            for pair in cutlass.range(1, (num_tiles + 1) // 2, unroll=1):
+                self.pv_then_qk(0, q_stage, kv_idx, 2 * pair, num_tiles, even_idx + pair, True)
+                self.pv_then_qk(1, q_stage, kv_idx, 2 * pair + 1, num_tiles, odd_idx + pair, True)
+            self.finish_work_tile(q_stage)
+            kv_idx += num_tiles
+            even_idx += (num_tiles + 1) // 2
+            odd_idx += num_tiles // 2
+            work_idx += 1
+            work = self.work_pipeline.consume(work_idx)
             valid = work.valid
 
-    def end(self, stage):
-        """Behind the products of an item."""
+    def finish_work_tile(self, q_stage: cutlass.Int32) -> None:
+        """Signal the end of all MMAs of a work tile."""
         self.commit(self.barriers.o_full)
 
     @cute.jit
-    def begin(self, g: cutlass.Constexpr[int], stage, tiles, tile, count):
-        """The half's scores of the item's tile, if there is one."""
-        if tile < count:
-            self.wait_keys(tiles + tile)
-            self.score(g, stage, tiles + tile, [self.barriers.k_empty + stage_of(tiles + tile, self.config.stages)])
+    def qk_if_exists(
+        self,
+        s_stage: cutlass.Constexpr[int],
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        tile: cutlass.Int32 | int,
+        num_tiles: cutlass.Int32,
+    ):
+        """Q K^T of a tile of the work tile, if it has that tile; `kv_idx`: tiles before the work tile."""
+        if tile < num_tiles:
+            self.wait_k(kv_idx + tile)
+            self.issue_qk(
+                s_stage, q_stage, kv_idx + tile, [self.barriers.k_empty + stage_of(kv_idx + tile, self.config.stages)]
+            )
 
     @cute.jit
-    def go_on(self, g: cutlass.Constexpr[int], stage, tiles, tile, count, turn, adds: cutlass.Constexpr[bool]):
-        """The half's sums of the item's tile, if there is one, and then its next scores."""
-        if tile < count:
-            self.wait_values(tiles + tile)
-            then = [self.barriers.v_empty + stage_of(tiles + tile, self.config.stages)]
-            self.sum(g, tiles + tile, turn, adds, then)
-        self.begin(g, stage, tiles, tile + 2, count)
+    def pv_then_qk(
+        self,
+        s_stage: cutlass.Constexpr[int],
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        tile: cutlass.Int32 | int,
+        num_tiles: cutlass.Int32,
+        p_idx: cutlass.Int32,
+        accumulate: cutlass.Constexpr[bool],
+    ):
+        """P V of a tile of the work tile, if it has that tile; then Q K^T of the S stage's next tile."""
+        if tile < num_tiles:
+            self.wait_v(kv_idx + tile)
+            released = [self.barriers.v_empty + stage_of(kv_idx + tile, self.config.stages)]
+            self.pv(s_stage, kv_idx + tile, p_idx, accumulate, released)
+        self.qk_if_exists(s_stage, q_stage, kv_idx, tile + 2, num_tiles)
 
 
-def scores_at(kernel, half: int) -> int:
-    """The half's first column of scores, and of weights."""
-    return half * kernel.tile_n
+def tmem_offset_S(kernel: TiledKernel, s_stage: int | cutlass.Int32) -> int | cutlass.Int32:
+    """First column of S, which P overwrites."""
+    return s_stage * kernel.tile_n
 
 
-def sums_at(kernel, half: int) -> int:
-    return kernel.places * kernel.tile_n + half * kernel.dims_v
+def tmem_offset_O(kernel: TiledKernel, s_stage: int | cutlass.Int32) -> int | cutlass.Int32:
+    return kernel.s_stages * kernel.tile_n + s_stage * kernel.dims_v

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax role: a warpgroup turns the scores of a half into weights, a thread a row, in place."""
+"""The softmax role: a warpgroup turns S of its S stage into P in place, a row for each thread."""
+
+from collections.abc import Sequence
 
 import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.mask import Mask
-from dsl_backend.attention.cute.scheduler.work_tile import q_head_of
-from dsl_backend.attention.cute.score_mod import score_mod_of
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, q_head_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import ROWS
-from dsl_backend.attention.cute.sm100.dense_mma import scores_at
-from dsl_backend.attention.cute.sm100.idle_warps import arrivals_of, arrive
+from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
+from dsl_backend.attention.cute.sm100.dense_mma import tmem_offset_S
+from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
+from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.math import (
     LOG2_E,
+    Pair,
     add_pair,
     ex2_emulation_pair,
     exp2,
@@ -23,79 +29,94 @@ from dsl_backend.primitives.math import (
     tree_reduce,
 )
 
-# What the correction is told of a row: first how its sums shrink, at the end its total and its largest score.
-SHRINK, TOP = 0, 1
-PIECE = 32  # weights of a row in registers at a time
-CHAINS = 4  # sums of weights side by side
+# Columns of sStats, a row's statistics: acc_scale for each key tile; at the end of a work tile row_sum and row_max.
+ACC_SCALE, ROW_SUM, ROW_MAX = 0, 0, 1
+P_COLUMNS = 32  # of P in registers at a time
+ROW_SUMS = 4  # partial sums of P side by side
 
 
 class SoftmaxWarps:
-    """A thread's row: row `thread` of its half."""
+    """A thread's row: row `thread` of its S stage.
 
-    def __init__(self, kernel, work_pipeline, barriers, base, statistics, requests, scoring, half):
+    Args:
+        sStats: (row, ACC_SCALE ... ROW_MAX, S stage), for the correction warps.
+        s_stage: of this warpgroup.
+    """
+
+    def __init__(
+        self,
+        kernel: TiledKernel,
+        work_pipeline: WorkTilePipeline,
+        barriers: AnyBarriers,
+        tmem_ptr: cute.Pointer,
+        sStats: cute.Tensor,
+        requests: Requests,
+        scoring: ScoreModArgs,
+        s_stage: cutlass.Int32 | int,
+    ):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
-        self.work_pipeline, self.barriers, self.base, self.statistics = work_pipeline, barriers, base, statistics
+        self.work_pipeline, self.barriers, self.tmem_ptr, self.sStats = work_pipeline, barriers, tmem_ptr, sStats
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.requests, self.scoring, self.score_mod = requests, scoring, score_mod_of(kernel.key, scoring)
-        self.half = half
-        # Its error is far below that of 16-bit outputs, and far above that of a float32 LSE.
+        self.s_stage = s_stage
+        # The emulation's error is far below that of 16-bit outputs, and far above that of a float32 LSE.
         self.ex2_emulation = 0 if kernel.key.lse else kernel.config.ex2_emulation
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.row = self.thread if kernel.alternate else half * ROWS + self.thread
-        self.columns = scores_at(kernel, 1) * half
-        self.rests = kernel.rests
-        self.arrivals = cute.make_rmem_tensor(1, cutlass.Int32) if self.rests else None
-        self.S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
+        self.row = self.thread if kernel.alternate else s_stage * MMA_M + self.thread
+        self.tmem_offset = tmem_offset_S(kernel, 1) * s_stage
+        self.skip_idle_warps = kernel.skip_idle_warps
+        self.arrive_count = cute.make_rmem_tensor(1, cutlass.Int32) if self.skip_idle_warps else None
+        self.acc_S = cute.make_rmem_tensor(kernel.tile_n, cutlass.Float32)
         self.row_max = cute.make_rmem_tensor(1, cutlass.Float32)
         self.row_sum = cute.make_rmem_tensor(1, cutlass.Float32)
         self.slope = cute.make_rmem_tensor(1, cutlass.Float32)
 
     @cute.jit
     def run(self):
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_idx, s_idx = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            # The correction has read the totals of the item before: warps that rest go no further ahead than that.
-            cute.arch.mbarrier_wait(self.barriers.l_empty + self.half, (items & 1) ^ 1)
-            own = self.own(work.n_block_max - work.n_block_min)
-            if cutlass.const_expr(self.rests):
-                arrivals = arrivals_of(work, self.thread)
-                self.arrivals.fill(arrivals)
-                if arrivals > 0:
-                    self.weigh_all(work, tiles, own)
+            # The correction warps have read the row sums of the work tile before: idle warps are at most one ahead.
+            cute.arch.mbarrier_wait(self.barriers.stats_empty + self.s_stage, (work_idx & 1) ^ 1)
+            num_tiles = self.own_tiles(work.n_block_max - work.n_block_min)
+            if cutlass.const_expr(self.skip_idle_warps):
+                arrive_count = arrive_count_of(work, self.thread)
+                self.arrive_count.fill(arrive_count)
+                if arrive_count > 0:
+                    self.softmax_work_tile(work, s_idx, num_tiles)
             else:
-                self.weigh_all(work, tiles, own)
-            tiles += own
-            items += 1
-            work = self.work_pipeline.consume(items)
+                self.softmax_work_tile(work, s_idx, num_tiles)
+            s_idx += num_tiles
+            work_idx += 1
+            work = self.work_pipeline.consume(work_idx)
             valid = work.valid
 
-    def own(self, stop):
-        """How many of an item's last `stop` tiles are the half's."""
-        return (stop + 1 - self.half) // 2 if self.kernel.alternate else stop
+    def own_tiles(self, num_tiles: cutlass.Int32) -> cutlass.Int32:
+        """How many of the first key tiles that are processed belong to this S stage."""
+        return (num_tiles + 1 - self.s_stage) // 2 if self.kernel.alternate else num_tiles
 
     @cute.jit
-    def weigh_all(self, work, tiles, own):
-        """The half's tiles of an item; tiles: those before it."""
-        self.start(work)
+    def softmax_work_tile(self, work: WorkTile, first_idx: cutlass.Int32, num_tiles: cutlass.Int32):
+        """The S stage's key tiles of a work tile; `first_idx`: its key tiles before the work tile."""
+        self.reset(work)
         n_block_full_max = cutlass.max(cutlass.min(work.n_block_full_max, work.n_block_max), work.n_block_min)
         n_block_full_min = cutlass.min(work.n_block_full_min, n_block_full_max)
-        whole, rest = (
-            tiles + self.own(work.n_block_max - n_block_full_max),
-            tiles + self.own(work.n_block_max - n_block_full_min),
+        unmasked, masked_left = (
+            first_idx + self.own_tiles(work.n_block_max - n_block_full_max),
+            first_idx + self.own_tiles(work.n_block_max - n_block_full_min),
         )
-        for count in cutlass.range(tiles, whole, unroll=1):
-            self.online_softmax(work, tiles, count, True)
-        for count in cutlass.range(whole, rest, unroll=1):
-            self.online_softmax(work, tiles, count, False)
+        for s_idx in cutlass.range(first_idx, unmasked, unroll=1):
+            self.online_softmax(work, first_idx, s_idx, True)
+        for s_idx in cutlass.range(unmasked, masked_left, unroll=1):
+            self.online_softmax(work, first_idx, s_idx, False)
         if cutlass.const_expr(self.key.has_window_left):
-            for count in cutlass.range(rest, tiles + own, unroll=1):
-                self.online_softmax(work, tiles, count, True)
-        self.tell_end(tiles + own)
+            for s_idx in cutlass.range(masked_left, first_idx + num_tiles, unroll=1):
+                self.online_softmax(work, first_idx, s_idx, True)
+        self.send_final_stats(first_idx + num_tiles)
 
     @cute.jit
-    def start(self, work):
+    def reset(self, work: WorkTile):
         self.row_max.fill(-cutlass.Float32.inf)
         self.row_sum.fill(0.0)
         self.score_mod.softmax_scale.load(work.head_block)
@@ -103,106 +124,127 @@ class SoftmaxWarps:
             self.slope[0] = self.scoring.alibi_slopes[self.head(work)] * LOG2_E
 
     @cute.jit
-    def head(self, work):
+    def head(self, work: WorkTile):
+        """The query head of the thread's row."""
         return q_head_of(self.key, work.head_block, self.row)
 
     @cute.jit
-    def online_softmax(self, work, tiles, count, masked: cutlass.Constexpr[bool]):
-        """A tile's scores into weights.
+    def online_softmax(
+        self,
+        work: WorkTile,
+        first_idx: cutlass.Int32,
+        s_idx: cutlass.Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """Turn S of a key tile into P.
 
         Args:
-            tiles: the half's before the item.
-            count: the half's before this one.
+            first_idx: key tiles of the S stage before the work tile.
+            s_idx: those before this one.
         """
-        half, phase, columns = self.turn(count)
-        cute.arch.mbarrier_wait(self.barriers.s_full + half, phase)
+        s_stage, phase, tmem_offset = self.s_stage_of(s_idx)
+        cute.arch.mbarrier_wait(self.barriers.s_full + s_stage, phase)
         tmem.after_sync()
-        tmem.load(self.base, columns, self.S, self.thread)
+        tmem.load(self.tmem_ptr, tmem_offset, self.acc_S, self.thread)
         cute.arch.fence_view_async_tmem_load()
-        scores = [self.S[j] for j in range(self.kernel.tile_n)]
+        scores = [self.acc_S[j] for j in range(self.kernel.tile_n)]
         position = work.q_position + self.row // self.key.pack_gqa
-        place = count - tiles
+        step = s_idx - first_idx
         if cutlass.const_expr(self.kernel.alternate):
-            place = 2 * place + self.half
-        first = (work.n_block_max - 1 - place) * self.kernel.tile_n
+            step = 2 * step + self.s_stage
+        first_key = (work.n_block_max - 1 - step) * self.kernel.tile_n
         if cutlass.const_expr(self.score_mod.modifies):
-            away = position - first
-            scores = [self.score_mod.apply(score, self.slope[0], away - j) for j, score in enumerate(scores)]
+            distance = position - first_key
+            scores = [self.score_mod.apply(score, self.slope[0], distance - j) for j, score in enumerate(scores)]
         if cutlass.const_expr(masked):
-            scores = self.masked(scores, work, position, first)
-        before = self.row_max[0]
-        # A NaN must not vanish: the polynomial has none.
-        row_max = fmax3_tree([before, *scores], nan=self.ex2_emulation > 0)
-        # A little growth is let pass: weights above 1 are as good, and sums need no correction.
-        growth = (row_max - before) * self.score_mod.softmax_scale_log2
-        row_max = before if growth <= self.config.rescale_threshold else row_max
+            scores = self.apply_mask(scores, work, position, first_key)
+        row_max_prev = self.row_max[0]
+        # NaN must stay: the emulated exponential of NaN is a number.
+        row_max = fmax3_tree([row_max_prev, *scores], nan=self.ex2_emulation > 0)
+        # Conditional rescale: if row_max grows little, P above 1 is as exact, and O needs no rescale.
+        growth = (row_max - row_max_prev) * self.score_mod.softmax_scale_log2
+        row_max = row_max_prev if growth <= self.config.rescale_threshold else row_max
         self.row_max[0] = row_max
-        reference = finite_or_zero(row_max) * self.score_mod.softmax_scale_log2
-        acc_scale = exp2(before * self.score_mod.softmax_scale_log2 - reference)
-        self.statistics[self.thread, SHRINK, half] = acc_scale
-        arrive(self.barriers.l_full + half, self.arrivals)
-        sums = self.narrow(scores, reference, 0 if masked else self.ex2_emulation, columns)
+        row_max_scaled = finite_or_zero(row_max) * self.score_mod.softmax_scale_log2
+        acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
+        self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
+        arrive(self.barriers.stats_full + s_stage, self.arrive_count)
+        p_sum = self.store_p(scores, row_max_scaled, 0 if masked else self.ex2_emulation, tmem_offset)
         cute.arch.fence_view_async_tmem_store()
         tmem.before_sync()
-        self.tell_weights(half)
-        self.row_sum[0] = self.row_sum[0] * acc_scale + (sums[0] + sums[1])
+        self.arrive_p_full(s_stage)
+        self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
 
-    def turn(self, count):
-        """Of the count-th tile: the half, the phase of its barriers, the first column of its scores."""
-        return self.half, count & 1, self.columns
+    def s_stage_of(self, s_idx: cutlass.Int32) -> tuple:
+        """Of a key tile: the S stage, the phase of its mbarriers, the first column of S in tensor memory."""
+        return self.s_stage, s_idx & 1, self.tmem_offset
 
-    def tell_weights(self, half):
-        arrive(self.barriers.p_full + half, self.arrivals)
+    def arrive_p_full(self, s_stage: cutlass.Int32 | int) -> None:
+        arrive(self.barriers.p_full + s_stage, self.arrive_count)
 
-    def narrow(self, scores, reference, ex2_emulation: int, columns):
-        """Weights into the scores' place, some at a time, so that few are in registers; their sum, as a pair."""
+    def store_p(
+        self,
+        scores: Sequence[cutlass.Float32],
+        row_max_scaled: cutlass.Float32,
+        ex2_emulation: int,
+        tmem_offset: cutlass.Int32 | int,
+    ) -> Pair:
+        """Store P over S, few columns at a time, so that few are in registers; the row's sum, as a pair."""
         sums: list = []
-        for first in range(0, self.kernel.tile_n, PIECE):
-            probs = self.powers(scores[first : first + PIECE], reference, ex2_emulation)
-            wide = cute.make_rmem_tensor(len(probs), cutlass.Float32)
-            for j, weight in enumerate(probs):
-                wide[j] = weight
-            narrow = cute.make_rmem_tensor(len(probs), self.kernel.dtype_v)
-            narrow.store(wide.load().to(self.kernel.dtype_v))
-            packed = cute.recast_tensor(narrow, cutlass.Float32)
-            tmem.store(packed, self.base, columns + first // 2, self.thread)
+        for first in range(0, self.kernel.tile_n, P_COLUMNS):
+            probs = self.exp2_scaled(scores[first : first + P_COLUMNS], row_max_scaled, ex2_emulation)
+            rP_f32 = cute.make_rmem_tensor(len(probs), cutlass.Float32)
+            for j, prob in enumerate(probs):
+                rP_f32[j] = prob
+            rP = cute.make_rmem_tensor(len(probs), self.kernel.dtype_v)
+            rP.store(rP_f32.load().to(self.kernel.dtype_v))
+            rP_words = cute.recast_tensor(rP, cutlass.Float32)
+            tmem.store(rP_words, self.tmem_ptr, tmem_offset + first // 2, self.thread)
             for j, pair in enumerate(zip(probs[::2], probs[1::2], strict=True)):
-                if len(sums) < CHAINS:
+                if len(sums) < ROW_SUMS:
                     sums.append(pair)
                 else:
-                    sums[j % CHAINS] = add_pair(sums[j % CHAINS], pair)
+                    sums[j % ROW_SUMS] = add_pair(sums[j % ROW_SUMS], pair)
         return tree_reduce(sums, add_pair)
 
-    def powers(self, scores, reference, ex2_emulation: int) -> list:
-        """2^(factor score - reference); of each 16, `polynomial` on the FMA pipe rather than the special unit."""
-        factor = self.score_mod.softmax_scale_log2
+    def exp2_scaled(
+        self, scores: Sequence[cutlass.Float32], row_max_scaled: cutlass.Float32, ex2_emulation: int
+    ) -> list[cutlass.Float32]:
+        """2^(softmax_scale_log2 score - row_max_scaled); `ex2_emulation` of each 16 on the FMA units."""
+        scale = self.score_mod.softmax_scale_log2
         probs: list = []
         for j in range(0, len(scores), 2):
-            power = fma_pair((scores[j], scores[j + 1]), (factor, factor), (-reference, -reference))
-            probs += ex2_emulation_pair(power) if j % 16 < ex2_emulation else (exp2(power[0]), exp2(power[1]))
+            exponent = fma_pair((scores[j], scores[j + 1]), (scale, scale), (-row_max_scaled, -row_max_scaled))
+            probs += ex2_emulation_pair(exponent) if j % 16 < ex2_emulation else (exp2(exponent[0]), exp2(exponent[1]))
         return probs
 
     @cute.jit
-    def masked(self, scores, work, position, first):
-        """What the row does not see becomes -inf."""
-        limit_right = self.mask.col_limit_right(work, position, first)
-        limit_left = self.mask.col_limit_left(position, first) if cutlass.const_expr(self.mask.has_left) else None
-        kept = [hidden(score, j < limit_right) for j, score in enumerate(scores)]
+    def apply_mask(
+        self,
+        scores: cutlass.Constexpr[Sequence],
+        work: WorkTile,
+        position: cutlass.Int32,
+        first_key: cutlass.Int32,
+    ):
+        """Scores of keys that the row does not see become -inf."""
+        limit_right = self.mask.col_limit_right(work, position, first_key)
+        limit_left = self.mask.col_limit_left(position, first_key) if cutlass.const_expr(self.mask.has_left) else None
+        masked = [score_or_minus_inf(score, j < limit_right) for j, score in enumerate(scores)]
         if cutlass.const_expr(self.mask.has_left):
-            kept = [hidden(score, limit_left <= j) for j, score in enumerate(kept)]
-        return kept
+            masked = [score_or_minus_inf(score, limit_left <= j) for j, score in enumerate(masked)]  # type: ignore[operator]
+        return masked
 
     @cute.jit
-    def tell_end(self, tiles):
-        """The correction, of this row of an item; tiles: so far."""
-        # It has read what the last tile's message said. That of the tiles before came ahead of scores, which follow it.
-        cute.arch.mbarrier_wait(self.barriers.p_full + self.half, (tiles - 1) & 1)
-        place = self.statistics
-        place[self.thread, SHRINK, self.half] = self.row_sum[0]
-        place[self.thread, TOP, self.half] = self.row_max[0] * self.score_mod.softmax_scale_log2
-        arrive(self.barriers.l_full + self.half, self.arrivals)
+    def send_final_stats(self, s_idx: cutlass.Int32):
+        """row_sum and row_max of a work tile to the correction warps; `s_idx`: key tiles of the S stage so far."""
+        # The correction warps have read the statistics of the last tile. Those of the tiles before came ahead of S.
+        cute.arch.mbarrier_wait(self.barriers.p_full + self.s_stage, (s_idx - 1) & 1)
+        sStats = self.sStats
+        sStats[self.thread, ROW_SUM, self.s_stage] = self.row_sum[0]
+        sStats[self.thread, ROW_MAX, self.s_stage] = self.row_max[0] * self.score_mod.softmax_scale_log2
+        arrive(self.barriers.stats_full + self.s_stage, self.arrive_count)
 
 
 @cute.jit
-def hidden(score: cutlass.Float32, seen):
+def score_or_minus_inf(score: cutlass.Float32, seen: cutlass.Boolean):
     return score if seen else -cutlass.Float32.inf

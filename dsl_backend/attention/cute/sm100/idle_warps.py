@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warps that rest: in a tile of 128 query rows of which few are there, as in decode, most warps' rows are nobody's.
+"""Idle warps: in decode few of a tile's 128 query rows exist, so that most warps have no row that exists.
 
-What scores, weights and sums such rows have is of no interest: a row of a product comes from that row alone, and none
-of these is stored. Their warps pass over an item's tiles. The threads of the first warp, which always has a row that is
-there, arrive for them.
+What such rows have in S, P and O is never used: a row of an MMA's result comes from that row of A alone, and none of
+these is stored. Their warps skip the key tiles of a work tile. The threads of the first warp, which always has a row
+that exists, arrive at the mbarriers for them.
 """
 
 import cutlass
@@ -11,21 +11,20 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
 from dsl_backend.attention.cute.sizes import WARPGROUP
-
-WARP = 32
+from dsl_backend.attention.cute.sm100.dense_configs import WARP
 
 
 @cute.jit
-def arrivals_of(work: WorkTile, thread: cutlass.Int32) -> cutlass.Int32:
-    """How often a warpgroup's thread arrives wherever it does for an item: 0 if its warp rests."""
+def arrive_count_of(work: WorkTile, thread: cutlass.Int32) -> cutlass.Int32:
+    """How often a warpgroup's thread arrives at each mbarrier for a work tile: 0 if its warp is idle."""
     warp = cute.arch.make_warp_uniform(thread // WARP)
-    awake = (work.num_rows + WARP - 1) // WARP
-    arrivals = cutlass.Int32(1) if warp < awake else cutlass.Int32(0)
+    active_warps = (work.num_rows + WARP - 1) // WARP
+    arrive_count = cutlass.Int32(1) if warp < active_warps else cutlass.Int32(0)
     if warp == 0:
-        arrivals = WARPGROUP // WARP + 1 - awake
-    return arrivals
+        arrive_count = WARPGROUP // WARP + 1 - active_warps
+    return arrive_count
 
 
-def arrive(barrier: cute.Pointer, arrivals: cute.Tensor | None) -> None:
-    """By a thread of a warpgroup; arrivals: as often as [0] says, once where no warp rests."""
-    cute.arch.mbarrier_arrive(barrier, arrive_count=1 if arrivals is None else arrivals[0])
+def arrive(mbar: cute.Pointer, arrive_count: cute.Tensor | None) -> None:
+    """By a thread of a warpgroup. `arrive_count` has one element; None where no warp is ever idle."""
+    cute.arch.mbarrier_arrive(mbar, arrive_count=1 if arrive_count is None else arrive_count[0])

@@ -1,76 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tiles of keys and values lie in shared memory: in a ring each, or in one that they share.
+"""The shared-memory stages of K and V: separate ones, or stages that K and V share.
 
-Barriers are the same for both: `stages` tiles of each have one. What differs is what the loader waits for.
+The mbarriers are the same for both: one for each of `stages` K tiles and V tiles. What the load warp waits for differs.
 """
+
+from typing import Any
 
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.args import DenseLoads
 from dsl_backend.attention.cute.loader.dense import PerTileLoads, RolledLoadWarp
-from dsl_backend.attention.cute.sm100.dense_configs import SHARED_PLACES
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.sm100.dense_configs import SHARED_STAGES
+from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
-class OwnRings:
-    """A ring of key tiles, and one of value tiles.
+class SeparateKVStages:
+    """Stages of K, and stages of V.
 
     Attributes:
-        keys: tensors [row, column, place], whose columns follow one another.
-        values: [row, column, place].
+        sK: tensors (key, dim, stage), whose columns follow one another.
+        sV: (key, dim, stage).
 
     Args:
-        keys, columns: of a tile, those keys and those columns of values that are in the block's shared memory.
+        rows_k, columns_v: keys of a K tile, and columns of a V tile, in this CTA's shared memory.
     """
 
-    def __init__(self, kernel, allocator, keys: int, columns: int):
+    def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator, rows_k: int, columns_v: int):
         self.stages = kernel.config.stages
-        self.keys = [placed(allocator, kernel.dtype, kernel.staged(keys, kernel.dims, self.stages))]
-        self.values = placed(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, columns, self.stages))
+        self.sK = [allocate_swizzled(allocator, kernel.dtype, kernel.staged(rows_k, kernel.dims, self.stages))]
+        self.sV = allocate_swizzled(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, columns_v, self.stages))
 
-    def of_keys(self, tile):
-        """A place for each tensor of keys."""
-        return [stage_of(tile, self.stages)]
+    def k_stages(self, kv_idx: cutlass.Int32) -> list[cutlass.Int32]:
+        """The stage of each tensor of sK."""
+        return [stage_of(kv_idx, self.stages)]
 
-    def of_values(self, tile):
-        return stage_of(tile, self.stages)
+    def v_stage(self, kv_idx: cutlass.Int32) -> cutlass.Int32:
+        return stage_of(kv_idx, self.stages)
 
 
-class SharedRing:
-    """Places of a value tile's size, through which go value tiles and as many columns of key tiles, in turn; and a ring
-    of the keys' other columns.
+class SharedKVStages:
+    """Stages as wide as V, filled in turn with V tiles and with as many columns of K; and stages of K's other columns.
 
-    Values take the place that the keys before them leave, and keys the place of the values before those.
+    V takes the stage of the K tile before its own, and K that of the V tile before that.
     """
 
-    def __init__(self, kernel, allocator):
+    def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator):
         self.stages = kernel.config.stages
-        self.values = placed(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims_v, SHARED_PLACES))
+        self.sV = allocate_swizzled(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims_v, SHARED_STAGES))
         rest = (kernel.tile_n, kernel.dims - kernel.dims_v, self.stages)
-        self.rest = placed(allocator, kernel.dtype, cute.tile_to_shape(kernel.atom(kernel.dims), rest, order=(0, 1, 2)))
-        self.keys = [self.values, self.rest]
+        self.sK_rest = allocate_swizzled(
+            allocator, kernel.dtype, cute.tile_to_shape(kernel.atom(kernel.dims), rest, order=(0, 1, 2))
+        )
+        self.sK = [self.sV, self.sK_rest]
 
-    def of_keys(self, tile):
-        return [stage_of(tile, SHARED_PLACES), stage_of(tile, self.stages)]
+    def k_stages(self, kv_idx: cutlass.Int32) -> list[cutlass.Int32]:
+        return [stage_of(kv_idx, SHARED_STAGES), stage_of(kv_idx, self.stages)]
 
-    def of_values(self, tile):
-        return stage_of(tile + SHARED_PLACES - 1, SHARED_PLACES)
-
-
-def placed(allocator, numeric, layout):
-    return allocator.allocate_tensor(numeric, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+    def v_stage(self, kv_idx: cutlass.Int32) -> cutlass.Int32:
+        return stage_of(kv_idx + SHARED_STAGES - 1, SHARED_STAGES)
 
 
-class RingLoadWarp(PerTileLoads, RolledLoadWarp):
-    """With the fewest instructions for a tile, which a warp issues for all of its lanes."""
+def allocate_swizzled(
+    allocator: cutlass.utils.SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
+) -> cute.Tensor:
+    return allocator.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def __init__(self, *args):
+
+class Sm100LoadWarp(PerTileLoads, RolledLoadWarp):
+    """A load warp that issues few instructions for a tile, since each takes an issue slot of the other warps."""
+
+    def __init__(self, *args: Any):
         super().__init__(*args)
         self.box_begin = cute.arch.lane_idx() % self.boxes * self.box if self.boxes > 1 else 0
 
     @cute.jit
-    def expect(self, full, size: cutlass.Constexpr[int]):
+    def expect(self, full: cute.Pointer, size: cutlass.Constexpr[int]):
         # Half of the instructions of a branch around it.
         cute.arch.inline_ptx(
             "{ .reg .pred leader; elect.sync _|leader, 0xffffffff; "
@@ -79,91 +88,102 @@ class RingLoadWarp(PerTileLoads, RolledLoadWarp):
         )
 
     @cute.jit
-    def pages_of(self, work, tile):
-        """Lane b: the page of box b modulo boxes; past the keys, one that is not there, whose copy fills with zeros."""
+    def pages_of(self, work: WorkTile, tile: cutlass.Int32):
+        """Lane b: the page of box b modulo boxes. After the last key a page that does not exist: TMA fills zeros."""
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
             page = cutlass.Int32(cute.size(self.mK, mode=[3]))
             if tile * self.tile_n + self.box_begin < work.seqlen_k:
-                page = self.whole_pages_of(work, tile)
+                page = self.full_tile_pages_of(work, tile)
         return page
 
     @cute.jit
-    def whole_pages_of(self, work, tile):
-        """The same for a tile that has all of its keys."""
+    def full_tile_pages_of(self, work: WorkTile, tile: cutlass.Int32):
+        """The same for a tile all of whose keys exist."""
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
-            page = self.requests.page_table[work.kv_source, self.place_of(tile)]
+            page = self.requests.page_table[work.kv_source, self.page_idx_of(tile)]
         return page
 
-    def place_of(self, tile):
-        """Of a lane's page among those of its request."""
+    def page_idx_of(self, tile: cutlass.Int32) -> cutlass.Int32:
+        """The column of the page table for this lane's box."""
         if self.boxes == 1:
             return tile // (self.page // self.tile_n)
         return (tile * self.tile_n + self.box_begin) // self.page
 
-    def page_of(self, pages, b):
+    def page_of(self, pages: cutlass.Int32, b: cutlass.Int32 | int) -> cutlass.Int32:
         return pages if self.boxes == 1 else cute.arch.shuffle_sync(pages, b)
 
 
-class SharedRingLoadWarp(RingLoadWarp):
-    """Fills a ring that keys and values share, in the order in which they are multiplied."""
+class SharedKVLoadWarp(Sm100LoadWarp):
+    """Fill stages that K and V share, in the order of the MMAs."""
 
-    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, places, requests):
-        values = places.values
-        super().__init__(kernel, work_pipeline, barriers, loads, sQ, values, values, requests)
-        self.places = places
-        self.mRest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(loads.mK) - 2)), loads.mK)
-        self.sRest = self.in_boxes(places.rest, self.box, kernel.copied)
+    def __init__(
+        self,
+        kernel: TiledKernel,
+        work_pipeline: WorkTilePipeline,
+        barriers: Any,
+        loads: DenseLoads,
+        sQ: cute.Tensor,  # (tile_m, head_dim, q_stage)
+        kv_stages: SharedKVStages,
+        requests: Requests,
+    ):
+        sV = kv_stages.sV
+        super().__init__(kernel, work_pipeline, barriers, loads, sQ, sV, sV, requests)
+        self.kv_stages = kv_stages
+        self.mK_rest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(loads.mK) - 2)), loads.mK)
+        self.sK_rest = self.in_boxes(kv_stages.sK_rest, self.box, kernel.copied)
 
     @cute.jit
-    def load_item(self, work, tiles):
+    def load_item(self, work: WorkTile, tiles: cutlass.Int32):
         for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
-            tile, count = work.n_block_max - 1 - step, tiles + step
+            tile, kv_idx = work.n_block_max - 1 - step, tiles + step
             pages = self.pages_of(work, tile)
-            self.load_keys(work, tile, pages, count)
-            self.load_values(work, tile, pages, count)
+            self.load_keys(work, tile, pages, kv_idx)
+            self.load_values(work, tile, pages, kv_idx)
 
     @cute.jit
-    def load_keys(self, work, tile, pages, count):
+    def load_keys(self, work: WorkTile, tile: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
         stage = stage_of(count, self.stages)
-        place, rest_place = self.places.of_keys(count)
+        k_stage, rest_stage = self.kv_stages.k_stages(count)
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
-        # The keys before the last ones, whose place this is, were read: the values before waited for them.
-        rest = range(self.k_chunks - self.v_chunks)
-        self.load_tile(self.tma_atom_k, self.mRest, self.sRest, self.copied, rest, work, tile, pages, rest_place, full)
+        # K of the round before, whose stage this is, has been read: the V before waited for it.
+        chunks = range(self.k_chunks - self.v_chunks)
+        self.load_tile(
+            self.tma_atom_k, self.mK_rest, self.sK_rest, self.copied, chunks, work, tile, pages, rest_stage, full
+        )
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
         chunks = range(self.v_chunks)
-        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, place, full)
+        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, k_stage, full)
 
     @cute.jit
-    def load_values(self, work, tile, pages, count):
+    def load_values(self, work: WorkTile, tile: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
         before = count - 1
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage_of(before, self.stages), phase_of(before, self.stages))
         full = self.barriers.v_full + stage_of(count, self.stages)
         self.expect(full, self.v_bytes)
-        chunks, place = range(self.v_chunks), self.places.of_values(count)
-        self.load_tile(self.tma_atom_v, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, place, full)
+        chunks, v_stage = range(self.v_chunks), self.kv_stages.v_stage(count)
+        self.load_tile(self.tma_atom_v, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, v_stage, full)
 
 
-class OwnRingsLoadWarp(RingLoadWarp):
-    """Fills a ring of keys and one of values, whose tile goes where that of the keys went one before."""
+class SeparateKVLoadWarp(Sm100LoadWarp):
+    """Fill stages of K and stages of V: V of a tile after K of the next one."""
 
     @cute.jit
-    def load_item(self, work, tiles):
+    def load_item(self, work: WorkTile, tiles: cutlass.Int32):
         last = work.n_block_max - 1
         pages = self.pages_of(work, last)
-        stage, phase = self.turn(tiles)
+        stage, phase = self.stage_and_phase(tiles)
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
         self.fill_keys(work, last, pages, stage)
-        through = tiles + last
-        for count in cutlass.range(tiles + 1, tiles + work.n_block_max - work.n_block_min, unroll=1):
-            tile = through - count
+        kv_idx_of_tile_0 = tiles + last
+        for kv_idx in cutlass.range(tiles + 1, tiles + work.n_block_max - work.n_block_min, unroll=1):
+            tile = kv_idx_of_tile_0 - kv_idx
             pages_before, stage_before, phase_before = pages, stage, phase
-            # Keys end in an item's last tile.
-            pages = self.whole_pages_of(work, tile)
-            stage, phase = self.turn(count)
+            # Keys end in a work tile's first tile, which is the last one of the request.
+            pages = self.full_tile_pages_of(work, tile)
+            stage, phase = self.stage_and_phase(kv_idx)
             cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
             self.fill_keys(work, tile, pages, stage)
             cute.arch.mbarrier_wait(self.barriers.v_empty + stage_before, phase_before)
@@ -171,7 +191,7 @@ class OwnRingsLoadWarp(RingLoadWarp):
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase)
         self.fill_values(work, work.n_block_min, pages, stage)
 
-    def turn(self, count):
-        """Stage of the count-th tile, and the phase of being empty that it waits for."""
-        # Settled: of a count in sight, each address would be made by a shift and a mask.
-        return fence_register(stage_of(count, self.stages)), phase_of(count, self.stages) ^ 1
+    def stage_and_phase(self, kv_idx: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """The stage of a tile, and the phase of `empty` that its load waits for."""
+        # Fenced: otherwise the compiler makes each address from kv_idx again, by a shift and a mask.
+        return fence_register(stage_of(kv_idx, self.stages)), phase_of(kv_idx, self.stages) ^ 1

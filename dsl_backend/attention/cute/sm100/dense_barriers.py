@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mbarriers of the dense SM100 kernels: stages, and arrivals by who arrives.
+
+TMA and tcgen05.commit arrive once, with their bytes or when all MMAs so far are done. Softmax and correction threads
+each arrive for their row. Every other role arrives once for each of its warps.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.attention.cute.mbarriers import MbarArray
+from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_CTA_S_STAGES, WARP, DenseConfig
+
+WARPS_PER_WARPGROUP = WARPGROUP // WARP
+TMA = UMMA = LOAD_WARPS = MMA_WARPS = SCHEDULER_WARPS = 1
+
+
+class Barriers(NamedTuple):
+    """Arrays of mbarriers: `full` is signalled when something was written, `empty` when it was read.
+
+    `k_loaded` and `k_taken` are full and empty of the fp8 stages of K, from which DequantWarps fill the 16-bit ones;
+    `v_loaded` and `v_taken` those of V.
+
+    Attributes:
+        s_full: S of an S stage, in tensor memory.
+        p_full: P of an S stage is in tensor memory, and its O is rescaled, or free for a new work tile.
+        o_full: O of all S stages is complete.
+        stats_full, stats_empty: a row's statistics in shared memory, from softmax to correction warps.
+    """
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+    stats_full: cute.Pointer
+    stats_empty: cute.Pointer
+    k_loaded: cute.Pointer | None = None
+    k_taken: cute.Pointer | None = None
+    v_loaded: cute.Pointer | None = None
+    v_taken: cute.Pointer | None = None
+
+
+class TwoCtaBarriers(NamedTuple):
+    """As `Barriers`. q_full, k_full, v_full and p_full are the leader's for both CTAs; MMAs signal both CTAs' barriers.
+
+    Attributes:
+        v_empty: P V of the tile is done too.
+        stats_full: by S stage; the last one is of the end of a work tile.
+    """
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    stats_full: cute.Pointer
+    stats_empty: cute.Pointer
+
+
+class SwapABBarriers(NamedTuple):
+    """As `Barriers`; MMAs alone read Q, and softmax warps rescale O themselves."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    o_full: cute.Pointer
+
+
+AnyBarriers = Barriers | TwoCtaBarriers | SwapABBarriers
+
+
+def load_mbar_arrays(
+    config: DenseConfig, kv_producer: int, q_consumer: int, work_consumer_warps: int | cutlass.Int32
+) -> dict[str, MbarArray]:
+    """Of Q, K, V and work tiles, in the order of allocation; arguments: arrivals of their producers and consumers."""
+    return {
+        "q_full": MbarArray(config.query_stages, TMA),
+        "q_empty": MbarArray(config.query_stages, q_consumer),
+        "k_full": MbarArray(config.stages, kv_producer),
+        "k_empty": MbarArray(config.stages, UMMA),
+        "v_full": MbarArray(config.stages, kv_producer),
+        "v_empty": MbarArray(config.stages, UMMA),
+        "work_full": MbarArray(WORK_TILE_STAGES, SCHEDULER_WARPS),
+        "work_empty": MbarArray(WORK_TILE_STAGES, work_consumer_warps),
+    }
+
+
+def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
+    """The arrays of a configuration, by their field of Barriers, in the order of allocation."""
+    s_stages = config.softmax_warpgroups
+    softmax_warps, correction_warps = s_stages * WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+    dequant_warps = WARPS_PER_WARPGROUP if config.dequant_stages else 0
+    work_consumers = softmax_warps + correction_warps + LOAD_WARPS + MMA_WARPS + dequant_warps
+    row_threads = WARPGROUP
+    arrays = load_mbar_arrays(config, dequant_warps or TMA, correction_warps, work_consumers)
+    arrays |= {
+        "s_full": MbarArray(s_stages, UMMA),
+        "p_full": MbarArray(s_stages, row_threads + row_threads),  # softmax and correction
+        "o_full": MbarArray(1, UMMA),
+        "stats_full": MbarArray(s_stages, row_threads),
+        "stats_empty": MbarArray(s_stages, row_threads),
+    }
+    if config.dequant_stages:
+        for tensor in ("k", "v"):
+            arrays[f"{tensor}_loaded"] = MbarArray(config.dequant_stages, TMA)
+            arrays[f"{tensor}_taken"] = MbarArray(config.dequant_stages, dequant_warps)
+    return arrays
+
+
+def two_cta_mbar_arrays(config: DenseConfig, cta_rank: int | cutlass.Int32) -> dict[str, MbarArray]:
+    """The same by the fields of TwoCtaBarriers. The leader alone, of rank 0, has an MMA warp."""
+    softmax_warps = correction_warps = WARPS_PER_WARPGROUP
+    work_consumers = softmax_warps + correction_warps + LOAD_WARPS + MMA_WARPS - cta_rank
+    row_threads = WARPGROUP
+    arrays = load_mbar_arrays(config, TMA, correction_warps, work_consumers)
+    arrays |= {
+        "s_full": MbarArray(TWO_CTA_S_STAGES, UMMA),
+        "p_full": MbarArray(TWO_CTA_S_STAGES, CTA_PAIR * (row_threads + row_threads)),  # softmax and correction
+        "stats_full": MbarArray(TWO_CTA_S_STAGES + 1, row_threads),
+        "stats_empty": MbarArray(1, row_threads),
+    }
+    return arrays
+
+
+def swap_ab_mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
+    """The same by the fields of SwapABBarriers."""
+    s_stages = config.softmax_warpgroups
+    work_consumers = s_stages * WARPS_PER_WARPGROUP + LOAD_WARPS + MMA_WARPS
+    arrays = load_mbar_arrays(config, TMA, UMMA, work_consumers)
+    arrays |= {
+        "s_full": MbarArray(s_stages, UMMA),
+        "p_full": MbarArray(s_stages, WARPGROUP),
+        "o_full": MbarArray(1, UMMA),
+    }
+    return arrays
