@@ -18,7 +18,7 @@ Peer = Provider[Problem, Inputs]
 
 @dataclass(frozen=True)
 class AttentionOperator:
-    """One way of attending, with its rows and its peers."""
+    """An attention operation with its rows and peers."""
 
     name: str
     unit: str
@@ -71,7 +71,7 @@ class WriteOperator:
 
 
 def operators(page_size: int = 16) -> dict[str, AttentionOperator | WriteOperator]:
-    """Name -> operator, on caches with pages of that many tokens."""
+    """Name -> operator, for KV caches with pages of `page_size` tokens."""
     dense = (
         vllm_dense.TritonAttention(),
         vllm_dense.FlashAttention(3, default=True),

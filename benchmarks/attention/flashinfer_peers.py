@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's wrappers. They compile their kernels with nvcc at first use (minutes), so they run only by name."""
+"""FlashInfer's wrappers. At first use they compile kernels with nvcc for minutes, so they run only if named."""
 
 import torch
 
@@ -35,7 +35,7 @@ def page_lists(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Te
 
 
 class ByName:
-    """What FlashInfer's providers have in common."""
+    """The common part of FlashInfer's providers, which run only if named."""
 
     default = False
 
@@ -50,7 +50,7 @@ class ByName:
 
 
 class Paged(ByName):
-    """FLASHINFER as vLLM plans it: decode on tensor cores in a graph, longer queries by its prefill."""
+    """FLASHINFER as vLLM uses it: decode on tensor cores in a CUDA graph, and its prefill for longer queries."""
 
     name = "FLASHINFER"
 

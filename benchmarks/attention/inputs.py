@@ -2,7 +2,7 @@
 """Tensors of a problem, laid out as vLLM 0.26 hands them to an attention backend.
 
 A dense cache is [pages, page_size, heads_kv, 2 * head_dim] in memory: a head's key and value side by side. An MLA
-cache is [pages, page_size, 576]. Pages of a request lie anywhere in it, in any order.
+cache is [pages, page_size, 576]. The pages of a request are at random positions in the cache.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Layer:
 
     Attributes:
         q: [tokens, heads_q, head_dim].
-        cache: what the cache holds, as in memory; for packed keys [tokens, heads, head_dim + head_dim_v].
-        keys, values: views of it, [pages, page_size, heads_kv, dim] or packed [tokens, heads_kv, dim].
+        cache: the KV cache in its memory layout; for packed keys [tokens, heads, head_dim + head_dim_v].
+        keys, values: views of the cache, [pages, page_size, heads_kv, dim] or packed [tokens, heads_kv, dim].
         out: [tokens, heads_q, head_dim_v].
     """
 
@@ -33,7 +33,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step: its batch, and layers that share it. `one` is a float32 scale of 1 on the device."""
+    """The inputs of a step: the batch, and the layers that share it. `one` is a float32 scale of 1 on the device."""
 
     batch: Batch
     layers: tuple[Layer, ...]
@@ -45,7 +45,7 @@ def pages_of(kv_len: int, page_size: int) -> int:
 
 
 def shuffled_table(kv_lens: tuple[int, ...], page_size: int, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-    """A block table [requests, most pages] int32 on the CPU whose pages are a random permutation, and their number."""
+    """A block table with randomly permuted pages, [requests, most pages] int32 on the CPU; and the number of pages."""
     counts = [pages_of(kv_len, page_size) for kv_len in kv_lens]
     order = torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
@@ -62,7 +62,7 @@ def starts_of(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Standard normal values of any dtype, in slices, since fp8 is rounded from a wider tensor."""
+    """Standard normal values of any dtype. Fp8 is made in slices, because it is rounded from a wider tensor."""
     if dtype != torch.float8_e4m3fn:
         return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator)
     result = torch.empty(shape, dtype=dtype, device=generator.device)
@@ -111,7 +111,7 @@ def cache_shape(problem: Problem, pages: int) -> tuple[int, ...]:
 
 
 def split(problem: Problem, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in a cache."""
+    """The keys and values of a cache."""
     if problem.latent:
         keys = cache.unsqueeze(2)
         return keys, keys[..., : problem.head_dim_v]
@@ -137,7 +137,7 @@ def tokens_of(problem: Problem, inputs: Inputs, rows: torch.Tensor, request: int
 
 
 def repage(problem: Problem, inputs: Inputs, page_size: int, seed: int = 1) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The same keys in pages of another size, for a peer that serves no other.
+    """The same keys in pages of another size, for a peer that supports only that size.
 
     Returns:
         block table [requests, pages] int32, and each layer's cache [pages, page_size, ...]; tokens past a request's

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of the SM100 kernels beside FlashAttention-4's, counted on the emulator: `python -m benchmarks.attention.model`.
+"""Compares the work of the SM100 kernels with FlashAttention-4's, counted in the emulator.
 
-Each kernel runs twice, over few and over many keys; the difference is what a tile of 128 keys costs, by role, and what
-is left is the cost of an item. Nothing here is a measurement: the cycles are the emulator's model from public rates.
+`python -m benchmarks.attention.model` runs each kernel twice, over few and over many keys. The difference is the cost
+of a tile of 128 keys, by warp role; the rest is the cost of a work tile. Nothing here is a measurement: the cycles come
+from the emulator's model, which uses public rates.
 """
 
 import argparse
@@ -24,9 +25,10 @@ class Shape:
 
     Attributes:
         queries: tokens.
-        heads, kv_heads, dims: of queries, of keys, of keys and of values.
+        heads: query heads and key heads.
+        dims: elements of a key row and of a value row.
         keys: few and many; full tiles of 96 as well as of 128.
-        rows: query rows of a work item's products, which a tile's cost is for.
+        rows: query rows of a work tile's matrix products, to which a tile's cost applies.
         absorbed: MLA, whose values are a part of its keys.
     """
 
@@ -38,7 +40,7 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Of 128 keys, by which the two runs differ."""
+        """The number of tiles of 128 keys by which the two runs differ."""
         return (self.keys[1] - self.keys[0]) // TILE
 
 
@@ -54,7 +56,7 @@ SHAPES = {
 PROVIDERS = ("dsl", "FA4")
 
 
-# By what a role does; FlashAttention-4's for heads of 256 store what ours do not.
+# A role's name by its tasks. In FlashAttention-4's kernel for heads of 256 other warps store the output.
 ROLES = {
     "softmax": "softmax warp",
     "softmax + store": "softmax warp",
@@ -67,7 +69,7 @@ SMS = 4
 
 
 def ours(shape: Shape, keys: int) -> None:
-    """Without LSE, as a server asks for it."""
+    """Runs this package's kernel without LSE, as a server does."""
     import torch
     from dsl_backend.attention import api
     from dsl_backend.attention.plan import Planner
@@ -97,7 +99,7 @@ def ours(shape: Shape, keys: int) -> None:
 
 
 def theirs(shape: Shape, keys: int) -> None:
-    """In a process of its own."""
+    """Runs FlashAttention-4's kernel; needs a process of its own."""
     pretend(ARCH)
     cases = import_module("cases_flash")
     problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, absorbed=shape.absorbed)
@@ -105,7 +107,7 @@ def theirs(shape: Shape, keys: int) -> None:
 
 
 def amounts(kernels: list[Kernel]) -> dict[str, float]:
-    """Warp instructions of a warp of each role; and of all warps of all blocks, work and model cycles."""
+    """Warp instructions per warp of each role; and, for all warps of all CTAs, work and modelled cycles."""
     from emulator.profile.summary import charged
 
     main = main_kernel(kernels)
@@ -121,7 +123,7 @@ def amounts(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def costs(provider: str, name: str) -> dict[str, tuple[float, float]]:
-    """(of a tile of 128 keys, of an item) of each amount."""
+    """For each amount, its share of a tile of 128 keys and of a work tile."""
     shape = SHAPES[name]
     few, many = (amounts(in_child(MODULE, provider, name, str(keys))) for keys in shape.keys)
     found = {}
@@ -133,9 +135,9 @@ def costs(provider: str, name: str) -> dict[str, tuple[float, float]]:
 
 
 def table(name: str) -> Iterator[str]:
-    """Lines of a table in Markdown."""
+    """The lines of a Markdown table."""
     ours, theirs = (costs(provider, name) for provider in PROVIDERS)
-    yield f"| {name} | dsl | FA4 | ratio | an item: dsl | FA4 |"
+    yield f"| {name} | dsl | FA4 | ratio | work tile: dsl | FA4 |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for what, (tile, item) in ours.items():
         other, other_item = theirs.get(what, (0.0, 0.0))

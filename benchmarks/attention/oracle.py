@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float64 for some rows of a batch, on the device that holds it."""
+"""Attention in float64 for some rows of a batch, on the batch's device."""
 
 import random
 
@@ -9,11 +9,11 @@ from ..case import Reference
 from .inputs import Inputs, tokens_of
 from .problems import Problem
 
-ROWS = 512  # of the whole batch
+ROWS = 512  # number of compared rows of the whole batch
 
 
 def sampled_rows(q_len: int, most: int, draw: random.Random) -> list[int]:
-    """Query rows of one request: all where they are few, else the first, the last and random ones."""
+    """The compared query rows of one request: all if there are few, else the first, the last and random ones."""
     if q_len <= most:
         return list(range(q_len))
     return sorted({0, q_len - 1, *draw.sample(range(q_len), most - 2)})
@@ -22,12 +22,12 @@ def sampled_rows(q_len: int, most: int, draw: random.Random) -> list[int]:
 def attend(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of rows at given positions of one request.
+    """Attention of query rows at given positions of one request.
 
     Args:
         q: [n, heads_q, head_dim].
         k, v: [kv_len, heads_kv, dim].
-        positions: [n] int64, each row's place among the keys.
+        positions: [n] int64, each row's position in the request.
 
     Returns:
         [n, heads_q, head_dim_v] float64.
@@ -47,7 +47,7 @@ def attend(
 
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
-    """Exact output rows of one layer."""
+    """The exact output rows of one layer."""
     draw = random.Random(seed)
     tensors = inputs.layers[layer]
     most = max(4, ROWS // problem.requests)

@@ -33,7 +33,7 @@ class Attention:
     """`api.plan` once, `api.run` for each layer.
 
     Args:
-        kernel: a name from the dispatch table; by default what dispatch prefers.
+        kernel: a name from the dispatch table; by default the kernel that dispatch chooses.
     """
 
     default = True

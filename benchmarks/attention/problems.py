@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention problems that are timed, and the bytes and operations that each must cost."""
+"""The attention problems that are timed, with the bytes and operations that each needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from dsl_backend.checks import short
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Causal attention over a batch. Each kind below adds how its keys are stored.
+    """Causal attention over a batch. The functions below make problems with different layouts of the keys.
 
     Attributes:
         heads_q, heads_kv: query and key/value heads.
         head_dim, head_dim_v: elements of a query or key row, and of a value or output row.
         q_lens, kv_lens: tokens of each request; its keys include those of its queries.
-        page_size: tokens a page; None where keys are packed.
-        window_left: keys visible before a position; None is unbounded.
-        scale: multiplies q·k.
-        batch_invariant: a request's results are the same bits whatever is beside it.
+        page_size: tokens of a page; None if keys are packed.
+        window_left: the number of visible keys before a position; None if there is no window.
+        scale: the factor of q·k (softmax_scale).
+        batch_invariant: a request's result is bitwise the same in every batch.
     """
 
     heads_q: int
@@ -63,12 +63,12 @@ class Problem:
 
     @property
     def is_decode(self) -> bool:
-        """Every request has as few queries as a decode step with speculation."""
+        """Whether every request has as few queries as a decode step with speculative tokens."""
         return max(self.q_lens) <= 16
 
     @property
     def uniform(self) -> bool:
-        """All requests are of one shape."""
+        """Whether all requests have the same lengths."""
         return len(set(self.q_lens)) == 1 and len(set(self.kv_lens)) == 1
 
     @property
@@ -77,7 +77,7 @@ class Problem:
 
     @property
     def traffic_bytes(self) -> int:
-        """Keys and values that some query sees are read once, queries are read, outputs written."""
+        """Keys and values that at least one query sees are read once, queries are read, outputs are written."""
         keys = sum(keys_seen(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         row = self.head_dim if self.latent else self.head_dim + self.head_dim_v
         stored = keys * self.heads_kv * row * self.kv_dtype.itemsize
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Two products, of the visible pairs only: a causal square counts as half of the full one."""
+        """The two matrix products of the visible pairs only: a causal square counts as half of the full one."""
         twice = sum(twice_pairs(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         return twice * self.heads_q * (self.head_dim + self.head_dim_v)
 
@@ -110,12 +110,12 @@ class Problem:
 
 
 def keys_seen(q_len: int, kv_len: int, window_left: int | None) -> int:
-    """Keys of a request that at least one of its queries sees."""
+    """The number of keys of a request that at least one of its queries sees."""
     return kv_len if window_left is None else min(kv_len, q_len + window_left)
 
 
 def twice_pairs(q_len: int, kv_len: int, window_left: int | None) -> int:
-    """Twice the (query, key) pairs of a request that are visible; the diagonal of a causal square counts half."""
+    """Twice the number of visible (query, key) pairs of a request. The diagonal of a causal square counts half."""
     twice = 2 * q_len * kv_len - q_len * q_len
     if window_left is not None:
         # the query at position p misses its first p - window_left keys
@@ -136,7 +136,7 @@ def dense(
     kv_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> Problem:
-    """Keys and values of their own, in pages."""
+    """Separate keys and values, in pages."""
     return Problem(
         heads_q=heads_q,
         heads_kv=heads_kv,
@@ -160,7 +160,7 @@ def latent(
     page_size: int = 16,
     batch_invariant: bool = False,
 ) -> Problem:
-    """Absorbed MLA of DeepSeek's sizes: one latent row of 512 and a rope part of 64 serve every head."""
+    """Absorbed MLA with DeepSeek's sizes: all heads share one latent row of 512 and a rope part of 64."""
     return Problem(
         heads_q=heads,
         heads_kv=1,
@@ -176,7 +176,7 @@ def latent(
 
 
 def packed(heads: int, lens: Sequence[int]) -> Problem:
-    """MLA's prefill of DeepSeek's sizes, without absorption: packed keys of 128 + 64 and values of 128."""
+    """MLA prefill with DeepSeek's sizes, without absorption: packed keys of 128 + 64 and values of 128."""
     return Problem(
         heads_q=heads,
         heads_kv=heads,
@@ -191,10 +191,10 @@ def packed(heads: int, lens: Sequence[int]) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteProblem:
-    """New keys and values on their way into the cache.
+    """New keys and values to write to the cache.
 
     Attributes:
-        latent: one row of head_dim + head_dim_v elements (512 + 64) for MLA, instead of a key and a value.
+        latent: MLA: one row of head_dim + head_dim_v elements (512 + 64) instead of a key and a value.
     """
 
     tokens: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of each attention benchmark: the table, and groups of further rows that a regular expression selects."""
+"""The rows of each attention benchmark: the default group, and further groups, selected by a regular expression."""
 
 import random
 
@@ -10,9 +10,9 @@ from .problems import Problem, WriteProblem, dense, latent, packed
 
 K = 1024
 FP8 = torch.float8_e4m3fn
-# (batch, keys): one user with short and very long context, a few, many, and the widest batches.
+# (batch, keys): one user with short and very long contexts, a few users, many users, and the largest batches.
 DECODE_SHAPES = ((1, 8 * K), (1, 128 * K), (8, 8 * K), (64, 1 * K), (64, 8 * K), (256, 2 * K))
-# (head_dim, query heads, key heads): 8B models, gpt-oss, and a 70B model's share on one of eight GPUs.
+# (head_dim, query heads, key heads): 8B models, gpt-oss, and one of eight tensor-parallel ranks of a 70B model.
 DECODE_HEADS = ((128, 32, 8), (64, 64, 8), (128, 8, 1))
 SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 128), (1, 4, 16, 64, 128)
 PREFILL_SHAPES = ((16, 1 * K), (4, 4 * K), (1, 16 * K))
@@ -30,7 +30,7 @@ def heads(head_dim: int, heads_q: int, heads_kv: int) -> str:
 
 
 def zipf_lengths(count: int, shortest: int = 16, longest: int = 32 * K, seed: int = 0) -> tuple[int, ...]:
-    """Lengths whose frequency falls as 1/length (Zipf's law): many short requests, a few of full length."""
+    """Lengths with a frequency proportional to 1/length (Zipf's law): many short requests, a few of full length."""
     draw = random.Random(seed)
     return tuple(round(shortest * (longest / shortest) ** draw.random()) for _ in range(count))
 
@@ -98,7 +98,7 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
         lens = zipf_lengths(16, seed=2)
         cases.append(case(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))
     cases += [row(main, b, 2 * K, "context8k", context=8 * K) for b in (1, 4)]
-    # A scheduler's step: a chunk of one prompt beside the decodes of the others.
+    # A scheduler's step: a chunk of one prompt and the decodes of other requests.
     mixed = dense(*main, [1] * 63 + [2 * K], [4 * K] * 63 + [6 * K], page_size=page)
     cases.append(case(f"{heads(*main)}-63x1+2k", mixed, "mixed"))
     cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
@@ -137,7 +137,7 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
             for b in (16, 64, 256)
             for keys in (256, K, 2 * K)
         ]
-        # A served step: short prompts attend in latent space, beside decodes.
+        # A served step: short prompts, which use absorbed MLA, together with decodes.
         cases += [
             case(f"h{h}-{b}x1+{q}", latent(h, [1] * b + [q], [2 * q] * b + [q], page_size=page), "prompt")
             for b, q in ((15, 256), (63, 256), (63, 448))

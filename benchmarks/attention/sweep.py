@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times configurations of the CuTe DSL kernels: `python -m benchmarks.attention.sweep decode --rows 'hd128.*'`.
 
-Each line: row, microseconds, TB/s or TFLOP/s, the configuration; the fastest first, and the one that is chosen marked.
+Each line has the row, microseconds, TB/s or TFLOP/s, and the configuration. The fastest is first; the configuration
+that dispatch chooses is marked.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
     """All configurations of the CuTe DSL kernel that serves a case.
 
     Raises:
-        Unsupported: there is none.
+        Unsupported: no CuTe DSL kernel serves the case.
     """
     problem, spec = case.problem, case.problem.spec
     kind = dispatch.choose(operation, spec, target, "cute").load()
@@ -88,7 +89,7 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention.sweep", description=__doc__)
     parser.add_argument("operation", choices=tuple(KINDS))
-    parser.add_argument("--rows", default=None, help="regular expression of row names; by default the table's")
+    parser.add_argument("--rows", default=None, help="regular expression for row ids (default: the group table)")
     sweep.add_arguments(parser)
     given = parser.parse_args()
     operation, cases = KINDS[given.operation]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's attention through torch, on keys that are neither paged nor ragged: a bound, not a replacement."""
+"""cuDNN's attention through torch, on keys that are neither paged nor ragged: a reference time, not a replacement."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .problems import Problem
 
 
 class CudnnPrefill:
-    """`scaled_dot_product_attention` restricted to cuDNN; a batch's keys are laid out for it beforehand."""
+    """`scaled_dot_product_attention` restricted to cuDNN. The keys are copied to its layout before the timing."""
 
     name = "cuDNN"
     default = True
@@ -20,18 +20,18 @@ class CudnnPrefill:
         if not problem.uniform:
             reasons.append("needs requests of one length")
         if problem.q_lens != problem.kv_lens:
-            reasons.append("its causal mask starts at the first key: no context")
+            reasons.append("its causal mask starts at the first key, so it does not support a context")
         if problem.window_left is not None:
-            reasons.append("torch passes it no window")
+            reasons.append("torch does not pass a window to it")
         if problem.is_fp8_kv:
-            reasons.append("torch passes it no fp8")
+            reasons.append("torch does not pass fp8 to it")
         return reasons
 
     def limits(self, problem: Problem) -> Limits:
         return BF16_LIMITS
 
     def shares_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether this torch gives cuDNN fewer key heads than query heads; otherwise keys are repeated beforehand."""
+        """Whether this torch supports GQA with cuDNN. Otherwise the keys are repeated before the timing."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of attention that `dsl-backend tune` goes through: those of the benchmarks' rows, or a model's."""
+"""The classes of attention problems that `dsl-backend tune` tunes: those of the benchmarks' rows, or of a model."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from . import rows, sweep
 from .problems import Problem, dense, latent, packed
 
 GROUPS = (TABLE, "fp8")
-DEEPSEEK = (512, 64)  # latent and rope elements, which `problems.latent` and `packed` have
+DEEPSEEK = (512, 64)  # latent and rope elements of `problems.latent` and `packed`
 
 
 def usual() -> Iterator[tuple[Operation, Case[Problem]]]:
-    """The rows of the benchmarks' tables."""
+    """The rows of the benchmarks' default groups."""
     for operation, cases in sweep.KINDS.values():
         yield from ((operation, case) for case in cases(16) if case.group in GROUPS)
 
 
 def of_model(model: ModelShape) -> Iterator[tuple[Operation, Case[Problem]]]:
-    """A model's heads in the tables' batches; none where its latent is of other sizes than the benchmarks'."""
+    """The default groups' batches with a model's heads; empty if the sizes of its latent are not DeepSeek's."""
 
     def case(name: str, problem: Problem) -> Case[Problem]:
         dtype = getattr(torch, model.dtype)
@@ -55,7 +55,7 @@ def of_model(model: ModelShape) -> Iterator[tuple[Operation, Case[Problem]]]:
 
 
 def classes(target: Target, device: torch.device, model: ModelShape | None) -> list[Class]:
-    """Those that a CuTe DSL kernel serves."""
+    """The classes that a CuTe DSL kernel serves."""
     found: dict[Any, list[Contest]] = {}
     for operation, case in usual() if model is None else of_model(model):
         try:

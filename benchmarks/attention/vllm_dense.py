@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's dense attention backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs.
 
-What a backend's metadata builder computes once a step is computed once here; what its `forward` passes for each
-layer is passed for each layer. Query quantization for fp8 keys, which vLLM fuses into the operation before, is not
-part of the time.
+The work of a backend's metadata builder, which runs once in a step, is not timed. The arguments that its `forward`
+passes for each layer are passed for each layer here. Query quantization for fp8 keys, which vLLM fuses into the
+previous operation, is not timed.
 """
 
 import importlib.util
@@ -35,13 +35,13 @@ def window(problem: Problem) -> tuple[int, int]:
 
 
 def queries(problem: Problem, inputs: Inputs) -> list[torch.Tensor]:
-    """Each layer's queries as the layer before the backend hands them over: e4m3 where the cache is."""
+    """Each layer's queries as vLLM passes them to the backend: e4m3 if the cache is e4m3."""
     quantized = problem.kv_dtype if problem.is_fp8_kv else problem.dtype
     return [layer.q.to(quantized) for layer in inputs.layers]
 
 
 class TritonAttention:
-    """TRITON_ATTN: `unified_attention`, with segments for batches that fill the chip too little."""
+    """TRITON_ATTN: `unified_attention`, which splits keys into segments for small batches."""
 
     name = "TRITON_ATTN"
     default = True
@@ -101,7 +101,7 @@ class TritonAttention:
 
 
 class FlashAttention:
-    """FLASH_ATTN of one generation; FA3 with the schedule that its builder makes ahead of the layers."""
+    """FLASH_ATTN of one version; FA3 with the scheduler metadata that its builder makes once in a step."""
 
     def __init__(self, version: int, default: bool) -> None:
         self.version, self.name, self.default = version, f"FA{version}", default

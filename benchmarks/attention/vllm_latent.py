@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's MLA backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs.
 
-The time is the attention kernels' own: TRITON_MLA's filling of its output with zeros and the joining of the query's two
-parts, which each of its layers pays in vLLM, are left out.
+Only the attention kernels are timed. In vLLM each layer of TRITON_MLA also fills its output with zeros and concatenates
+the two parts of the query; that is not timed.
 """
 
 import torch
@@ -134,7 +134,7 @@ class FlashAttnMLA:
 
 
 class FlashMLA:
-    """FLASHMLA, on the same keys in pages of 64, the only size it serves."""
+    """FLASHMLA, on the same keys in pages of 64, the only size that it supports."""
 
     name = "FLASHMLA"
     default = True
@@ -142,7 +142,7 @@ class FlashMLA:
     def objections(self, problem: Problem) -> list[str]:
         reasons = missing("vllm")
         if len(set(problem.q_lens)) > 1:
-            reasons.append("needs as many queries of every request")
+            reasons.append("needs the same number of queries in every request")
         if reasons:
             return reasons
         from vllm.v1.attention.ops.flashmla import is_flashmla_dense_supported
@@ -158,7 +158,7 @@ class FlashMLA:
 
         table, caches = repage(problem, inputs, FLASHMLA_PAGE)
         q_len = problem.q_lens[0]
-        # Holds nothing yet: the first call schedules, and the layers after it reuse that.
+        # Still empty: the first call computes the schedule, and later layers reuse it.
         schedule, _ = get_mla_metadata()
 
         def run(index: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ class TritonWriter:
     def objections(self, problem: WriteProblem) -> list[str]:
         reasons = missing("vllm")
         if problem.latent:
-            reasons.append("writes keys and values of their own")
+            reasons.append("writes separate keys and values only")
         return reasons
 
     def limits(self, problem: WriteProblem) -> Limits:

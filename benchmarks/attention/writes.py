@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors and exact results of cache writes."""
+"""The tensors and exact results of cache writes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from ..case import Reference
 from .inputs import movable, normal
 from .problems import WriteProblem
 
-PAGES_SPARE = 4  # times as many slots as tokens: what is written lies scattered among other tokens
+PAGES_SPARE = 4  # slots for each token, so that the written slots are scattered
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class WriteLayer:
 
     Attributes:
         key, value: [tokens, heads_kv, dim]; for MLA the latent and the rope part.
-        cache: as in memory, [pages, page_size, heads_kv, 2 * head_dim] or [pages, page_size, 576].
-        key_cache, value_cache: views of it, [pages, page_size, heads_kv, dim].
+        cache: the cache in its memory layout, [pages, page_size, heads_kv, 2 * head_dim] or [pages, page_size, 576].
+        key_cache, value_cache: views of the cache, [pages, page_size, heads_kv, dim].
     """
 
     key: torch.Tensor
@@ -32,14 +32,14 @@ class WriteLayer:
 
 @dataclass(frozen=True)
 class WriteInputs:
-    """Layers that share slots [tokens] int64 on the device."""
+    """The layers, and the slots [tokens] int64 on the device that they share."""
 
     slots: torch.Tensor
     layers: tuple[WriteLayer, ...]
     one: torch.Tensor
 
     def written(self, cache: torch.Tensor) -> torch.Tensor:
-        """The rows of a cache that were to be written, [tokens, ...] in a dtype that has arithmetic."""
+        """The rows of a cache at the slots, [tokens, ...]; fp8 is converted to float32."""
         page_size = cache.shape[1]
         rows = movable(cache)[self.slots // page_size, self.slots % page_size].view(cache.dtype)
         return rows.float() if cache.dtype == torch.float8_e4m3fn else rows
@@ -73,7 +73,7 @@ def poison(inputs: WriteInputs) -> None:
 
 
 def reference(problem: WriteProblem, inputs: WriteInputs, layer: int) -> Reference:
-    """What the written rows must hold, bit for bit."""
+    """The expected content of the written rows, which must be bitwise equal."""
     tensors = inputs.layers[layer]
     stored = [exact.quantize(rows, problem.kv_dtype, inputs.one).float() for rows in (tensors.key, tensors.value)]
     values = torch.cat(stored, dim=-1).double()

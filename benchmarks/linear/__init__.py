@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers' benchmark: ours beside cuBLAS with the activation as a kernel of its own, torch.compile, and quack."""
+"""The benchmark of linear layers: this package, cuBLAS with a separate activation kernel, torch.compile, and quack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

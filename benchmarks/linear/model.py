@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of SM100's GEMM with SwiGLU beside quack's, counted on the emulator: `python -m benchmarks.linear.model`.
+"""Compares the work of the SM100 GEMM with SwiGLU with quack's, counted in the emulator.
 
-One tile of 256 x 256 accumulators of two CTAs (cta_group::2), k = 1024, bfloat16: both kernels run once, and what a CTA
-executed is printed. Nothing here is a measurement: the cycles are the emulator's model from public rates.
+`python -m benchmarks.linear.model` runs both kernels once, on one tile of 256 x 256 accumulators of two CTAs
+(cta_group::2) with k = 1024 in bfloat16, and prints the work of a CTA. Nothing here is a measurement: the cycles come
+from the emulator's model, which uses public rates.
 """
 
 import argparse
@@ -22,7 +23,7 @@ PROVIDERS = ("dsl", "quack")
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of x [m, k] and of gate and up weights [2 n, k], in whichever order."""
+    """Random x [m, k] and gate and up weights [2 n, k]. The order of the weight rows does not change the work."""
     x, weight = torch.randn(ROWS, K), torch.randn(2 * COLUMNS, K) * K**-0.5
     return x.bfloat16(), weight.bfloat16()
 
@@ -45,7 +46,7 @@ def ours() -> None:
 
 
 def theirs() -> None:
-    """In a process of its own. Gate and up rows alternate, and the product itself is not stored."""
+    """Runs quack's kernel; needs a process of its own. Gate and up rows alternate; only the final output is stored."""
     pretend(ARCH)
     chosen = import_module("cases_quack").config(ARCH, tile_m=256, tile_n=256, cluster_m=2)
     x, weight = operands()
@@ -54,7 +55,7 @@ def theirs() -> None:
 
 
 def amounts(kernels: list[Kernel]) -> dict[str, float]:
-    """Of one CTA."""
+    """The amounts of work of one CTA."""
     from emulator.profile.summary import charged
 
     main = main_kernel(kernels)
@@ -74,7 +75,7 @@ def amounts(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def table() -> Iterator[str]:
-    """Lines of a table in Markdown."""
+    """The lines of a Markdown table."""
     ours, theirs = (amounts(in_child(MODULE, provider)) for provider in PROVIDERS)
     yield "| a tile of 256 x 256 accumulators, of one CTA | dsl | quack | ratio |"
     yield "| --- | ---: | ---: | ---: |"

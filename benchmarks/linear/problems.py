@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer, its tensors, and exact results for some rows."""
+"""A linear layer, its tensors, and the exact results of some rows."""
 
 import random
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from dsl_backend.linear.spec import LinearSpec
 
 from ..case import Reference
 
-COMPARED = 16  # rows of a layer
+COMPARED = 16  # number of compared rows of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """x [m, k] to [m, n]: with SwiGLU of weights [2 n, k], or the plain product of weights [n, k]."""
+    """x [m, k] to [m, n]: SwiGLU with weights [2 n, k], or the plain product with weights [n, k]."""
 
     m: int
     n: int
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def traffic_bytes(self) -> int:
-        """Weights and x are read once, the output is written once."""
+        """Weights and x are read once; the output is written once."""
         return (self.spec.weight_rows * self.k + self.m * (self.k + self.n)) * self.dtype.itemsize
 
     @property
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
-    """Normal x, and weights that keep its size; outputs are NaN."""
+    """Normal x, weights that preserve its variance, and outputs of NaN."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:

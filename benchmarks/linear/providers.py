@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a linear layer: this package's kernels, cuBLAS beside an activation kernel, torch.compile, quack."""
+"""The providers of a linear layer: this package, cuBLAS with an activation kernel, torch.compile, and quack."""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .problems import Inputs, Problem
 
 
 class Column:
-    """What all of them share."""
+    """The common part of all providers."""
 
     default = True
 
@@ -28,8 +28,8 @@ class Ours(Column):
     """`api.linear`.
 
     Args:
-        kernel: a name from the dispatch table; by default what dispatch prefers.
-        name: of the column.
+        kernel: a name from the dispatch table; by default the kernel that dispatch chooses.
+        name: the column's name.
     """
 
     def __init__(self, kernel: str | None = None, name: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Ours(Column):
 
 
 def silu_and_mul() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """(out [m, n], gate and up [m, 2 n]): vLLM's kernel, or torch.compile's where vLLM is not installed."""
+    """A function of (out [m, n], gate and up [m, 2 n]): vLLM's kernel, or torch.compile's without vLLM."""
     if importlib.util.find_spec("vllm") is not None and torch.cuda.is_available():
         import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
 
@@ -72,7 +72,7 @@ def silu_and_mul() -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 
 class Cublas(Column):
-    """What vLLM runs: cuBLAS by way of torch.mm, then `silu_and_mul`."""
+    """The kernels that vLLM runs: cuBLAS through torch.mm, then `silu_and_mul`."""
 
     name = "cuBLAS + silu_and_mul"
 
@@ -100,10 +100,10 @@ class Cublas(Column):
 
 
 class Quack(Column):
-    """quack's GEMM. Its gated epilogue needs alternating gate and up rows, which are made here; a model must repack.
+    """quack's GEMM. Its gated epilogue needs alternating gate and up rows: the weights are repacked before the timing.
 
     Args:
-        tuned: its autotuner chooses among its configurations, which compiles them all; else its default.
+        tuned: use the best configuration of quack's autotuner, which compiles all of them; otherwise the default.
     """
 
     def __init__(self, tuned: bool = False) -> None:
@@ -146,7 +146,7 @@ class Quack(Column):
 
 
 class Compiled(Column):
-    """What torch.compile makes for this very shape, its matrix product from cuBLAS or from a template."""
+    """The code that torch.compile makes for the exact shape, with a matrix product from cuBLAS or a template."""
 
     name = "torch.compile"
 
@@ -154,7 +154,7 @@ class Compiled(Column):
         return [] if torch.cuda.is_available() else ["needs a CUDA device"]
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        # Beyond a few shapes torch.compile gives up without a word and runs eagerly.
+        # After a few shapes torch.compile silently falls back to eager mode.
         torch.compiler.reset()
 
         def layer_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the linear benchmark: the table, and groups that a regular expression selects."""
+"""The rows of the linear benchmark: the default group, and further groups, selected by a regular expression."""
 
 from ..case import TABLE, Case
 from .problems import Problem
@@ -9,7 +9,7 @@ LLAMA_8B, QWEN3_32B, SEED = (14336, 4096), (25600, 5120), (10880, 4096)
 MAIN = {"llama-8b": LLAMA_8B, "qwen3-32b": QWEN3_32B, "seed": SEED}
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
-# Shapes that nothing was tuned on: other models' layers, tensor-parallel shares of them, ragged ones.
+# Shapes that are not used for tuning: layers of other models, their tensor-parallel ranks, ragged shapes.
 HELD_OUT = {
     "llama-70b-tp4": (7168, 8192),
     "qwen3-4b": (9728, 2560),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times every configuration of the CuTe DSL kernels: `python -m benchmarks.linear.sweep --shapes llama-8b --rows 1,64`.
 
-Each line: rows, n, k, microseconds, the estimate that `configs.choose` goes by, the configuration; the fastest first,
-and the one that is chosen marked. Gated layers stand beside cuBLAS and an activation kernel.
+Each line has rows, n, k, microseconds, the estimate of `configs.choose`, and the configuration. The fastest is first;
+the configuration that dispatch chooses is marked. Gated layers are also timed with cuBLAS and an activation kernel.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, worksp
 
 
 def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
-    """All configurations; of a gated layer also what vLLM runs."""
+    """All configurations; for a gated layer also the unfused kernels that vLLM runs."""
     default = choose(problem.spec, problem.m, target)
     others = [Unfused()] if problem.gated else []
 
@@ -87,7 +87,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear.sweep", description=__doc__)
-    parser.add_argument("--shapes", default=",".join(MAIN), help="comma-separated names of models, or NxK")
+    parser.add_argument("--shapes", default=",".join(MAIN), help="comma-separated names of models, or shapes NxK")
     parser.add_argument("--rows", default=",".join(map(str, TOKENS)))
     parser.add_argument("--plain", action="store_true", help="no activation")
     sweep.add_arguments(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's benchmark: ours beside FlashInfer, what vLLM does without it, and our own Triton kernel."""
+"""The sampling benchmark: this package, FlashInfer, vLLM without FlashInfer, and this package's Triton kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Column = Provider[Problem, Inputs]
 
 @dataclass(frozen=True)
 class SamplingOperator:
-    """One token of each row of logits."""
+    """Samples one token from each row of logits."""
 
     name: str = "sampling"
     unit: str = "TB/s"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of float32 logits to sample from, their parameters, and which tokens are right."""
+"""Rows of float32 logits to sample from, their parameters, and the check of the tokens."""
 
 import random
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from dsl_backend.sampling.spec import Parameters
 
 from ..case import Reference
 
-COMPARED = 8  # rows of a layer
-# What the rows of a batch are filtered by; all are alike.
+COMPARED = 8  # number of compared rows of a layer
+# The filters of a batch; all of its rows have the same.
 FILTERS: dict[str, dict[str, float]] = {
     "none": {},
     "k": {"top_k": 50},
@@ -20,13 +20,13 @@ FILTERS: dict[str, dict[str, float]] = {
     "k+p": {"top_k": 50, "top_p": 0.9},
     "min-p": {"min_p": 0.05},
 }
-# Peers compute in float32: a token so near to top-p's bound may be in or out.
+# Peers compute in float32: a token this close to the bound of top-p may be kept or removed.
 NEAR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A token of each of the rows, at a temperature of 1."""
+    """Sampling one token from each row at temperature 1."""
 
     rows: int
     vocab: int
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
-    """Normal logits of a model's spread."""
+    """Normal logits with a standard deviation like a model's."""
     generator = torch.Generator(device).manual_seed(seed)
     count = problem.rows
     kinds = {"top_k": torch.int32}
@@ -77,7 +77,7 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
 
 
 def reference(problem: Problem, inputs: Inputs) -> Reference:
-    """A one for each compared row: `verdict` says whether its token is right."""
+    """Ones, one for each compared row: `verdict` returns 1 for a right token."""
     values = torch.ones(len(inputs.compared), 1, dtype=torch.float64, device=inputs.compared.device)
     return Reference(inputs.compared, values)
 
@@ -89,10 +89,10 @@ def some_of(layer: Layer, chosen: torch.Tensor, **changes: torch.Tensor) -> Para
 
 
 def verdict(inputs: Inputs, index: int, tokens: torch.Tensor, *, exact: bool) -> torch.Tensor:
-    """[rows, 1]: 1 where a token is right, 0 where a compared one is not.
+    """[rows, 1]: 0 for a compared token that is wrong, else 1.
 
     Args:
-        exact: it is the definition's token, and else one that the filters leave.
+        exact: a right token is the reference's token; otherwise it is any token that the filters keep.
     """
     layer, chosen = inputs.layers[index], inputs.compared
     logits, found = layer.logits[chosen], tokens.view(-1)[chosen].long()

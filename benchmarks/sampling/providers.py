@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who samples: this package's kernels, FlashInfer's, vLLM's without it, and sorting in torch."""
+"""The providers of sampling: this package, FlashInfer, vLLM without FlashInfer, and sorting in torch."""
 
 import importlib.util
 from collections.abc import Callable
@@ -18,7 +18,7 @@ VLLM_OPS = "vllm.v1.sample.ops.topk_topp_sampler"
 
 
 class Column:
-    """What all of them share."""
+    """The common part of all providers."""
 
     default = True
     exact = False
@@ -27,7 +27,7 @@ class Column:
         return EXACT
 
     def launch(self, inputs: Inputs, run: Callable[[int], torch.Tensor]) -> Launch:
-        """A launch whose tokens are judged by the layer that they were drawn from."""
+        """A launch whose tokens are checked against the layer that they were sampled from."""
         layer_of: dict[int, int] = {}
 
         def remembered(index: int) -> torch.Tensor:
@@ -39,11 +39,11 @@ class Column:
 
 
 class Ours(Column):
-    """`api.run`, with a plan for each layer, since a plan has room for one step's tokens.
+    """`api.run`, with a plan for each layer, because a plan has one buffer for tokens.
 
     Args:
-        kernel: a name from the dispatch table; by default what dispatch prefers.
-        name: of the column.
+        kernel: a name from the dispatch table; by default the kernel that dispatch chooses.
+        name: the column's name.
     """
 
     exact = True
@@ -75,7 +75,7 @@ class Ours(Column):
 
 
 class FlashInfer(Column):
-    """FlashInfer as vLLM calls it. It compiles its kernels at first use (minutes), so it runs only by name."""
+    """FlashInfer as vLLM calls it. At first use it compiles kernels for minutes, so it runs only if named."""
 
     name = "FlashInfer"
     default = False
@@ -85,7 +85,7 @@ class FlashInfer(Column):
         if importlib.util.find_spec("flashinfer") is None:
             reasons.append("flashinfer is not installed")
         if problem.filters not in ("k", "p", "k+p"):
-            reasons.append(f"vLLM does not call it for {problem.filters}")
+            reasons.append(f"vLLM does not use it for {problem.filters}")
         return reasons
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
@@ -105,9 +105,9 @@ class FlashInfer(Column):
 
 
 class Vllm(Column):
-    """What vLLM does without FlashInfer: its Triton filter, softmax, and exponential noise.
+    """vLLM's sampling without FlashInfer: its Triton filter, softmax, and exponential noise.
 
-    It masks in place, so each launch copies the logits first, which a server does not.
+    The filter works in place, so each launch copies the logits first. A server does not copy.
     """
 
     name = "vLLM"
@@ -135,7 +135,7 @@ class Vllm(Column):
 
 
 class Torch(Vllm):
-    """vLLM's filter in eager torch: it sorts the vocabulary."""
+    """vLLM's filter in eager torch, which sorts the vocabulary."""
 
     name = "torch"
     filter_name = "apply_top_k_top_p_pytorch"
@@ -143,12 +143,12 @@ class Torch(Vllm):
     def objections(self, problem: Problem) -> list[str]:
         reasons = [] if importlib.util.find_spec("vllm") is not None else ["vllm is not installed"]
         if problem.filters not in ("k", "p", "k+p"):
-            reasons.append(f"is vLLM's column for {problem.filters}")
+            reasons.append(f"for {problem.filters} it is the same as the column vLLM")
         return reasons
 
 
 def masked(logits: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Logits after min-p, in the steps of vLLM's processor."""
+    """The logits after min-p, computed as in vLLM's logits processor."""
     if layer.parameters.min_p is None:
         return logits
     chance = logits.softmax(dim=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the sampler's benchmark: the table, and groups that a regular expression selects."""
+"""The rows of the sampling benchmark: the default group, and further groups, selected by a regular expression."""
 
 from ..case import SMALLEST, TABLE, Case
 from .problems import FILTERS, Problem

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax's benchmark: ours beside quack, torch, torch.compile, and our own Triton kernel."""
+"""The softmax benchmark: this package, quack, torch, torch.compile, and this package's Triton kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Column = Provider[Problem, Inputs]
 
 @dataclass(frozen=True)
 class SoftmaxOperator:
-    """Softmax of a matrix's rows."""
+    """The softmax of a matrix's rows."""
 
     name: str = "softmax"
     unit: str = "TB/s"

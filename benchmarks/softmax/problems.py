@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix whose rows get their softmax, its tensors, and exact results for some rows."""
+"""A row-wise softmax, its tensors, and the exact results of some rows."""
 
 import random
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dsl_backend.softmax import reference as eager
 
 from ..case import Reference
 
-COMPARED = 64  # rows of a layer
+COMPARED = 64  # number of compared rows of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """x [rows, width] to the same shape, both packed."""
+    """x [rows, width] to an output of the same shape, both contiguous."""
 
     rows: int
     width: int
@@ -53,7 +53,7 @@ class Inputs:
 
 
 def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
-    """Normal logits of a model's spread; outputs are NaN."""
+    """Normal logits with a standard deviation like a model's, and outputs of NaN."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (problem.rows, problem.width)
     made = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a softmax: this package's kernels, quack's, torch's."""
+"""The providers of softmax: this package, quack, torch, and torch.compile."""
 
 import importlib.util
 
@@ -13,12 +13,12 @@ from ..case import Launch, Limits
 from ..check import BF16_LIMITS
 from .problems import Inputs, Problem
 
-# Two approximate units (2^-22 each) and a sum of a quarter million terms.
+# Two approximate instructions (2^-22 each) and a sum of a quarter million terms.
 F32_LIMITS = Limits(total=1e-5, row=3e-5)
 
 
 class Column:
-    """What all of them share."""
+    """The common part of all providers."""
 
     default = True
 
@@ -30,8 +30,8 @@ class Ours(Column):
     """`api.softmax`.
 
     Args:
-        kernel: a name from the dispatch table; by default what dispatch prefers.
-        name: of the column.
+        kernel: a name from the dispatch table; by default the kernel that dispatch chooses.
+        name: the column's name.
     """
 
     def __init__(self, kernel: str | None = None, name: str | None = None) -> None:
@@ -55,7 +55,7 @@ class Ours(Column):
 
 
 class Quack(Column):
-    """quack's CuTe DSL kernel, called below its autograd wrapper and into our output."""
+    """quack's CuTe DSL kernel, called without its autograd wrapper and with a preallocated output."""
 
     name = "quack"
 
@@ -84,7 +84,7 @@ class Torch(Column):
     name = "torch"
 
     def objections(self, problem: Problem) -> list[str]:
-        return [] if problem.dtype == problem.out_dtype else ["writes the type that it reads"]
+        return [] if problem.dtype == problem.out_dtype else ["supports only equal input and output dtypes"]
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
         function = torch.log_softmax if problem.log else torch.softmax
@@ -98,7 +98,7 @@ class Torch(Column):
 
 
 class Compiled(Column):
-    """The kernel that torch.compile makes for this very shape."""
+    """The kernel that torch.compile makes for the exact shape."""
 
     name = "torch.compile"
 
@@ -107,7 +107,7 @@ class Compiled(Column):
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
         function = torch.log_softmax if problem.log else torch.softmax
-        # Beyond a few shapes torch.compile gives up without a word and runs eagerly.
+        # After a few shapes torch.compile silently falls back to eager mode.
         torch.compiler.reset()
 
         def softmax(x: torch.Tensor) -> torch.Tensor:

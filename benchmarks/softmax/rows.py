@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the softmax benchmark: the table, and groups that a regular expression selects."""
+"""The rows of the softmax benchmark: the default group, and further groups, selected by a regular expression."""
 
 import torch
 
@@ -40,7 +40,7 @@ def cases() -> list[Case[Problem]]:
         for width in VOCABULARIES
     ]
     found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
-    # Rows that start at no multiple of 16 bytes.
+    # Rows whose start is not aligned to 16 bytes.
     found += [case(Problem(rows=rows, width=width), "odd") for rows, width in ((4 * K, 4099), (64, 128257))]
     found += [case(Problem(rows=rows, width=width), "tiny") for rows, width in ((3, 40), (2, 4099))]
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times configurations of the CuTe DSL kernel: `python -m benchmarks.softmax.sweep --rows '64x128256'`.
 
-What it finds is what `dsl_backend.softmax.configs` should prefer. Each line: row, microseconds, TB/s, the
-configuration; the fastest first, and the default marked.
+The results show which configurations `dsl_backend.softmax.configs` should choose. Each line has the row, microseconds,
+TB/s, and the configuration. The fastest is first; the default is marked.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from ..sweep import Contest, Ready
 from .problems import Problem, build, reference
 from .rows import cases
 
-FEWEST, MOST = 32, 128  # elements of a thread
-NARROW = 1024  # elements of a row that threads have fewer of
+FEWEST, MOST = 32, 128  # elements per thread
+NARROW = 1024  # row width up to which a thread may have fewer elements
 PART = 8192  # elements of one CTA of a cluster
 
 
 def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
-    """Configurations that fit, the default first, each with as many CTAs on an SM as there are registers for."""
+    """The configurations that fit, the default first, each with as many CTAs per SM as the registers allow."""
     default = default_config(spec)
     yield default
     yield dataclasses.replace(default, use_pdl=not default.use_pdl)
@@ -53,13 +53,13 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
         again = dataclasses.replace(held, recompute=True)
         kept, most = (ctas_per_sm(one, spec) for one in (held, again))
         found = [dataclasses.replace(held, ctas_per_sm=kept, use_pdl=use_pdl) for use_pdl in (True, False)]
-        # Exponentials are computed twice only where more CTAs fit.
+        # Computing exponentials twice is useful only if more CTAs fit.
         found += [dataclasses.replace(again, ctas_per_sm=most, use_pdl=True)] if most > kept else []
         yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
 
 
 def ctas_per_sm(config: RowConfig, spec: SoftmaxSpec) -> int:
-    """The CTAs that an SM has registers and threads for; at least one."""
+    """The CTAs per SM that registers and threads allow; at least 1."""
     return max(1, min(REGISTERS_PER_SM // (config.registers(spec) * config.threads), 2048 // config.threads))
 
 
@@ -105,7 +105,7 @@ def spec_of(problem: Problem) -> SoftmaxSpec:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.softmax.sweep", description=__doc__)
-    parser.add_argument("--rows", default=None, help="regular expression of row names; by default the table's")
+    parser.add_argument("--rows", default=None, help="regular expression for row ids (default: the group table)")
     sweep.add_arguments(parser)
     given = parser.parse_args()
     target, device = targets.detect(), torch.device("cuda")
