@@ -1,53 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load role: one warp issues the tensor copies of queries, keys and values."""
+"""The TMA producer: one warp issues the TMA loads of Q, K and V."""
 
 import math
+from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.scheduler.work_tile import head_group_of, v_split_of
+from dsl_backend.attention.cute.args import DenseLoads
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, head_group_of, v_split_of
 from dsl_backend.primitives.ring import phase_of, stage_of
 
-UNROLLED = 4  # chunks of a box: more are asked for in a loop by a loader that is rolled
-SWIZZLED_ROWS = 8  # that a swizzle repeats after
+MAX_UNROLLED = 4  # chunks of a box; a `rolled` load warp loads more in a loop
+SWIZZLE_ROWS = 8  # period of a swizzle
 
 
 def box_rows(page_size: int, tile_n: int) -> int:
-    """Keys of one tensor copy: as many of a tile as lie in one page."""
+    """Keys of one TMA box: as many of a tile as lie in one page."""
     return math.gcd(page_size, tile_n) if page_size else tile_n
 
 
 def tokens_of_box(pack_gqa: int, tokens: int, most_boxes: int) -> int:
-    """Tokens of a box of queries: a tile's, or a part of them that begins where the swizzle does."""
-    parts = (
-        n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack_gqa % SWIZZLED_ROWS == 0
-    )
+    """Tokens of a box of Q: those of a tile, or a part of them at whose end the swizzle begins anew."""
+    parts = (n for n in range(-(-tokens // most_boxes), tokens) if tokens % n == 0 and n * pack_gqa % SWIZZLE_ROWS == 0)
     return next(parts, tokens)
 
 
-def query_box(kernel, tokens: int) -> cute.Layout:
-    """[packed heads, tokens, chunk] of some tokens of a query tile in shared memory, swizzle apart."""
+def query_box(kernel: Any, tokens: int) -> cute.Layout:
+    """[packed head, token, column of a chunk] of some tokens of a tile of Q in shared memory, without the swizzle."""
     shape = (kernel.key.pack_gqa, tokens, kernel.chunk)
     return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack_gqa * kernel.chunk, 1))
 
 
 class LoadWarp:
-    """Fills the rings: for each item key tiles from the last to the first, values one behind, and the query tile.
+    """Loads Q of each work tile, K from the last key tile to the first, and V one key tile later.
+
+    Args:
+        kernel: the `TiledKernel`.
+        barriers: a kernel's, as `tma_barriers` gives them.
+        sQ: [row, column, stage]; sK, sV: [key, column, stage], where TMA writes.
 
     Attributes:
-        rolled: boxes of a tile, and many chunks of one box, are asked for by a loop that stays one. Unrolled, ptxas
-            keeps an address for each in registers (CUDA 13.0), for which some loaders have no room.
+        rolled: the boxes of a tile, and many chunks of one box, are loaded in a loop that is not unrolled. Unrolled,
+            ptxas keeps an address for each in registers (CUDA 13.0), for which some load warps have no room.
+        copied, copied_v: columns of one TMA box of K, and of V.
+        own_boxes, first_box: of a tile, the boxes that this CTA loads.
     """
 
     rolled = False
 
-    def __init__(self, kernel, work_pipeline, barriers, loads, sQ, sK, sV, requests):
+    def __init__(
+        self,
+        kernel: Any,
+        work_pipeline: WorkTilePipeline,
+        barriers: Any,
+        loads: DenseLoads,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        requests: Requests,
+    ) -> None:
         self.config, self.key = kernel.config, kernel.key
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
-        self.first_box, self.multicast = 0, {}
+        self.first_box = 0
+        self.multicast: dict[str, cutlass.Int16] = {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.tma_atom_q, self.tma_atom_k, self.tma_atom_v = loads.tma_atom_q, loads.tma_atom_k, loads.tma_atom_v
@@ -56,194 +75,234 @@ class LoadWarp:
         self.v_chunks = kernel.dims_v // kernel.copied_v
         self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
         self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
-        self.take_boxes(kernel)
-        size = self.key.kv.itemsize
-        self.k_bytes, self.v_bytes = self.tile_n * kernel.dims * size, self.tile_n * kernel.dims_v * size
+        self.set_query_boxes(kernel)
+        column_bytes = self.tile_n * self.key.kv.itemsize
+        self.k_bytes, self.v_bytes = column_bytes * kernel.dims, column_bytes * kernel.dims_v
         if self.key.pack_gqa == 1:
             self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)
         else:
             # Rows of a chunk lie one after another: [head and token, box, chunk, stage].
-            one_tile = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
+            chunk_and_stage = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
             box = query_box(kernel, self.box_tokens)
             shape = (box.shape, self.q_boxes, self.q_chunks, self.config.query_stages)
-            layout = cute.make_layout(shape, stride=(box.stride, self.rows_loaded * kernel.chunk, *one_tile))
+            layout = cute.make_layout(shape, stride=(box.stride, self.rows_loaded * kernel.chunk, *chunk_and_stage))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
         self.sK = self.in_boxes(sK, self.box, kernel.copied)
         self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
 
     def in_boxes(self, tensor: cute.Tensor, rows: int, width: int) -> cute.Tensor:
-        """[box, rows' place, columns' place, stage]."""
+        """View a tensor as [box, row of boxes, column of boxes, stage]."""
         return cute.group_modes(cute.flat_divide(tensor, (rows, width)), 0, 2)
 
     @cute.jit
     def run(self):
         for atom in (self.tma_atom_q, self.tma_atom_k, self.tma_atom_v):
             cpasync.prefetch_descriptor(atom)
-        items, keys, values = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_tiles, k_tiles, v_tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
             last = work.n_block_max - 1
             pages = self.pages_of(work, last)
-            self.load_keys(work, last, pages, keys)
-            # Behind keys, which come from memory, and whose place is free while the item before is multiplied.
-            self.load_queries(work, items)
-            keys += 1
+            self.load_keys(work, last, pages, k_tiles)
+            # After K, which comes from memory, and whose stage is empty while the work tile before is computed.
+            self.load_queries(work, work_tiles)
+            k_tiles += 1
             for step in cutlass.range(work.n_block_max - work.n_block_min - 1, unroll=1):
-                tile = last - 1 - step
-                before = pages
-                pages = self.pages_of(work, tile)
-                self.load_keys(work, tile, pages, keys)
-                self.load_values(work, tile + 1, before, values)
-                keys += 1
-                values += 1
-            self.load_values(work, work.n_block_min, pages, values)
-            values += 1
-            items += 1
-            work = self.work_pipeline.consume(items)
+                n_block = last - 1 - step
+                pages_prev = pages
+                pages = self.pages_of(work, n_block)
+                self.load_keys(work, n_block, pages, k_tiles)
+                self.load_values(work, n_block + 1, pages_prev, v_tiles)
+                k_tiles += 1
+                v_tiles += 1
+            self.load_values(work, work.n_block_min, pages, v_tiles)
+            v_tiles += 1
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
     @cute.jit
-    def pages_of(self, work, tile):
-        """Lane b: the page of box b of the tile; past the keys, one that is not there, whose copy fills with zeros."""
+    def pages_of(self, work: WorkTile, n_block: cutlass.Int32):
+        """In lane b, the page of box b of a key tile. For keys that the request lacks, a page out of bounds: TMA fills
+        it with zeros.
+        """
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
             page = cutlass.Int32(cute.size(self.mK, mode=[3]))
-            token = tile * self.tile_n + cute.arch.lane_idx() * self.box
+            token = n_block * self.tile_n + cute.arch.lane_idx() * self.box
             if token < work.seqlen_k and cute.arch.lane_idx() < self.boxes:
                 page = self.requests.page_table[work.kv_source, token // self.page]
         return page
 
     @cute.jit
-    def expect(self, full, size):
+    def expect(self, mbar_full: cute.Pointer, tx_bytes: cutlass.Int32 | int):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            cute.arch.mbarrier_arrive_and_expect_tx(mbar_full, tx_bytes)
 
     @cute.jit
-    def load_queries(self, work, count):
+    def load_queries(self, work: WorkTile, count: cutlass.Int32):
+        """Load the rows of Q; `count` work tiles were loaded before."""
         stage = stage_of(count, self.config.query_stages)
         cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.config.query_stages) ^ self.q_phase)
         full = self.barriers.q_full + stage
         boxes = self.expect_queries(work, full)
-        packed = head_group_of(self.key, work.head_block)
+        head_group = head_group_of(self.key, work.head_block)
         if cutlass.const_expr(self.key.pack_gqa == 1):
-            rows = cute.domain_offset((work.q_offset, 0), self.mQ[None, None, packed])
+            rows = cute.domain_offset((work.q_offset, 0), self.mQ[None, None, head_group])
             gQ = cute.group_modes(cute.local_tile(rows, (self.box_tokens, self.chunk), (None, None)), 0, 2)
         else:
-            rows = cute.domain_offset((0, work.q_offset, 0), self.mQ[None, None, None, packed])
+            rows = cute.domain_offset((0, work.q_offset, 0), self.mQ[None, None, None, head_group])
             tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
             gQ = cute.group_modes(cute.local_tile(rows, tile, (0, None, None)), 0, 3)
-        to, given = cpasync.tma_partition(self.tma_atom_q, 0, cute.make_layout(1), self.sQ, gQ)
+        tQsQ, tQgQ = cpasync.tma_partition(self.tma_atom_q, 0, cute.make_layout(1), self.sQ, gQ)
         if cutlass.const_expr(self.q_boxes == 1):
             self.copy_chunks(
-                self.tma_atom_q, given[None, 0, None], to[None, 0, None, None], stage, full, range(self.q_chunks)
+                self.tma_atom_q, tQgQ[None, 0, None], tQsQ[None, 0, None, None], stage, full, range(self.q_chunks)
             )
         else:
             for box in cutlass.range(boxes, unroll=1):
                 self.copy_chunks(
                     self.tma_atom_q,
-                    given[None, box, None],
-                    to[None, box, None, None],
+                    tQgQ[None, box, None],
+                    tQsQ[None, box, None, None],
                     stage,
                     full,
                     range(self.q_chunks),
                 )
 
-    def take_boxes(self, kernel):
-        """What the boxes of queries are, by the kernel; q_bytes: of a box's chunks."""
+    def set_query_boxes(self, kernel: Any) -> None:
+        """Set what the boxes of Q are; q_bytes: of all chunks of one box."""
         self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
         self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
         self.q_phase = 0 if kernel.math_clears else 1
         self.q_bytes = self.rows_loaded * kernel.dims * 2
 
-    def expect_queries(self, work, full):
-        """Of an item; how many boxes there are to copy. One box is a constant, as some loaders' copies want it."""
+    def expect_queries(self, work: WorkTile, full: cute.Pointer) -> cutlass.Int32 | int:
+        """Expect the bytes of Q; return the boxes to load. Where a tile has one box, it is a constant."""
         boxes = cute.ceil_div(work.num_rows, self.rows_loaded) if self.q_boxes > 1 else 1
         self.expect(full, boxes * self.q_bytes)
         return boxes
 
-    def copy(self, atom, source, target, stage, full, chunks):
-        """The chunks (a range) of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
-        one = cute.make_layout(1)
-        to, given = cpasync.tma_partition(atom, 0, one, target, source)
-        self.copy_chunks(atom, given, to[None, 0, None, None], stage, full, chunks)
+    def copy(
+        self,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        stage: cutlass.Int32,
+        full: cute.Pointer,
+        chunks: range,
+    ) -> None:
+        """Load the chunks of one box of rows; source [box, chunk], target [box, 1, chunk, stage]."""
+        tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, source)
+        self.copy_chunks(atom, tXgX, tXsX[None, 0, None, None], stage, full, chunks)
 
     @cute.jit
-    def copy_chunks(self, atom, given, to, stage, full, chunks: cutlass.Constexpr):
-        if cutlass.const_expr(self.rolled and len(chunks) > UNROLLED):
+    def copy_chunks(
+        self,
+        atom: cute.CopyAtom,
+        tXgX: cute.Tensor,
+        tXsX: cute.Tensor,
+        stage: cutlass.Int32,
+        full: cute.Pointer,
+        chunks: cutlass.Constexpr[range],
+    ):
+        """Issue a TMA load for each chunk of a box; tXgX [box, chunk], tXsX [box, chunk, stage]."""
+        if cutlass.const_expr(self.rolled and len(chunks) > MAX_UNROLLED):
             for c in cutlass.range(chunks.start, chunks.stop, unroll=1):
-                cute.copy(atom, given[None, c], to[None, c, stage], tma_bar_ptr=full)
+                cute.copy(atom, tXgX[None, c], tXsX[None, c, stage], tma_bar_ptr=full)
         else:
             for c in cutlass.range_constexpr(chunks.start, chunks.stop):
-                cute.copy(atom, given[None, c], to[None, c, stage], tma_bar_ptr=full)
+                cute.copy(atom, tXgX[None, c], tXsX[None, c, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def load_keys(self, work, tile, pages, count):
+    def load_keys(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
+        """Load K of a key tile once its stage is empty; `count` key tiles were loaded before."""
         stage = stage_of(count, self.stages)
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase_of(count, self.stages) ^ 1)
-        self.fill_keys(work, tile, pages, stage)
+        self.fill_keys(work, n_block, pages, stage)
 
     @cute.jit
-    def fill_keys(self, work, tile, pages, stage):
-        """A stage that is empty."""
+    def fill_keys(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, stage: cutlass.Int32):
+        """Load K of a key tile into a stage that is empty."""
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
         chunks = range(self.k_chunks)
-        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, stage, full)
+        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, n_block, pages, stage, full)
 
     @cute.jit
-    def load_values(self, work, tile, pages, count):
+    def load_values(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
+        """Load V of a key tile once its stage is empty; `count` key tiles were loaded before."""
         stage = stage_of(count, self.stages)
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
-        self.fill_values(work, tile, pages, stage)
+        self.fill_values(work, n_block, pages, stage)
 
     @cute.jit
-    def fill_values(self, work, tile, pages, stage):
+    def fill_values(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, stage: cutlass.Int32):
+        """Load V of a key tile into a stage that is empty."""
         full = self.barriers.v_full + stage
         self.expect(full, self.v_bytes)
         mV, chunks = self.values_of(work), range(self.v_chunks)
-        self.load_tile(self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, tile, pages, stage, full)
+        self.load_tile(self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, n_block, pages, stage, full)
 
-    def values_of(self, work):
-        """Values as keys are: [token, column, head, page], of the item's slice."""
+    def values_of(self, work: WorkTile) -> cute.Tensor:
+        """V [token, column, head, page], the columns of the work tile's split of head_dim_v."""
         if self.key.v_splits == 1:
             return self.mV
-        every = (None,) * (4 if self.page else 3)
-        return self.mV[(*every, v_split_of(self.key, work.head_block))]
+        all_modes = (None,) * (4 if self.page else 3)
+        return self.mV[(*all_modes, v_split_of(self.key, work.head_block))]
 
-    def load_tile(self, atom, source, target, width, chunks, work, tile, pages, stage, full):
-        """Every box of a tile of keys or values, and of it the chunks (a range)."""
-        one = cute.make_layout(1)
+    def load_tile(
+        self,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        width: int,
+        chunks: range,
+        work: WorkTile,
+        tile: cutlass.Int32,
+        pages: cutlass.Int32,
+        stage: cutlass.Int32,
+        full: cute.Pointer,
+    ) -> None:
+        """Load the chunks of all boxes of a tile of K or V.
+
+        Args:
+            source: [token, column, head, page], or packed [token, column, head]; target: [box, row, column, stage].
+            width: columns of a chunk.
+            tile: the key tile. pages: as `pages_of` gives them.
+        """
         head = head_group_of(self.key, work.head_block) // self.group
         if self.page:
-            # [box, place in a page, chunk, page]
-            cut = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
-            to, given = cpasync.tma_partition(atom, 0, one, target, cut)
-            self.load_boxes(atom, given, to, chunks, tile, pages, stage, full)
+            # [box, box of a page, chunk, page]
+            gX = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
+            tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, gX)
+            self.load_boxes(atom, tXgX, tXsX, chunks, tile, pages, stage, full)
         else:
             rows = cute.domain_offset((work.kv_source + tile * self.tile_n, 0), source[None, None, head])
-            cut = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
-            self.copy(atom, cut, target, stage, full, chunks)
+            gX = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
+            self.copy(atom, gX, target, stage, full, chunks)
 
     @cute.jit
-    def load_boxes(self, atom, given, to, chunks: cutlass.Constexpr, tile, pages, stage, full):
+    def load_boxes(self, atom, tXgX, tXsX, chunks: cutlass.Constexpr, tile, pages, stage, full):
+        """Load the boxes of a tile, of which each lies in one page."""
         if cutlass.const_expr(self.rolled):
             for i in cutlass.range(self.own_boxes, unroll=1):
-                self.load_box(atom, given, to, chunks, tile, pages, stage, full, self.first_box + i)
+                self.load_box(atom, tXgX, tXsX, chunks, tile, pages, stage, full, self.first_box + i)
         else:
             for i in cutlass.range_constexpr(self.own_boxes):
-                self.load_box(atom, given, to, chunks, tile, pages, stage, full, self.first_box + i)
+                self.load_box(atom, tXgX, tXsX, chunks, tile, pages, stage, full, self.first_box + i)
 
-    def load_box(self, atom, given, to, chunks, tile, pages, stage, full, b):
-        page = self.page_of(pages, b)
-        place = ((tile * self.tile_n + b * self.box) % self.page) // self.box
+    def load_box(self, atom, tXgX, tXsX, chunks, tile, pages, stage, full, box):
+        page = self.page_of(pages, box)
+        box_in_page = ((tile * self.tile_n + box * self.box) % self.page) // self.box
         for c in chunks:
-            source = given[None, place, c, page]
-            cute.copy(atom, source, to[None, b, c, stage], tma_bar_ptr=full, **self.multicast)
+            source = tXgX[None, box_in_page, c, page]
+            cute.copy(atom, source, tXsX[None, box, c, stage], tma_bar_ptr=full, **self.multicast)
 
-    def page_of(self, pages, b):
-        """Of box b, from what `pages_of` gave each lane."""
-        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, b))
+    def page_of(self, pages: cutlass.Int32, box: cutlass.Int32 | int) -> cutlass.Int32:
+        """The page of a box, from what `pages_of` gave each lane."""
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, box))
 
 
 class RolledLoadWarp(LoadWarp):
@@ -251,27 +310,27 @@ class RolledLoadWarp(LoadWarp):
 
 
 class PerTileLoads:
-    """For loaders that load an item's tiles by one method."""
+    """The loop of load warps that load the key tiles of a work tile in one method."""
 
     @cute.jit
     def run(self):
         for atom in self.atoms():
             cpasync.prefetch_descriptor(atom)
-        items, tiles = cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(items)
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
-            self.load_queries(work, items)
+            self.load_queries(work, work_tiles)
             self.load_item(work, tiles)
             tiles += work.n_block_max - work.n_block_min
-            items += 1
-            work = self.work_pipeline.consume(items)
+            work_tiles += 1
+            work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
-    def atoms(self):
-        """Of the copies."""
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        """The TMA atoms, whose descriptors are prefetched."""
         return self.tma_atom_q, self.tma_atom_k, self.tma_atom_v
 
-    def load_item(self, work, tiles):
-        """Keys and values of an item; tiles: those of the items before it."""
+    def load_item(self, work: WorkTile, tiles: cutlass.Int32) -> None:
+        """Load K and V of a work tile; `tiles` key tiles were loaded before."""
         raise NotImplementedError

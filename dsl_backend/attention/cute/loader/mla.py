@@ -48,7 +48,7 @@ class MlaLoadWarp(LoadWarp):
         self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope, self.tma_atom_k, self.mK = loads
         self.chunk, self.parts = kernel.chunk, kernel.parts
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
-        self.take_boxes(kernel)
+        self.set_query_boxes(kernel)
         self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
         self.waits_for_peers = kernel.mma_commits_late and cluster > 1 and not self.key.kv.fp8
         self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
