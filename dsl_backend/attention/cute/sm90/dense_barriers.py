@@ -3,21 +3,14 @@
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.mbarriers import MbarArray
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 
 WARPS_PER_WARPGROUP = WARPGROUP // 32
-
-
-class MbarArray(NamedTuple):
-    """An array of mbarriers: one for each stage, and the arrivals that complete a phase."""
-
-    stages: int
-    arrivals: int
 
 
 class Barriers(NamedTuple):
@@ -66,15 +59,3 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
             arrays[f"{tensor}_loaded"] = MbarArray(fp8, tma)
             arrays[f"{tensor}_taken"] = MbarArray(fp8, dequant_warps)
     return arrays
-
-
-def allocate_barriers(allocator: cutlass.utils.SmemAllocator, config: DenseConfig) -> Barriers:
-    arrays = mbar_arrays(config)
-    return Barriers(**{name: allocator.allocate_array(cutlass.Int64, mbars.stages) for name, mbars in arrays.items()})
-
-
-def init_barriers(barriers: Barriers, config: DenseConfig) -> None:
-    """Initialise all mbarriers. One thread calls it; a fence and a barrier of the CTA follow."""
-    for name, (stages, arrivals) in mbar_arrays(config).items():
-        for i in range(stages):
-            cute.arch.mbarrier_init(getattr(barriers, name) + i, arrivals)

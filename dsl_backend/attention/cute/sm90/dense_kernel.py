@@ -17,11 +17,12 @@ from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, T
 from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
+from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, allocate_barriers, init_barriers
+from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, Barriers, mbar_arrays
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
@@ -133,13 +134,14 @@ class DenseForward(TiledKernel):
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         sK_tma, sV_tma = self.loaded(allocator, sK, sV)
         work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
-        barriers = allocate_barriers(allocator, config)
+        arrays = mbar_arrays(config)
+        barriers = Barriers(**allocate_mbarriers(allocator, arrays))
 
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                init_barriers(barriers, config)
+                init_mbarriers(barriers, arrays)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
