@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM100 kernels on the emulator: right, and without a finding, whatever lies around their data."""
+"""The SM100 kernels on the emulator: correct, and without findings, whatever surrounds their data."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,7 +54,7 @@ from tests.attention.emulated import (
 )
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
-# What a change is checked with: each role, ring, mask, score and layout once.
+# For every change: each warp role, pipeline, mask, score modification and layout once.
 QUICK = ("mixed", "window-sinks", "softcap", "packed-192-128", "fp8-128")
 REGISTERS = 1 << 16  # of an SM
 
@@ -86,9 +86,9 @@ def test_case(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index)
 
 
-# One, two, three or all four warps of a row tile have rows that are there, and both SMs have several items.
-AWAKE = Case(
-    id="awake",
+# One, two, three or all four warps of a row tile have rows, and both SMs have several work tiles.
+ACTIVE = Case(
+    id="active",
     q_lens=(1, 16, 4, 12, 1, 5, 16, 2),
     kv_lens=(300, 100, 90, 150, 65, 130, 16, 70),
     heads=(8, 1),
@@ -96,14 +96,14 @@ AWAKE = Case(
     page=32,
     q_gain=4.0,
     around=Surroundings(layout=Layout.SEPARATE),
-    why="a warp rests for an item, and works for the next one",
+    why="a warp is idle for a work tile, and active for the next one",
 )
 
 
 @pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
-def test_warps_rest(index: int) -> None:
+def test_idle_warps(index: int) -> None:
     """On three schedules, with S stages that alternate and with one S stage."""
-    emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
+    emulate(ACTIVE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_warps_rest(index: int) -> None:
 )
 @pytest.mark.parametrize("index", [1, *(pytest.param(i, marks=pytest.mark.full) for i in (0, 2))])
 def test_a_tile_lies_in_one_page(page: int, index: int) -> None:
-    """All of one, or a half or a third; and in two rings of three stages, or of two."""
-    case = replace(AWAKE, page=page, kv_lens=(300, 200, 4, 450, 65, 130, 16, 64))
+    """A tile is all of a page, or a half or a third of it; K and V have three stages, or two."""
+    case = replace(ACTIVE, page=page, kv_lens=(300, 200, 4, 450, 65, 130, 16, 64))
     emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)
 
 
@@ -124,7 +124,7 @@ CONTROLLED = (
         heads=(2, 1),
         page=32,
         around=Surroundings(layout=Layout.SEPARATE),
-        why="items of all lengths, and requests of another kernel beside them",
+        why="work tiles of all lengths, and requests of another kernel in the same batch",
     ),
     Case(
         id="window",
@@ -150,24 +150,24 @@ def controlled(planner: Planner, short: bool, index: int) -> Kernel:
 
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("case", CONTROLLED, ids=lambda case: case.id)
-def test_launch_control(case: Case, index: int) -> None:
-    """Two blocks are there at a time, and more are taken off the grid."""
+def test_clc(case: Case, index: int) -> None:
+    """Two CTAs run at a time, and cancel the launch of others."""
     profile = emulate(case, "sm_100a", lambda planner, short: controlled(planner, short, index), index, sms=2)
     assert sum(kernel.events["clusters cancelled"] for kernel in profile.kernels.values()) > 2
 
 
 def bound(batch: Batch, min_seqlen_q: int = 0) -> int:
-    """Blocks of a grid with 256 rows a tile."""
+    """CTAs of a grid with 256 rows a tile."""
     spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
     return Prefill(spec, target, scratch(), DenseConfig(use_clc=True)).grid(batch, min_seqlen_q)
 
 
 @pytest.mark.parametrize("min_seqlen_q", [1, 3, 17])
 @pytest.mark.parametrize("q_lens", [(1,), (256,), (257, 255), (2, 300, 0, 17, 512), (16,) * 9, (16, 18) * 9])
-def test_a_grid_has_a_block_for_each_item(q_lens: tuple[int, ...], min_seqlen_q: int) -> None:
+def test_a_grid_has_a_cta_for_each_work_tile(q_lens: tuple[int, ...], min_seqlen_q: int) -> None:
     batch = replace(CONTROLLED[0], q_lens=q_lens, kv_lens=q_lens).problem().batch
-    items = 2 * sum(-(-length // 256) for length in q_lens if length >= min_seqlen_q)
-    assert max(items, 1) <= bound(batch, min_seqlen_q) <= items + 2 * len(q_lens) + 2
+    work_tiles = 2 * sum(-(-length // 256) for length in q_lens if length >= min_seqlen_q)
+    assert max(work_tiles, 1) <= bound(batch, min_seqlen_q) <= work_tiles + 2 * len(q_lens) + 2
 
 
 def test_an_empty_batch_launches_nothing() -> None:
@@ -178,7 +178,7 @@ def test_an_empty_batch_launches_nothing() -> None:
     assert kernel.bind(replace(batch, num_tokens=0), 0, 1) is nothing
 
 
-def test_launch_control_serves_whole_ranges_alone() -> None:
+def test_clc_needs_whole_key_ranges() -> None:
     spec, target = CONTROLLED[0].spec, from_arch("sm_100a")
     alternating = DenseConfig(alternate=True, use_clc=True)
     assert any("key ranges are split" in reason for reason in alternating.objections(spec, target.smem_bytes))
@@ -187,12 +187,12 @@ def test_launch_control_serves_whole_ranges_alone() -> None:
 
 
 def rounded_down(work: Any, thread: Any) -> Any:
-    """Rests where a warp's rows are there in part."""
+    """A warp with only some rows is idle."""
     return arrive_count_of(work._replace(num_rows=work.num_rows - WARP + 1), thread)
 
 
 def once(work: Any, thread: Any) -> Any:
-    """Nobody arrives for a warp that rests."""
+    """No thread arrives for idle warps."""
     return cutlass.min(arrive_count_of(work, thread), 1)
 
 
@@ -200,20 +200,20 @@ WORK_TILE = Mask.work_tile
 
 
 def whole_to_the_end(*args: Any) -> Any:
-    """The tile behind which a row's keys end is not masked."""
+    """The tile in which a row's keys end is not masked."""
     work = WORK_TILE(*args)
     return work._replace(n_block_full_max=work.n_block_max)
 
 
 def whole_from_the_beginning(*args: Any) -> Any:
-    """The tile before which a row's window begins is not masked."""
+    """The tile in which a row's window begins is not masked."""
     work = WORK_TILE(*args)
     return work._replace(n_block_full_min=work.n_block_min)
 
 
 @pytest.fixture
 def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled for the test, and nothing is left of them."""
+    """Kernels are compiled for the test alone, and not cached."""
     monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
     forget()
     function_of.cache_clear()
@@ -240,7 +240,7 @@ def test_mistakes_are_found(
     for module in modules:
         monkeypatch.setattr(module, name, mistake)
     with pytest.raises((EmulatorError, AssertionError)):
-        emulate(AWAKE, "sm_100a", lambda planner, short: make(planner, short, 1), 0, sms=2)
+        emulate(ACTIVE, "sm_100a", lambda planner, short: make(planner, short, 1), 0, sms=2)
 
 
 def test_quick_cases_exist() -> None:
@@ -263,7 +263,7 @@ def test_wide_heads_on_every_schedule(index: int) -> None:
 
 
 def sharing(planner: Planner, short: bool, index: int) -> Kernel:
-    """One ring for keys and values, tiles small enough to go around it."""
+    """K and V share their stages, with tiles so small that every stage is used again."""
     config = DenseConfig(
         shared_kv_stages=True,
         softmax_warpgroups=2 - index % 2,
@@ -276,26 +276,26 @@ def sharing(planner: Planner, short: bool, index: int) -> Kernel:
 
 
 @numbered(SHARED_RING_CASES, QUICK_SHARED_RING)
-def test_shared_ring(index: int, case: Case) -> None:
+def test_shared_kv_stages(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: sharing(planner, short, index), index)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(1, 4))
 @pytest.mark.parametrize("case", SHARED_RING_CASES, ids=lambda case: case.id)
-def test_shared_ring_on_every_schedule(index: int, case: Case) -> None:
+def test_shared_kv_stages_on_every_schedule(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: sharing(planner, short, index + 1), index)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
-def test_shared_ring_by_default_on_every_schedule(index: int) -> None:
+def test_shared_kv_stages_by_default_on_every_schedule(index: int) -> None:
     assert default_config(SHARED_RING_CASES[0].spec).shared_kv_stages
     emulate(replace(SHARED_RING_CASES[0], kv_lens=(700, 7, 290)), "sm_100a", defaults, index)
 
 
 def paired(planner: Planner, short: bool, index: int) -> Kernel:
-    """Rings of all depths; tiles small enough to go around them."""
+    """All numbers of stages; tiles so small that every stage is used again."""
     if short:
         return SplitKV(planner.spec, planner.target, scratch())
     tile_n, stages, query_stages = ((64, 3, 1), (128, 2, 1), (32, 4, 2), (96, 2, 1))[index % 4]
@@ -305,27 +305,27 @@ def paired(planner: Planner, short: bool, index: int) -> Kernel:
 
 
 @numbered(PAIR_CASES, QUICK_PAIR)
-def test_pairs(index: int, case: Case) -> None:
+def test_two_cta(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: paired(planner, short, index), index)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(1, 4))
 @pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
-def test_pairs_on_every_schedule(index: int, case: Case) -> None:
-    """One pair has several items, all of them, or shares them with another."""
+def test_two_cta_on_every_schedule(index: int, case: Case) -> None:
+    """Two CTAs have all work tiles, or share them with two others."""
     emulate(case, "sm_100a", lambda planner, short: paired(planner, short, index + 1), index, sms=2 + 2 * (index % 2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
-def test_pairs_by_default_on_every_schedule(index: int) -> None:
+def test_two_cta_by_default_on_every_schedule(index: int) -> None:
     assert default_config(PAIR_CASES[0].spec).two_cta
     emulate(PAIR_CASES[0], "sm_100a", defaults, index)
 
 
 def swapped(planner: Planner, short: bool, index: int) -> Kernel:
-    """Short queries as columns of products; rings of all depths."""
+    """Swapped operands for short queries; all numbers of stages."""
     spec, target = planner.spec, planner.target
     if not short:
         return Prefill(spec, target, scratch())
@@ -349,14 +349,14 @@ def may_swap(case: Case) -> bool:
 
 
 @numbered([case for case in SERVED if may_swap(case)], QUICK_SWAPPED)
-def test_swapped(index: int, case: Case) -> None:
+def test_swap_ab(index: int, case: Case) -> None:
     emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index)
 
 
 @pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
-def test_swapped_on_every_schedule(index: int) -> None:
-    """Several items, of one tile and of many; rows whose largest scores grow, and keys that some rows do not see."""
-    case = replace(AWAKE, heads=(4, 2), q_lens=(1, 8, 4, 3, 1, 5, 8, 2), kv_lens=(900, 100, 90, 150, 650, 130, 8, 70))
+def test_swap_ab_on_every_schedule(index: int) -> None:
+    """Work tiles of one key tile and of many; row_max that grows, and keys that some rows do not see."""
+    case = replace(ACTIVE, heads=(4, 2), q_lens=(1, 8, 4, 3, 1, 5, 8, 2), kv_lens=(900, 100, 90, 150, 650, 130, 8, 70))
     emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index, sms=2)
 
 
@@ -365,13 +365,19 @@ def test_swapped_on_every_schedule(index: int) -> None:
 def test_keys_that_few_rows_see(index: int) -> None:
     """A tile that one row sees nothing of, before others of which it does, and the reverse."""
     case = replace(
-        AWAKE, heads=(2, 1), q_lens=(8, 8, 3), kv_lens=(600, 400, 513), window=(100, None), page=16, alibi=index % 2 > 0
+        ACTIVE,
+        heads=(2, 1),
+        q_lens=(8, 8, 3),
+        kv_lens=(600, 400, 513),
+        window=(100, None),
+        page=16,
+        alibi=index % 2 > 0,
     )
     emulate(case, "sm_100a", lambda planner, short: swapped(planner, short, index), index, sms=1 + index % 2)
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_few_rows_are_swapped_by_default(few: bool) -> None:
+def test_few_rows_swap_ab_by_default(few: bool) -> None:
     made: list[SplitKV] = []
 
     def make(planner: Planner, short: bool) -> Kernel:
@@ -399,7 +405,7 @@ def test_few_rows_are_swapped_by_default(few: bool) -> None:
         ({"batch_invariant": True}, 0, 0),
     ],
 )
-def test_whose_few_rows_are_swapped(facts: dict[str, Any], rows: int, stages: int) -> None:
+def test_which_layers_swap_ab(facts: dict[str, Any], rows: int, stages: int) -> None:
     case = Case(q_lens=(1,), kv_lens=(1,), heads=(8, 2), dim=128)
     invariant = facts.get("batch_invariant", False)
     spec = replace(case, **{name: value for name, value in facts.items() if name != "batch_invariant"}).spec
@@ -423,18 +429,18 @@ def test_whose_few_rows_are_swapped(facts: dict[str, Any], rows: int, stages: in
         ({"stages": 4}, {}, "shared memory"),
     ],
 )
-def test_objections_to_swapping(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+def test_swap_ab_objections(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(8, 2), dim=128), **facts).spec
     config = replace(DenseConfig(alternate=True, swap_ab=16, ex2_emulation=0), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
-# Several items for a pair, and in each more tiles than a ring has places; rows whose largest score grows.
+# Several work tiles for two CTAs, each of more key tiles than there are stages; row_max grows.
 MANY = replace(PAIR_CASES[2], q_lens=(270, 20, 300), kv_lens=(290, 150, 401))
 
 
 def unwaited(*_: Any) -> None:
-    """Goes on at once."""
+    """Does not wait."""
 
 
 @pytest.mark.full
@@ -450,7 +456,7 @@ def unwaited(*_: Any) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_of_pairs_are_found(
+def test_two_cta_mistakes_are_found(
     monkeypatch: pytest.MonkeyPatch, role: type, name: str, mistake: Callable[..., Any], index: int
 ) -> None:
     monkeypatch.setattr(role, name, mistake)
@@ -470,7 +476,7 @@ def test_mistakes_of_pairs_are_found(
         ((128, 128), {}, False, False),
     ],
 )
-def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], two_cta: bool, tried: bool) -> None:
+def test_which_layers_use_two_cta(dims: tuple[int, int], facts: dict[str, Any], two_cta: bool, tried: bool) -> None:
     spec = replace(PAIR_CASES[0], dim=dims[0], dim_v=dims[1], **facts).spec
     smem_bytes = from_arch("sm_100a").smem_bytes
     assert default_config(spec).two_cta == two_cta
@@ -490,19 +496,19 @@ def test_who_is_served_by_pairs(dims: tuple[int, int], facts: dict[str, Any], tw
         ({}, {"dim": 512}, "shared memory"),
     ],
 )
-def test_objections_to_pairs(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+def test_two_cta_objections(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(PAIR_CASES[0], **facts).spec
     config = replace(DenseConfig(softmax_warpgroups=1, two_cta=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
-def test_pairs_serve_whole_ranges_alone() -> None:
+def test_two_cta_needs_whole_key_ranges() -> None:
     spec, target = PAIR_CASES[0].spec, from_arch("sm_100a")
     with pytest.raises(InvalidInput, match="key ranges are split"):
         SplitKV(spec, target, scratch(), DenseConfig(softmax_warpgroups=1, two_cta=True))
 
 
-def test_a_grid_of_pairs_has_no_block_left_over() -> None:
+def test_a_two_cta_grid_is_even() -> None:
     target = replace(from_arch("sm_100a"), sm_count=7)
     assert Prefill(PAIR_CASES[0].spec, target, scratch()).num_ctas == 6
 
@@ -540,11 +546,11 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], De
     ],
     ids=lambda config: f"{config.softmax_warpgroups}-{config.dequant_stages}-{config.two_cta}",
 )
-def test_roles_share_what_a_block_starts_with(config: DenseConfig) -> None:
-    """A role would wait for ever for registers that no other gives away."""
+def test_roles_share_the_registers_of_a_cta(config: DenseConfig) -> None:
+    """A role would wait forever for registers that no other role releases."""
     softmax, correction, other, dequant = config.registers
     first = REGISTERS // config.threads // 8 * 8
-    # The second half's warps are as any other where there is none; blocks of a pair have none of these.
+    # With one softmax warpgroup, the warps of the second one are idle; a CTA with a peer does not have them.
     idle = 1 if config.two_cta else 3 - config.softmax_warpgroups
     assert (config.softmax_warpgroups * softmax + correction + idle * other + dequant) * 128 <= first * config.threads
 
@@ -575,7 +581,7 @@ def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: s
         ({"query_stages": 2}, {}, "shared memory"),
     ],
 )
-def test_objections_to_a_shared_ring(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+def test_shared_kv_objections(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
     spec = replace(SHARED_RING_CASES[0], **facts).spec
     config = replace(DenseConfig(shared_kv_stages=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
