@@ -103,7 +103,7 @@ def assert_lse_within_budget(
 ) -> None:
     """A log-sum-exp's absolute error fits float32 arithmetic, not that of the 16-bit outputs.
 
-    It is a float32 result that later merges weigh outputs with, and it is the sharpest witness of a wrongly masked
+    It is a float32 result by which outputs are combined later, and it shows best a wrongly masked
     key: one of two thousand moves it by 5e-4, which 16-bit arithmetic would forgive. The yardstick is therefore the
     same maths in torch in float32 (the dtype of the result), plus the rounding that another order of summation may
     bring: `ulps` of float32 at the size of the sums on the way, `magnitude`.

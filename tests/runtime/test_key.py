@@ -207,7 +207,7 @@ ELSEWHERE = (
     "attention/cute/host.py",
     "attention/triton/prefill.py",
     "vllm_plugin/registration.py",
-    "testing/cases.py",
+    "testing/cases/case.py",
     "sampling/cute/host.py",
 )
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention cases with the reason for each. Lists, not products: a case that has no reason of its own is not here.
+
+Tiers: `smoke` runs at every change, `full` adds cases that repeat a feature at other sizes, `gpu` has real sizes.
+"""
+
+from dsl_backend.testing.cases.batches import LENGTHS, SURROUNDINGS
+from dsl_backend.testing.cases.case import (
+    BF16,
+    CAUSAL,
+    E5M2,
+    FP8,
+    FP16,
+    FULL,
+    Case,
+    mla,
+)
+from dsl_backend.testing.cases.latent import LATENT
+from dsl_backend.testing.cases.layers import DTYPES, HEAD_DIMS, HEADS, PACKED, PAGES
+from dsl_backend.testing.cases.real_sizes import GPU
+from dsl_backend.testing.cases.scores import COMBINATIONS, MASKS, SCORES, WINDOWS
+from dsl_backend.testing.cases.splits import SPLITS
+
+__all__ = [
+    "BF16",
+    "CASES",
+    "CAUSAL",
+    "COMBINATIONS",
+    "DTYPES",
+    "E5M2",
+    "FP8",
+    "FP16",
+    "FULL",
+    "GPU",
+    "HEADS",
+    "HEAD_DIMS",
+    "LATENT",
+    "LENGTHS",
+    "MASKS",
+    "PACKED",
+    "PAGES",
+    "SCORES",
+    "SPLITS",
+    "SURROUNDINGS",
+    "WINDOWS",
+    "Case",
+    "by_id",
+    "mla",
+]
+
+CASES: tuple[Case, ...] = (
+    *HEADS,
+    *DTYPES,
+    *HEAD_DIMS,
+    *PAGES,
+    *LENGTHS,
+    *MASKS,
+    *SCORES,
+    *COMBINATIONS,
+    *PACKED,
+    *LATENT,
+    *SURROUNDINGS,
+    *WINDOWS,
+    *SPLITS,
+    *GPU,
+)
+
+
+def by_id(name: str) -> Case:
+    """The case of that id."""
+    return next(case for case in CASES if case.id == name)
