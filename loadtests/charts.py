@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a comparison, as plotly figures."""
+"""The charts of a comparison, as plotly figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from loadtests.scenario import Level, Scenario
 
 
 def style(results: Results, backend: str) -> dict[str, str]:
-    """The same colour and symbol for a backend in every picture."""
+    """The colour and symbol of a backend, the same in all charts."""
     place = ([results.ours] if results.ours else []) + results.peers
     return look(place.index(backend))
 
@@ -26,13 +26,13 @@ def device_word(results: Results) -> str:
 
 
 def frontier_chart(results: Results, scenario: Scenario) -> Any:
-    """Tokens/s of a device against what each user sees; the line joins what no other level of the backend beats."""
+    """Tokens/s of a device over tokens/s of a user. The line is the backend's Pareto front over its levels."""
     figure = go.Figure()
     for backend in results.backends:
         found = []
         for level in results.levels(scenario.name):
             cell = results.cells.get((scenario.name, level, backend), Cell())
-            # Without a time between tokens there is nothing that a user sees: the level is not drawn.
+            # Without a time between tokens there are no tokens/s of a user, so the level is not drawn.
             per_user, per_device = cell.value(PER_USER.of), cell.value(PER_DEVICE.of)
             if per_user and per_device:
                 found.append((level, per_user, per_device))
@@ -64,13 +64,13 @@ def frontier_chart(results: Results, scenario: Scenario) -> Any:
             error_y=bars([y for _, _, y in found], shown["color"]),
             hovertemplate="%{text}: %{y:.1f} tokens/s, %{x:.1f} a user<extra>" + escaped(backend) + "</extra>",
         )
-    figure = dress(figure, "Throughput against what a user sees", "tokens/s/user", f"tokens/s/{device_word(results)}")
+    figure = dress(figure, "Throughput over speed for a user", "tokens/s/user", f"tokens/s/{device_word(results)}")
     figure.update_xaxes(rangemode="tozero")
     return figure.update_yaxes(rangemode="tozero")
 
 
 def bars(values: Sequence[Value], colour: str) -> dict[str, Any] | None:
-    """From the lowest round to the highest; none where there was one, which would be drawn as a point."""
+    """Error bars from the lowest round to the highest; None if there was only one round."""
     if all(value.rounds == 1 for value in values):
         return None
     middle, low, high = zip(*((value.median, value.low, value.high) for value in values), strict=True)
@@ -82,11 +82,11 @@ def short(level: Level) -> str:
 
 
 def latency_chart(results: Results, scenario: Scenario, name: str, title: str, limits: str) -> Any:
-    """Percentiles of a time at every level: the symbol is the median, the whisker goes to p90, the dash is p99.
+    """Percentiles of a latency at every level: the symbol is p50, the error bar ends at p90, the dash is p99.
 
     Args:
-        name: `ttft` or `tpot`, of the figures.
-        limits: the attribute of the scenario's limits that is drawn.
+        name: `ttft` or `tpot`.
+        limits: the attribute of the scenario's limits to draw as lines.
     """
     figure = go.Figure()
     levels = results.levels(scenario.name)
@@ -179,10 +179,10 @@ def rate_chart(results: Results, scenario: Scenario, metric: Metric) -> Any:
 
 
 def distribution_chart(results: Results, scenario: Scenario, name: str, title: str) -> Any:
-    """Share of values by time, a line for each backend; a menu chooses the level.
+    """The distribution of a latency, a line for each backend. A menu selects the level.
 
     Args:
-        name: of the figures' histograms.
+        name: the name of the histogram in the figures.
     """
     figure = go.Figure()
     drawn: list[Level] = []
@@ -211,7 +211,14 @@ def distribution_chart(results: Results, scenario: Scenario, name: str, title: s
         for level in dict.fromkeys(drawn)
     ]
     if not buttons:
-        note = {"text": "no load told it", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
+        note = {
+            "text": "not resolved at this level",
+            "xref": "paper",
+            "yref": "paper",
+            "x": 0.5,
+            "y": 0.5,
+            "showarrow": False,
+        }
         return figure.add_annotation(**note)
     menu = {"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}}
     return figure.update_layout(updatemenus=[menu])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs locust in processes of its own against a server, at one level of one scenario."""
+"""Runs locust in child processes against a server, at one level of one scenario."""
 
 import json
 import os
@@ -20,30 +20,30 @@ from loadtests.scenario import Level, Scenario
 
 LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
 POLL_S = 0.5
-START_S = 60  # until locust's processes load
-STOP_S = 1  # for users, when their requests have ended or will not
-# Processes begin within this of each other: the load goes on for so long after the window.
+START_S = 60  # time limit for locust's processes to start the load
+STOP_S = 1  # time for users to stop after the drain
+# All processes start within this time. The load continues for as long after the window.
 SKEW_S = 1.0
 
 
 class ClientError(RuntimeError):
-    """Locust did not do what it was asked to; the message has the end of its log."""
+    """Locust failed. The message contains the end of its log."""
 
 
 class ServerGoneError(RuntimeError):
-    """The server ended while it was loaded."""
+    """The server ended under load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a client is to do.
+    """The load that a client makes.
 
     Attributes:
-        url, model: of the server, and the name that it serves its model under.
-        scenario: lengths are final; a scenario file in `folder` tells locust.
-        processes: of the client, at most; never more than there are users.
+        url, model: the server's address and its model's name.
+        scenario: with its final lengths; it is written to a file in `folder` for locust.
+        processes: the largest number of client processes; there are never more processes than users.
         folder: for records and locust's log.
-        key: for the Authorization header; may be empty.
+        key: the key for the Authorization header; may be empty.
     """
 
     url: str
@@ -63,12 +63,12 @@ class Load:
 
     @property
     def users(self) -> int:
-        """Locust's users: in open loop each process has a source of arrivals."""
+        """The number of locust users. In open loop there is one source of arrivals for each process."""
         return self.level.users or self.processes
 
     def command(self) -> list[str]:
         processes = min(self.processes, self.users)
-        # All users have joined when half of the warm-up is over.
+        # All users have started after half of the warm-up.
         spawn = max(1.0, self.users / (self.scenario.warm_s / 2))
         words: list[object] = [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--headless", "--only-summary"]
         words += ["--host", self.url, "--users", self.users, "--spawn-rate", spawn]
@@ -77,11 +77,11 @@ class Load:
         words += ["--served-model", self.model, "--vocabulary", self.vocabulary, "--records", self.folder / "records"]
         words += [] if self.detokenize else ["--no-detokenize"]
         if processes > 1:
-            # Locust's own choice is one port for all, and two clients on a machine would get each other's processes.
+            # By default all locust masters use the same port, and clients on one machine would share their workers.
             port = free_port()
             words += ["--processes", processes, "--master-bind-host", "127.0.0.1"]
             words += ["--master-bind-port", port, "--master-port", port]
-        # Requests that fail are figures, not a fault of the client's.
+        # Failed requests are results, not an error of the client.
         return [str(word) for word in [*words, "--exit-code-on-error", 0]]
 
     def scenario_file(self) -> Path:
@@ -92,7 +92,7 @@ class Load:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The scenario as a file that `scenario.load` reads back."""
+    """The scenario as the text of a file that `scenario.load` can read."""
     fields = scenario.model_dump(exclude={"name", "sampling", "limits"})
     lines = [f"{key} = {toml_value(value)}" for key, value in fields.items()]
     lines += ["[sampling]", *(f"{key} = {toml_value(value)}" for key, value in scenario.sampling.model_dump().items())]
@@ -102,20 +102,20 @@ def to_toml(scenario: Scenario) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A TOML value; JSON's forms of what scenarios hold are TOML as well."""
+    """A value as TOML. For the types in scenarios, JSON is valid TOML."""
     return json.dumps(value)
 
 
 def run(load: Load, alive: Callable[[], bool], progress: Callable[[float, list[Tick]], None]) -> Figures:
-    """Load a server, and sum up the window.
+    """Loads a server; returns the figures of the window.
 
     Args:
-        alive: whether the server still runs.
-        told: takes the seconds since the load began and every process's latest tick, about twice a second.
+        alive: returns whether the server still runs.
+        progress: called about twice a second with the seconds since the start and the latest tick of every process.
 
     Raises:
         ClientError: locust failed.
-        ServerGoneError: the server ended; so was the load.
+        ServerGoneError: the server ended. The load is stopped.
     """
     records_folder = load.folder / "records"
     records_folder.mkdir(parents=True)
@@ -125,7 +125,7 @@ def run(load: Load, alive: Callable[[], bool], progress: Callable[[float, list[T
         process = subprocess.Popen(
             load.command(),
             cwd=ROOT,
-            # Not among the words, which every user of the machine sees.
+            # Not on the command line, which every user of the machine can see.
             env=os.environ | ({KEY: load.key} if load.key else {}),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends side by side: the same load on a server of each in turn, a file of results and a page.
+"""Compares backends: applies the same load to a server of each in turn, and writes a file of results and a page.
 
     python -m loadtests.compare --model llama-8b --backends dsl FLASH_ATTN --scenario 1k-1k -- --max-num-seqs 256
     python -m loadtests.compare --url dsl=http://127.0.0.1:8000 other=http://127.0.0.1:8001 --scenario 1k-1k
 
-What follows `--` goes to every server as it is. With --url nothing is started: the servers run already.
+The flags after `--` are passed to every server. With --url no server is started: the servers must already run.
 """
 
 import argparse
@@ -40,25 +40,25 @@ from loadtests.subjects import Subject, SubjectError, resolve
 Record = dict[str, Any]
 WRONG_USE = 2
 INTERRUPTED = 130
-VOCABULARY = 1000  # any model has so many tokens
+VOCABULARY = 1000  # every model has at least this many tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is compared.
+    """What to compare.
 
     Attributes:
-        subject: what is served; None for servers that run already.
-        urls: name -> address of these.
-        vocabulary: token ids are below.
-        flags: of every server.
-        rounds: each starts every backend once, another one first.
-        processes: of the client, at most.
-        start_s: seconds until a server has to answer.
-        offline: engines without servers.
-        out: folder of results.jsonl, page.html and the logs.
-        served_model, key: of servers that run already: None for their first model, and the key that they want.
-        keep_samples: keep what the client wrote about every request.
+        subject: the model to serve; None with servers that already run.
+        urls: name -> address of the servers that already run.
+        vocabulary: prompts have token ids below this number.
+        flags: further flags of every server.
+        rounds: the number of repetitions. Each round starts with another backend.
+        processes: the largest number of client processes.
+        start_s: the time limit in seconds for a server to start.
+        offline: measure engines without servers.
+        out: the folder of results.jsonl, page.html and the logs.
+        served_model, key: for servers that already run: the model's name (None for the first one) and the API key.
+        keep_samples: keep the client's records of every request.
     """
 
     subject: Subject | None
@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def loads(self) -> list[tuple[Scenario, Level]]:
-        """Of one backend in one round."""
+        """The loads of one backend in one round."""
         pairs = [(scenario, level) for scenario in self.scenarios for level in scenario.levels]
         return [(scenario, level) for scenario, level in pairs if level.users or not self.offline]
 
     def turns(self) -> Iterator[tuple[int, str]]:
-        """(round, backend), interleaved: what drifts during the run meets all backends alike."""
+        """(round, backend), interleaved, so that a drift during the run affects all backends alike."""
         for number in range(self.rounds):
             first = number % len(self.backends)
             for backend in self.backends[first:] + self.backends[:first]:
@@ -93,12 +93,12 @@ class Plan:
 
 @dataclass
 class Comparison:
-    """A run of a plan, and what it has come to so far.
+    """A run of a plan, and its results so far.
 
     Attributes:
         dropped: backend -> why it is not started again.
-        secrets: that nothing which is written has.
-        faults: loads that failed or had requests that did.
+        secrets: texts that are removed from everything that is written.
+        faults: the number of loads that failed or had failed requests.
     """
 
     plan: Plan
@@ -141,7 +141,7 @@ class Comparison:
         self.add("server", backend=backend, round=number, ready_s=ready_s, facts=facts, startup_lines=lines)
 
     def server(self, backend: str, number: int) -> None:
-        """One round of one backend, with a server of its own."""
+        """Runs one round of one backend, with its own server."""
         plan = self.plan
         assert plan.subject is not None
         log = plan.out / "logs" / f"{backend}-{number}.log"
@@ -151,7 +151,7 @@ class Comparison:
             self.loads(backend, number, served, plan.subject.tokenizer)
 
     def reached(self, backend: str, number: int) -> None:
-        """One round of a server that runs already."""
+        """Runs one round of a server that already runs."""
         plan = self.plan
         try:
             remote_server = remote.reach(backend, plan.urls[backend], plan.served_model, plan.key)
@@ -163,11 +163,11 @@ class Comparison:
         self.loads(backend, number, remote_server, remote_server.detokenize)
 
     def loads(self, backend: str, number: int, served: Served | Remote, detokenize: bool) -> None:
-        """All levels of all scenarios, on a running server."""
+        """Runs all levels of all scenarios on a running server."""
         most = served.facts["max_model_len"]
         for scenario, level in self.plan.loads:
             if most is not None and scenario.longest > most:
-                why = f"{scenario.longest} tokens a request, the server takes {most}: see --scale, --max-model-len"
+                why = f"requests of {scenario.longest} tokens, the server accepts {most}: see --scale, --max-model-len"
                 self.fail(backend, number, why, scenario.name)
             else:
                 self.load(backend, number, served, scenario, level, detokenize)
@@ -175,7 +175,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def scrubbed(self, log: Path) -> Iterator[None]:
-        """Take secrets out of a log when its server has ended: vLLM writes its flags down."""
+        """Removes secrets from a log after its server has ended: vLLM logs its flags."""
         try:
             yield
         finally:
@@ -185,7 +185,7 @@ class Comparison:
     def load(
         self, backend: str, number: int, served: Served | Remote, scenario: Scenario, level: Level, detokenize: bool
     ) -> None:
-        """One level of one scenario on a running server."""
+        """Runs one level of one scenario on a running server."""
         plan = self.plan
         what = f"{backend}: round {number + 1}, {scenario.name}, {level.label}"
 
@@ -206,7 +206,7 @@ class Comparison:
                 detokenize=detokenize,
                 scenario=scenario,
                 level=level,
-                # The same requests for every backend, and others in each round and level.
+                # Every backend gets the same requests; each round and level has different ones.
                 seed=f"{plan.seed}/{number}/{scenario.name}/{level.label}",
                 processes=plan.processes,
                 folder=folder,
@@ -249,7 +249,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def folder(self, name: str) -> Iterator[Path]:
-        """For one load's files."""
+        """The folder of one load's files."""
         if self.plan.keep_samples:
             path = self.plan.out / "samples" / name
             path.mkdir(parents=True)
@@ -259,7 +259,7 @@ class Comparison:
             yield Path(scratch)
 
     def engine(self, backend: str, number: int) -> None:
-        """One round of one backend, as an engine without a server."""
+        """Runs one round of one backend, as an engine without a server."""
         plan = self.plan
         assert plan.subject is not None
         seed = plan.seed * 1000 + number
@@ -302,8 +302,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         own, flags = own[:cut], own[cut + 1 :]
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.compare",
-        description="Attention backends of vLLM under the same load: results.jsonl and page.html in a folder.",
-        epilog="What follows -- goes to every server (vLLM's own flags).",
+        description="Compare attention backends of vLLM under the same load; write results.jsonl and page.html.",
+        epilog="The flags after -- are passed to every server (vLLM's own flags).",
     )
     parser.add_argument(
         "--model",
@@ -316,37 +316,47 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         action="extend",
         metavar="NAME=URL",
-        help=f"servers that run already, instead of --backends; {KEY} in the environment is the key that they want",
+        help=f"servers that already run, instead of --backends; the environment variable {KEY} has their API key",
     )
-    parser.add_argument("--backends", nargs="+", help="of vLLM (default: dsl and its peers on this device)")
+    parser.add_argument("--backends", nargs="+", help="vLLM's attention backends (default: dsl and its peers)")
     parser.add_argument(
-        "--scenario", nargs="+", default=["128-128"], dest="scenarios", help=f"of {', '.join(names())}, or .toml files"
+        "--scenario",
+        nargs="+",
+        default=["128-128"],
+        dest="scenarios",
+        help=f"names from {', '.join(names())}, or .toml files",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, such as 0.1")
-    parser.add_argument("--users", type=int, nargs="+", help="levels of closed loop, instead of the scenarios'")
-    parser.add_argument("--rates", type=float, nargs="+", help="levels of open loop, requests/s, likewise")
-    parser.add_argument("--warm-seconds", type=float, help="of load before the window, likewise")
-    parser.add_argument("--window-seconds", type=float, help="that are measured, likewise")
-    parser.add_argument("--drain-seconds", type=float, help="that requests get to end after it, likewise")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths, such as 0.1")
+    parser.add_argument("--users", type=int, nargs="+", help="levels of closed loop (default: the scenario's)")
+    parser.add_argument("--rates", type=float, nargs="+", help="levels of open loop, requests/s (default: likewise)")
+    parser.add_argument("--warm-seconds", type=float, help="load before the window (default: the scenario's)")
+    parser.add_argument("--window-seconds", type=float, help="measured time (default: the scenario's)")
+    parser.add_argument(
+        "--drain-seconds", type=float, help="time limit for requests after the window (default: the scenario's)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="repetitions, interleaved (default: 3)")
-    parser.add_argument("--processes", type=int, help="of the client, at most (default: half of the cores, up to 16)")
-    parser.add_argument("--offline", action="store_true", help="engines without servers: tokens/s of batches")
+    parser.add_argument(
+        "--processes", type=int, help="largest number of client processes (default: half of the cores, up to 16)"
+    )
+    parser.add_argument("--offline", action="store_true", help="measure engines without servers: tokens/s of batches")
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/load-TIME)")
     parser.add_argument(
-        "--vocabulary", type=int, help="token ids are below (default: as the model's config says; --url: 1000)"
+        "--vocabulary", type=int, help="upper bound of token ids (default: from the model's config; with --url 1000)"
     )
-    parser.add_argument("--seed", type=int, help="of the requests (default: 0; with --url another one each time)")
-    parser.add_argument("--start-seconds", type=float, default=600, help="until a server is given up")
+    parser.add_argument("--seed", type=int, help="seed of the requests (default: 0; with --url a new one each time)")
+    parser.add_argument(
+        "--start-seconds", type=float, default=600, help="time limit for a server to start (default: 600)"
+    )
     parser.add_argument("--keep-samples", action="store_true", help="keep the records of every request")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if it is not in a git checkout")
     options = parser.parse_args(own)
     options.flags = flags
     if not options.url and not options.model:
-        parser.error("--model is needed, or --url NAME=URL for servers that run already")
+        parser.error("--model is needed, or --url NAME=URL for servers that already run")
     if options.url:
         given = {"--backends": options.backends, "--offline": options.offline, "flags after --": flags}
         for name in (name for name, value in given.items() if value):
-            parser.error(f"{name} with --url: no server is started, those that run are loaded as they are")
+            parser.error(f"{name} cannot be used with --url: the servers already run")
     for name in ("rounds", "processes"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -355,13 +365,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
-    """The plan that the options ask for.
+    """The plan that the options describe.
 
     Raises:
-        ScenarioError, SubjectError, ExposureError, UrlError: they ask for what there is not, or must not be.
+        ScenarioError, SubjectError, ExposureError, UrlError: an option is not valid.
     """
     users, rates = options.users, options.rates
-    # Who names levels of one kind wants no others.
+    # If the user gives levels of one kind, the scenario's levels of the other kind are not run.
     users, rates = (() if users is None and rates else users), (() if rates is None and users else rates)
     scenarios = load_all(
         options.scenarios,
@@ -378,10 +388,10 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
         remote.reach(name, url, options.model, key)
     subject = None if urls else resolve(options.model, scratch, options.flags, options.vocabulary)
     backends = tuple(urls or options.backends or (subject.backends if subject else ()))
-    # A server that runs on may still have the prompts of an earlier run in its prefix cache.
+    # A server that already runs may still have the prompts of an earlier run in its prefix cache.
     seed = time.time_ns() % 10**9 if urls else 0
     if len(set(backends)) < len(backends):
-        raise ScenarioError(f"--backends {' '.join(backends)}: one is named twice")
+        raise ScenarioError(f"--backends {' '.join(backends)}: a name occurs twice")
     check_flags(options.flags)
     if options.offline:
         offline.engine_arguments(options.flags)
@@ -408,7 +418,7 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
 
 
 def environment_of(plan: Plan, arguments: Sequence[str], commit: str | None) -> Record:
-    """What the results depend on."""
+    """The facts that the results depend on."""
     gathered = facts.gather(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     gathered["commit"] = commit or gathered["commit"]
     gathered["versions"] |= {"locust": facts.version("locust")}
@@ -417,7 +427,7 @@ def environment_of(plan: Plan, arguments: Sequence[str], commit: str | None) -> 
         "on_gpu": torch.cuda.is_available(),
         "cores": os.cpu_count(),
         "command": ["python", "-m", "loadtests.compare", *mask(arguments)],
-        "model": plan.subject.name if plan.subject else plan.served_model or "what servers serve",
+        "model": plan.subject.name if plan.subject else plan.served_model or "the servers' first model",
         "urls": plan.urls,
         "backends": list(plan.backends),
         "rounds": plan.rounds,
@@ -430,7 +440,7 @@ def environment_of(plan: Plan, arguments: Sequence[str], commit: str | None) -> 
 
 
 def run(plan: Plan, arguments: Sequence[str], commit: str | None) -> int:
-    """Compare; 0 where every load of every backend ran without an error, else 1."""
+    """Runs the comparison; returns 0 if no load of any backend had an error, else 1."""
     (plan.out / "logs").mkdir(parents=True, exist_ok=True)
     console = Console()
     steps = len(plan.loads) * len(plan.backends) * plan.rounds
@@ -458,7 +468,7 @@ def run(plan: Plan, arguments: Sequence[str], commit: str | None) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory(prefix="dsl-models-") as scratch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server shows to others: the address that it listens on, and secrets in what is written about it."""
+"""Checks the address that a server listens on, and removes secrets from everything that is written about it."""
 
 import ipaddress
 import json
@@ -11,16 +11,16 @@ from typing import Any
 LOCAL = "127.0.0.1"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 MASK = "***"
-# The variable with the key of a server that wants one, as clients of this API have it.
+# The variable with the API key, as clients of this API name it.
 KEY = "OPENAI_API_KEY"
-# A word of a name that makes its value a secret. `tokens` is a count, `tokenizer` a file.
+# Words in a name that make its value a secret. `tokens` is a count and `tokenizer` a file, so they are not secret.
 SECRET = {"key", "keys", "apikey", "token", "password", "passwd", "passphrase", "secret", "credential", "credentials"}
 SECRET |= {"auth", "authorization", "bearer"}
-# Shorter values are not looked for in other texts: they would be found in anything.
+# Shorter values are not removed from other texts: they would match by chance.
 SHORTEST = 4
 FLAG = re.compile(r"(--?[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
-# In any text: the user of an address, an authorization header, and forms that providers give their keys.
+# Secrets in any text: credentials in an address, an authorization header, and the formats of providers' keys.
 FORMS = (
     (re.compile(r"(\w+://)[^/\s@]+@"), rf"\1{MASK}@"),
     (re.compile(r"(?i)\b(bearer|basic)\s+(?!\*)[\w.~+/=-]{4,}"), rf"\1 {MASK}"),
@@ -30,11 +30,11 @@ FORMS = (
 
 
 class ExposureError(ValueError):
-    """A server would be reachable in a way that it must not be."""
+    """A server would be reachable from other machines although it must not be."""
 
 
 def names_secret(name: str) -> bool:
-    """Whether a flag, a variable or a key of JSON has a secret for its value."""
+    """Whether the value of a flag, a variable or a JSON key is a secret, by its name."""
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
     return not SECRET.isdisjoint(re.split(r"[^a-z0-9]+", words))
 
@@ -46,7 +46,7 @@ def forms_masked(text: str) -> str:
 
 
 def mask(words: Sequence[str]) -> list[str]:
-    """The words of a command without its secrets."""
+    """The words of a command with its secrets masked."""
     shown, hiding = [], False
     for word in words:
         flag = FLAG.fullmatch(word)
@@ -60,7 +60,7 @@ def mask(words: Sequence[str]) -> list[str]:
 
 
 def masked_value(word: str) -> str:
-    """A word that is no flag: KEY=VALUE, JSON, an address, or anything."""
+    """Masks the secrets in a word that is not a flag: KEY=VALUE, JSON, an address, or any other text."""
     setting = SETTING.fullmatch(word)
     if setting and names_secret(setting[1]):
         return f"{setting[1]}={MASK}"
@@ -79,7 +79,7 @@ def masked_json(value: Any) -> Any:
 
 
 def secrets_of(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The secrets of a command and of the environment, the longest first: they are looked for in logs."""
+    """The secrets of a command and of the environment, the longest first, to be removed from logs."""
     found = {value for name, value in environment.items() if names_secret(name) and len(value) >= 2 * SHORTEST}
     for word, shown in zip(words, mask(words), strict=True):
         if shown == MASK:
@@ -100,7 +100,7 @@ def json_secrets(value: Any, secret: bool = False) -> list[str]:
 
 
 def scrub(value: Any, secrets: Sequence[str]) -> Any:
-    """A record, or a text, without secrets."""
+    """A record or a text with the secrets masked."""
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, MASK)
@@ -111,7 +111,7 @@ def scrub(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def values_of(flags: Sequence[str], name: str) -> list[str]:
-    """The values that a flag is given, as `--name VALUE ...` or `--name=VALUE`; vLLM takes _ for - as well."""
+    """The values of a flag, given as `--name VALUE ...` or `--name=VALUE`. As in vLLM, _ means -."""
     found, taking = [], False
     for word in flags:
         flag = FLAG.fullmatch(word)
@@ -124,7 +124,7 @@ def values_of(flags: Sequence[str], name: str) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Whether only this machine can reach a server that listens on the address."""
     if host == "localhost":
         return True
     try:
@@ -134,18 +134,18 @@ def is_local(host: str) -> bool:
 
 
 def development_mode(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether vLLM would start with its routes for developers."""
+    """Whether vLLM would start with its development routes."""
     return environment.get(DEVELOPMENT, "0").strip() not in ("", "0")
 
 
 def refuse_exposed(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Check where a server is going to listen.
+    """Checks the address that a server is going to listen on.
 
     Raises:
-        ExposureError: beyond this machine, in development mode.
+        ExposureError: other machines could reach a server in development mode.
     """
     if not is_local(host) and development_mode(environment):
         raise ExposureError(
-            f"--host {host} with {DEVELOPMENT}={environment[DEVELOPMENT]}: vLLM's development mode lets everybody who "
-            f"reaches the server run code in its workers; serve on {LOCAL}, or unset {DEVELOPMENT}"
+            f"--host {host} with {DEVELOPMENT}={environment[DEVELOPMENT]}: vLLM's development mode lets every client "
+            f"run code in the server's workers: use {LOCAL}, or unset {DEVELOPMENT}"
         )

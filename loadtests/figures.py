@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a load: rates in a window, percentiles of times, goodput, and whether the client was the limit."""
+"""The figures of a load: rates in a window, latency percentiles, goodput, and whether the client was the limit."""
 
 import math
 import statistics
@@ -14,22 +14,22 @@ from loadtests.scenario import MLPERF, Limits
 from loadtests.stream import Sample
 
 PERCENTS = (50, 90, 99)
-BINS = 20  # of a histogram, for each factor of ten: 12 % wide
-# A process's share of a core from which locust's own event loop is known to fall behind.
+BINS = 20  # histogram bins for each factor of ten; a bin is 12 % wide
+# A client process that uses more than this share of a core has an event loop that falls behind.
 BUSY = 0.9
-# A time is told where the client looks at its clock late by at most this share of it.
+# A latency is resolved if the client's event loop is late by at most this share of the latency.
 LATE_SHARE = 0.2
-# Answers of which more pieces than this share came with others in one read tell nothing about the time between tokens.
+# If more than this share of an answer's chunks shared a socket read with others, the time between tokens is unknown.
 TOGETHER_SHARE = 0.5
-# Of the server's own time between tokens: what a client sees may be longer, and is not shorter by so much.
+# The client's time between tokens must be at least this share of the server's; it cannot really be much shorter.
 SEEN_SHARE = 0.5
-# Between two looks of the client at its event loop's lateness.
+# Seconds between the client's samples of its event loop's lateness.
 NAP_S = 0.01
 
 
 @dataclass(frozen=True)
 class Window:
-    """The measured part of a load; seconds on the monotonic clock."""
+    """The measured part of a load, in seconds of the monotonic clock."""
 
     begin: float
     end: float
@@ -44,10 +44,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles of some values; None where there are none.
+    """Percentiles of values; None if there are no values.
 
     Attributes:
-        n: values.
+        n: the number of values.
     """
 
     n: int
@@ -59,11 +59,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Requests that kept limits.
+    """The requests sent in the window that met the limits.
 
     Attributes:
-        per_s: of those sent in the window, by its seconds; None where the time between tokens is not told.
-        share: of those sent in the window, failed ones included; None where none was sent, likewise.
+        per_s: their number divided by the window's seconds; None if the time between tokens is not resolved.
+        share: their share of all requests sent in the window, including failed ones; None if that is unknown.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """How the client fared in the window.
+    """The state of the client in the window.
 
     Attributes:
-        busy: share of a core that its busiest process took.
-        late_ms: the 99th percentile of how late its event loops were, over time: a stall counts by its length.
-        limit: why the client and not the server is what was measured; empty where it was not.
+        busy: the share of a core that its busiest process used.
+        late_ms: p99 of the event loops' lateness, weighted by time, so that a stall counts by its length.
+        limit: why the client, and not the server, limited the load; empty if it did not.
     """
 
     processes: int
@@ -91,20 +91,21 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a load at one level came to.
+    """The results of a load at one level.
 
     Attributes:
-        sent, done: requests sent in the window, and how many of these got their whole answer.
-        requests_per_s: answers that ended well in the window, by its seconds.
-        output_per_s, input_per_s: tokens that came in the window, and prompt tokens of answers that began in it.
-        ttft, tpot, itl, e2e: milliseconds, of good requests sent in the window: until the first token, between tokens
-            on a request's average, between pieces, until the last token. Empty where they are untold.
-        histograms: the names of these -> bin -> values, see `histogram`.
-        untold: name of a time that the client could not tell -> why.
-        per_user: tokens a second that a user sees come: 1000 over the median TPOT.
-        errors: kind -> requests of the whole load, warm-up included.
-        details: kind -> the first one's words.
-        all_sent, all_tokens: of the whole load.
+        sent, done: the requests sent in the window, and how many of them got a complete answer.
+        requests_per_s: complete answers that ended in the window, per second.
+        output_per_s, input_per_s: tokens that arrived in the window, and prompt tokens of answers that began in it,
+            per second.
+        ttft, tpot, itl, e2e: milliseconds, for good requests sent in the window: time to the first token, mean time
+            between a request's tokens, time between chunks, time to the last token. Empty if not resolved.
+        histograms: name of a latency -> bin -> number of values, see `histogram`.
+        unresolved: name of a latency that the client could not resolve -> why.
+        per_user: tokens/s of one user: 1000 / median TPOT.
+        errors: kind -> number of requests in the whole load, including the warm-up.
+        details: kind -> the message of the first error.
+        all_sent, all_tokens: requests and tokens of the whole load.
     """
 
     window_s: float
@@ -132,11 +133,11 @@ class Figures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, interpolated linearly between neighbours."""
-    place = (len(values) - 1) * percent / 100
-    below = math.floor(place)
+    """A percentile of sorted values, with linear interpolation."""
+    position = (len(values) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(values) - 1)
-    return values[below] + (values[above] - values[below]) * (place - below)
+    return values[below] + (values[above] - values[below]) * (position - below)
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -148,18 +149,18 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def histogram(values: Iterable[float]) -> dict[int, int]:
-    """Bin -> values in it; bin b is from 10^(b / BINS) to 10^((b + 1) / BINS). Values are positive."""
+    """Bin -> number of positive values in it. Bin b covers 10^(b / BINS) to 10^((b + 1) / BINS)."""
     return dict(sorted(Counter(math.floor(BINS * math.log10(value)) for value in values if value > 0).items()))
 
 
 def window_of(processes: Sequence[Process], warm_s: float, window_s: float | None = None) -> Window:
-    """The window that begins when all processes have been loading for a while.
+    """The window that begins `warm_s` after the last process has started.
 
     Args:
-        window_s: None for all that is left until the first of them stopped.
+        window_s: its length; None for the time until the first process stopped.
 
     Raises:
-        ValueError: no process loaded for so long.
+        ValueError: the load did not last until the window.
     """
     started = [process.started for process in processes if process.started is not None]
     if not started:
@@ -174,7 +175,7 @@ def window_of(processes: Sequence[Process], warm_s: float, window_s: float | Non
 
 
 def tokens_within(sample: Sample, window: Window) -> int:
-    """Tokens of an answer, whole or not, that came in the window."""
+    """The tokens of an answer, complete or not, that arrived in the window."""
     before = total = 0
     for at_us, tokens in zip(sample.at_us, sample.tokens, strict=True):
         if window.holds(sample.sent + at_us / 1e6):
@@ -191,10 +192,10 @@ def keeps(sample: Sample, limits: Limits) -> bool:
 
 
 def goodput(sent: Sequence[Sample], window: Window, limits: Limits, resolved: bool = True) -> Goodput:
-    """Requests within limits.
+    """The requests within the limits.
 
     Args:
-        told: whether the time between tokens is.
+        resolved: whether the time between tokens is resolved.
     """
     if not resolved:
         return Goodput(limits.name, limits.ttft_ms, limits.tpot_ms, None, None)
@@ -204,16 +205,16 @@ def goodput(sent: Sequence[Sample], window: Window, limits: Limits, resolved: bo
 
 
 def busy_share(ticks: Sequence[Tick]) -> float:
-    """Processor time over time, between the first and the last of some ticks."""
+    """Processor time divided by elapsed time, between the first and the last tick."""
     if len(ticks) < 2:
         return 0.0
     return (ticks[-1].cpu_s - ticks[0].cpu_s) / (ticks[-1].at - ticks[0].at)
 
 
 def lateness(ticks: Iterable[Tick]) -> float:
-    """How late the client looked at its clock, in ms: what 99 % of all moments were below.
+    """p99 of the event loop's lateness in ms, weighted by time.
 
-    A nap counts by its length: a stall of seconds is one nap among hundreds, and whatever comes meanwhile waits for it.
+    The weights matter: a stall of seconds is one sample among hundreds, but everything that arrives meanwhile waits.
     """
     naps = sorted(late_us / 1e6 for tick in ticks for late_us in tick.late_us)
     left = 0.99 * sum(NAP_S + late for late in naps)
@@ -225,17 +226,17 @@ def lateness(ticks: Iterable[Tick]) -> float:
 
 
 def blurred(late_ms: float, name: str, time_ms: float | None) -> str:
-    """Why a client that is so late cannot tell a time; empty where it can."""
+    """Why a client with this lateness cannot resolve a latency; empty if it can."""
     if time_ms is None or late_ms <= LATE_SHARE * time_ms:
         return ""
-    return f"the client looked at its clock up to {late_ms:.3g} ms late (p99), and {name} took {time_ms:.3g} ms (p50)"
+    return f"the client's event loop was up to {late_ms:.3g} ms late (p99), and {name} took {time_ms:.3g} ms (p50)"
 
 
 def health(processes: Sequence[Process], window: Window, answer_ms: float | None) -> Health:
-    """Judge the client.
+    """The client's state, and whether it was the limit.
 
     Args:
-        answer_ms: median time from an answer's first token to its last, which the client must be able to tell.
+        answer_ms: median time from an answer's first token to its last. The client must be able to resolve it.
     """
     within = [[tick for tick in process.ticks if window.holds(tick.at)] for process in processes]
     busy = max(map(busy_share, within), default=0.0)
@@ -247,7 +248,7 @@ def health(processes: Sequence[Process], window: Window, answer_ms: float | None
 
 
 def unresolved_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
-    """Times that the client could not tell -> why."""
+    """Name of a latency that the client could not resolve -> why."""
     if client.limit:
         why = f"the client was the limit: {client.limit}"
         return {"tpot": why, "itl": why}
@@ -264,7 +265,7 @@ def unresolved_times(good: Sequence[Sample], client: Health) -> dict[str, str]:
 
 
 def gaps_of(samples: Iterable[Sample]) -> Iterator[float]:
-    """Milliseconds between the pieces of answers."""
+    """The milliseconds between the chunks of answers."""
     return ((b - a) / 1000 for sample in samples for a, b in pairwise(sample.at_us))
 
 
@@ -310,10 +311,10 @@ def summarize(processes: Sequence[Process], window: Window, limits: Sequence[Lim
 
 
 def checked(found: Figures, server_ms: float | None) -> Figures:
-    """The figures without a time between tokens that the server's own contradicts.
+    """The figures, without the time between tokens if the server's own measurement contradicts it.
 
     Args:
-        server_ms: mean time between the tokens of a request, as the server counted; None where it does not say.
+        server_ms: the server's mean time between the tokens of a request; None if it does not report one.
     """
     seen = found.tpot.mean
     if seen is None or server_ms is None or seen >= SEEN_SHARE * server_ms:
@@ -333,11 +334,11 @@ def checked(found: Figures, server_ms: float | None) -> Figures:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as good ours is as theirs, over rounds that both took part in.
+    """The ratio of two backends, over the rounds that both ran. Above 1 the first one is better.
 
     Attributes:
-        median, low, high: of the rounds' ratios, each of two runs of the same round.
-        rounds: how many.
+        median, low, high: of the ratios of the rounds.
+        rounds: the number of rounds.
     """
 
     median: float
@@ -347,18 +348,18 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` where every one of several rounds says so, else `open`."""
+        """`better` or `worse` if all of at least two rounds agree, else `open`."""
         if self.rounds < 2 or self.low <= 1 <= self.high:
             return "open"
         return "better" if self.low > 1 else "worse"
 
 
 def ratio(ours: Mapping[int, float | None], theirs: Mapping[int, float | None], higher: bool) -> Ratio | None:
-    """Compare round by round; None where no round has both.
+    """Compares round by round; None if no round has both values.
 
     Args:
         ours, theirs: round -> value.
-        higher: whether more is better; else the ratio is turned over, so that above one is always better.
+        higher: whether a higher value is better; if not, the ratio is inverted, so that above 1 is always better.
     """
     found = []
     for number, own in ours.items():
@@ -369,7 +370,7 @@ def ratio(ours: Mapping[int, float | None], theirs: Mapping[int, float | None], 
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both coordinates, by the first."""
+    """The Pareto front of points, sorted by the first coordinate."""
     best = -math.inf
     kept = []
     for x, y in sorted(set(points), reverse=True):
@@ -388,7 +389,7 @@ def text(processes: Sequence[Process], warm_s: float = 0.0, limits: Sequence[Lim
     try:
         found = summarize(processes, window_of(processes, warm_s), limits)
     except ValueError as error:
-        return f"nothing to sum up: {error}"
+        return f"no figures: {error}"
     rows = [
         f"{found.done} of {found.sent} requests in {found.window_s:.1f} s, {found.requests_per_s:.2f} requests/s, "
         f"{found.output_per_s:.1f} output and {found.input_per_s:.1f} input tokens/s (from the first request on)"

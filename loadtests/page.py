@@ -31,7 +31,7 @@ from loadtests.results import (
 from loadtests.scenario import Scenario
 
 LEGEND = (
-    "Throughput against what a user sees: the number at a symbol is the level, bars go from the lowest round to the "
+    "Throughput over speed for a user: the number at a symbol is the level, bars go from the lowest round to the "
     "highest, the line joins what no other level beats. Times: symbol p50, line up to p90, dash p99; dots: limits; "
     "hollow: the client was the limit. Distributions: the menu of a picture chooses the level."
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that is served: a published shape with dummy weights, a small random checkpoint, or anybody's own."""
+"""The model to serve: a published shape with dummy weights, a small random checkpoint, or any other model."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from integration.models import write as write_checkpoint
 
 
 class SubjectError(ValueError):
-    """No such model; the message says what there is."""
+    """The model does not exist. The message lists the accepted ones."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Subject:
     """A model to serve.
 
     Attributes:
-        path: that vLLM loads: a folder or a name on a hub.
-        vocabulary: token ids are below.
-        flags: of `vllm serve`, that it needs.
-        tokenizer: whether it has one.
-        backends: what is compared when nobody says: ours and its peers.
+        path: the folder or the hub's name that vLLM loads.
+        vocabulary: prompts have token ids below this number.
+        flags: the flags of `vllm serve` that the model needs.
+        tokenizer: whether the model has a tokenizer.
+        backends: the backends that are compared by default: dsl and its peers.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Subject:
 
 
 def vocabulary_of(path: str) -> int:
-    """From the model's config.json, here or on a hub.
+    """The vocabulary's size, from the model's config.json in a folder or on a hub.
 
     Raises:
-        SubjectError: there is none, or it does not say.
+        SubjectError: there is no config.json, or it has no such field.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -74,14 +74,14 @@ def vocabulary_of(path: str) -> int:
 
 
 def resolve(name: str, folder: Path, flags: Sequence[str] = (), vocabulary: int | None = None) -> Subject:
-    """A model by its name.
+    """The model of a name.
 
     Args:
-        folder: where models that are made on the spot go.
-        flags: the user's own; they win over what the model would get.
+        folder: the folder for generated models.
+        flags: the user's flags, which have precedence over the model's.
 
     Raises:
-        SubjectError: no such model.
+        SubjectError: the model does not exist.
     """
     given = {flag.partition("=")[0] for flag in flags}
     if name in SHAPES:

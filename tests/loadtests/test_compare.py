@@ -135,7 +135,7 @@ def test_a_scenario_that_does_not_fit(tmp_path: Path, backends: dict[str, Any]) 
     assert status == 1
     failed = [line for line in lines if line["kind"] == "failed"]
     assert {line["scenario"] for line in failed} == {"1k-1k"}
-    assert "2048 tokens a request, the server takes 300" in failed[0]["message"]
+    assert "requests of 2048 tokens, the server accepts 300" in failed[0]["message"]
     assert {line["scenario"] for line in lines if line["kind"] == "run"} == {"128-128"}
 
 
@@ -157,7 +157,7 @@ def test_interrupted(tmp_path: Path, backends: dict[str, Any], monkeypatch: pyte
         (["--rates", "-2"], "rates.0 = -2.0"),
         (["--scale", "0"], "scale 0.0"),
         (["--model", "nowhere/none-such"], "no model 'nowhere/none-such'"),
-        (["--backends", "dsl", "dsl"], "one is named twice"),
+        (["--backends", "dsl", "dsl"], "a name occurs twice"),
         (["--offline", "--scenario", "chat-shared-prefix"], "shared_prefix, which --offline does not know"),
         (["--offline", "--", "word"], "'word' is no flag"),
         (["--", "--host", "0.0.0.0"], "VLLM_SERVER_DEV_MODE=1: vLLM's development mode lets everybody"),

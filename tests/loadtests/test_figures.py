@@ -165,7 +165,7 @@ def test_a_client_that_is_the_limit_says_so(cpu: float, late_us: int, says: str)
 
 
 def test_each_time_is_told_as_well_as_the_client_looks() -> None:
-    """2 ms late: answers of 200 ms are told, gaps of 5 ms are not, nor a first token after 8 ms."""
+    """2 ms late: answers of 200 ms are resolved; gaps of 5 ms and a first token after 8 ms are not."""
     found = summarize([Process(0.0, 9.0, 1, [made(1.0, 8, 5, 41)], watched(0.2, 2000))], Window(0.0, 9.0))
     assert found.client.limit == ""
     assert set(found.unresolved) == {"itl", "ttft"}
@@ -181,7 +181,7 @@ def test_a_stall_counts_by_its_length() -> None:
 
 
 def test_bursts_tell_no_time_between_tokens() -> None:
-    """All pieces in two reads, from a client that was always in time: the rate is told, the time between is not."""
+    """All pieces in two reads, from a client that was never late: the rate is resolved, the time between tokens is not."""
     burst = Sample(1.0, 9, [900_000] * 5 + [905_700] * 4, list(range(1, 10)), 5)
     found = summarize([Process(0.0, 9.0, 1, [burst], watched(0.1, 10))], Window(0.0, 9.0))
     assert found.client.limit == ""
@@ -265,4 +265,4 @@ def test_text_for_a_terminal() -> None:
     assert "0.12 requests/s" in shown
     assert "TTFT ms: p50 50, p90 50, p99 50, mean 50 (n = 1)" in shown
     assert "error: HTTP status: 1 (why)" in shown
-    assert "nothing to sum up" in text([])
+    assert "no figures: " in text([])

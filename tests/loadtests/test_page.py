@@ -309,7 +309,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     page.write(example_results.records(), path)
     shown = browser.require_shown(path, tmp_path / "page.png", 2 * CHARTS)
-    assert shown.body.count("Throughput against what a user sees</text>") == 2
+    assert shown.body.count("Throughput over speed for a user</text>") == 2
 
 
 @browser.needs_chromium

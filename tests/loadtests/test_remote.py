@@ -62,7 +62,7 @@ def test_what_is_of_servers_that_are_started(other: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit) as caught:
         compare.main(["--url", "dsl=http://127.0.0.1:9", *other])
     assert caught.value.code == 2
-    assert "with --url: no server is started" in capsys.readouterr().err
+    assert "cannot be used with --url" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
