@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locust's side of the load tests: users that stream completions, in closed and in open loop.
+"""The locust users of the load tests: they stream completions in closed or open loop.
 
     locust -f loadtests/locustfile.py --host http://localhost:8000 --headless -u 8 --load-seconds 60 --scenario 128-128
 
-Closed loop: each of `-u` users sends its next request when the last is answered. Open loop, with --rate: the users are
-independent Poisson sources that wait for no answer, and all of them together send that many requests a second.
-`--processes N` spreads the users over N processes. Without --headless, locust's own pages show what happens.
+Closed loop: each of `-u` users sends its next request after the previous one is answered. Open loop, with --rate: the
+users are independent Poisson sources that do not wait for answers, and --rate is their total number of requests/s.
+`--processes N` distributes the users over N processes. Without --headless, locust serves its own pages.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-# Locust runs this file by its path.
+# Locust runs this file by its path, so the package must be made importable.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from loadtests import figures, records
@@ -42,13 +42,13 @@ from loadtests.scenario import ScenarioError, load_all
 from loadtests.stream import Failure, Reader, Sample
 
 TICK_S = 0.25
-SILENCE_S = 300  # without a byte until a request is given up
+SILENCE_S = 300  # a request fails after this time without a byte
 CONNECTIONS = 4096
 BLOCK = 1 << 16
-# Made before locust forks: one folder for all processes of this machine.
+# Made before locust forks, so that all processes of this machine share one folder.
 SCRATCH = Path(tempfile.mkdtemp(prefix="dsl-load-"))
 LEADER = os.getpid()
-# The message that asks a process to let its requests end, and its answer; and who has answered.
+# The message that asks a worker to drain its requests, its reply, and the workers that have replied.
 DRAIN = "drain"
 DRAINED: set[str] = set()
 
@@ -63,19 +63,19 @@ def remove_scratch() -> None:
 def add_options(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("streaming completions")
     group.add_argument("--scenario", default="128-128", help="a name, or a .toml file")
-    group.add_argument("--scale", type=float, default=1.0, help="of the scenario's lengths")
+    group.add_argument("--scale", type=float, default=1.0, help="factor of the scenario's lengths")
     group.add_argument("--rate", type=float, default=0.0, help="requests a second in open loop (default: closed loop)")
-    group.add_argument("--load-seconds", type=float, default=0.0, help="stop sending then, let requests end, and quit")
-    group.add_argument("--drain-seconds", type=float, default=60.0, help="that these requests get")
+    group.add_argument("--load-seconds", type=float, default=0.0, help="stop sending after this time, then quit")
+    group.add_argument("--drain-seconds", type=float, default=60.0, help="time limit for the last requests to end")
     group.add_argument("--served-model", default="", help="the model's name (default: the server's first)")
-    group.add_argument("--vocabulary", type=int, default=1000, help="prompts' token ids are below")
-    group.add_argument("--no-detokenize", action="store_true", help="for servers that have no tokenizer")
-    group.add_argument("--request-seed", default="0", help="another one gives other prompts")
-    group.add_argument("--records", default="", help="folder for what was measured (default: summed up and forgotten)")
+    group.add_argument("--vocabulary", type=int, default=1000, help="upper bound of the prompts' token ids")
+    group.add_argument("--no-detokenize", action="store_true", help="for servers without a tokenizer")
+    group.add_argument("--request-seed", default="0", help="seed of the prompts")
+    group.add_argument("--records", default="", help="folder for the records (default: print a summary only)")
 
 
 class Client:
-    """What the users of a process share: the scenario, the connections, the record."""
+    """The state that the users of a process share: the scenario, the connections, the record."""
 
     def __init__(self, environment: Environment) -> None:
         options: Any = environment.parsed_options
@@ -84,7 +84,7 @@ class Client:
         self.options = options
         self.source = Source(self.scenario, options.vocabulary, options.request_seed)
         self.model = options.served_model or first_model(self.host)
-        # Each user of an open loop has many requests in flight; a connection is opened when it is needed.
+        # In open loop a user has many requests in flight. Connections are opened when needed.
         self.http = HTTPClient.from_url(
             self.host, concurrency=CONNECTIONS, network_timeout=SILENCE_S, block_size=BLOCK, connection_timeout=30
         )
@@ -106,7 +106,7 @@ class Client:
         return self.sent - self.done - self.failed
 
     def watch(self) -> None:
-        """How late the event loop is: what it does to a nap it does to the times of tokens."""
+        """Measures how late the event loop wakes a sleeper: the times of tokens are late by the same amount."""
         ticked = time.monotonic()
         while True:
             due = time.monotonic() + NAP_S
@@ -130,7 +130,7 @@ class Client:
         self.http.close()
 
     def send(self, request: Request, environment: Environment, due: float) -> None:
-        """Send a request, and record what came of it; its times count from when it was due."""
+        """Sends a request and records the result. Its times are relative to the time when it was due."""
         body = json.dumps(self.source.body(request, self.model, not self.options.no_detokenize)).encode()
         sample = Sample(sent=due, output=request.output)
         reader = Reader(sample, request.prompt_tokens)
@@ -141,7 +141,7 @@ class Client:
         except gevent.GreenletExit:
             sample.fail(Failure.UNFINISHED, f"after {reader.total} of {request.output} tokens")
             raise
-        # geventhttpclient's errors and those of sockets share no base but this.
+        # Exception is the only common base of geventhttpclient's and the sockets' errors.
         except Exception as error:
             kind = Failure.TRUNCATED if sample.tokens else Failure.CONNECTION
             sample.fail(kind, f"{type(error).__name__}: {error}")
@@ -170,9 +170,9 @@ class Client:
 
 
 def clock_of(response: Any) -> list[float]:
-    """The time of the latest read from a response's socket, kept up to date.
+    """Records the time of the latest read from a response's socket.
 
-    A line's own time would be that of its parsing, and lines that lay in a buffer would seem to come as fast as that.
+    The time when a line is parsed would be wrong: buffered lines would seem to arrive in quick succession.
     """
     latest, feed = [time.monotonic()], response.feed
 
@@ -186,12 +186,12 @@ def clock_of(response: Any) -> list[float]:
 
 
 def send_at_once(connection: Any) -> None:
-    """The end of a long prompt does not wait until its beginning is acknowledged, which takes up to 40 ms."""
+    """Sets TCP_NODELAY: otherwise the end of a long prompt waits up to 40 ms for an acknowledgement."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def authorization() -> dict[str, str]:
-    """The header of servers that want a key."""
+    """The header with the API key; empty without one."""
     key = os.environ.get(KEY, "")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -205,7 +205,7 @@ def first_model(host: str) -> str:
 
 
 def tell_locust(environment: Environment, name: str, sample: Sample) -> None:
-    """The request in locust's own tables and charts."""
+    """Reports the request to locust's own tables and charts."""
     error = RuntimeError(f"{sample.failure}: {sample.detail}") if sample.failure else None
     times = {"answer": sample.e2e_ms if sample.at_us else 0.0}
     if not error:
@@ -222,7 +222,7 @@ def tell_locust(environment: Environment, name: str, sample: Sample) -> None:
 
 
 class CompletionUser(User):
-    """A user in closed loop, or with --rate a source of arrivals."""
+    """A user in closed loop, or with --rate a source of arrivals in open loop."""
 
     def on_start(self) -> None:
         self.client: Client = vars(self.environment)["completions"]
@@ -237,7 +237,7 @@ class CompletionUser(User):
     @task
     def act(self) -> None:
         if self.rate:
-            # From arrival to arrival, not from when we woke: a client that is late does not thin out the load.
+            # Add to the last arrival, not to the current time, so that a late client does not reduce the load.
             self.due += self.dice.expovariate(self.rate)
             self.client.stopping.wait(max(0.0, self.due - time.monotonic()))
         if self.client.stopping.is_set():
@@ -259,7 +259,7 @@ class CompletionUser(User):
 
 @events.init.add_listener
 def prepare(environment: Environment, runner: Any, **_: Any) -> None:
-    """Check the options; in the process that leads, end the load when its time is over."""
+    """Checks the options. In the master process, ends the load after its time."""
     options: Any = environment.parsed_options
     try:
         load_all([options.scenario], options.scale)
@@ -271,7 +271,7 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     except (OSError, ValueError, LookupError) as error:
-        print(f"--host {options.host} does not say which models it has: {error}", file=sys.stderr)
+        print(f"--host {options.host} does not list its models: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if isinstance(runner, WorkerRunner):
         runner.register_message(DRAIN, drain_and_tell, concurrent=True)
@@ -282,9 +282,9 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
 
 
 def end_later(runner: Any, options: argparse.Namespace) -> None:
-    """When the time is over, let the requests in flight end, and then quit.
+    """After the load's time, waits until the requests in flight have ended, and then quits.
 
-    Locust's own end gives the processes of --processes three seconds, whatever --stop-timeout says.
+    Locust itself gives worker processes only three seconds, whatever the --stop-timeout is.
     """
     gevent.sleep(options.load_seconds)
     if isinstance(runner, MasterRunner):
@@ -299,7 +299,7 @@ def end_later(runner: Any, options: argparse.Namespace) -> None:
 
 
 def drain(environment: Environment, limit_s: float) -> None:
-    """Send no more, and return when nothing is in flight or the time is over."""
+    """Stops sending; returns when no request is in flight or the time limit is reached."""
     client: Client | None = vars(environment).get("completions")
     if client is None:
         return
@@ -336,7 +336,7 @@ def finish(environment: Environment, **_: Any) -> None:
 
 @events.init.add_listener
 def keep_records(environment: Environment, runner: Any, **_: Any) -> None:
-    """Where nobody asked to keep the records, sum them up at the end."""
+    """Without --records, prints a summary at the end."""
     options: Any = environment.parsed_options
     asked = bool(options.records)
     options.records = options.records or str(SCRATCH)

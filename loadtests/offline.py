@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same scenarios without HTTP: the benchmark of whole engines, fed with levels as batches."""
+"""Runs the scenarios without HTTP: each level is a batch for the benchmark of whole engines."""
 
 import json
 import os
@@ -22,10 +22,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(children.Settings):
-    """Of an engine whose model lies somewhere already.
+    """The settings of an engine whose model already exists.
 
     Attributes:
-        path: of the model, or its name on a hub.
+        path: the model's folder, or its name on a hub.
     """
 
     path: str
@@ -39,17 +39,17 @@ class Settings(children.Settings):
 
 
 def engine_arguments(flags: Sequence[str]) -> dict[str, Any]:
-    """Flags of `vllm serve` as arguments of an engine.
+    """Converts flags of `vllm serve` to arguments of an engine.
 
     Raises:
-        ScenarioError: a word that belongs to no flag.
+        ScenarioError: a word does not belong to a flag.
     """
     arguments: dict[str, Any] = {}
     words = list(flags)
     while words:
         flag, equals, value = words.pop(0).partition("=")
         if not flag.startswith("--"):
-            raise ScenarioError(f"{flag!r} is no flag of vLLM's: --name value, --name=value or --name are")
+            raise ScenarioError(f"{flag!r} is not a flag of vLLM: use --name value, --name=value or --name")
         if not equals and words and not words[0].startswith("--"):
             equals, value = "=", words.pop(0)
         name = flag.removeprefix("--").replace("-", "_")
@@ -67,7 +67,7 @@ def batches(scenario: Scenario) -> dict[str, tuple[Level, Batch]]:
     """A batch for each level of closed loop: id -> level and batch.
 
     Raises:
-        ScenarioError: the scenario asks for what an engine's batch has not.
+        ScenarioError: a batch cannot have a property of the scenario.
     """
     missing = {
         "shared_prefix": scenario.shared_prefix > 0,
@@ -77,7 +77,7 @@ def batches(scenario: Scenario) -> dict[str, tuple[Level, Batch]]:
     }
     found = [name for name, asked in missing.items() if asked]
     if found:
-        raise ScenarioError(f"scenario {scenario.name} has {', '.join(found)}, which --offline does not know")
+        raise ScenarioError(f"scenario {scenario.name} has {', '.join(found)}, which --offline does not support")
     return {
         f"{scenario.name}@{users}": (
             Level(users=users),
@@ -104,10 +104,10 @@ def run(
     seed: int,
     folder: Path,
 ) -> Iterator[Record]:
-    """Events of one backend's engine: `note`, `ready`, `run` and, of one scenario, `failed`.
+    """Yields the events of one backend's engine: `note`, `ready`, `run`, and `failed` for a single scenario.
 
     Raises:
-        BackendError: the engine did not start, died, or something else serves its layers.
+        BackendError: the engine did not start, it died, or another backend serves its layers.
     """
     chosen = {name: (scenario, *pair) for scenario in scenarios for name, pair in batches(scenario).items()}
     shape = Shape(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML page of a comparison, with everything that it needs inside.
+"""Writes one self-contained HTML page of a comparison.
 
 python -m loadtests.page results.jsonl page.html
 """
@@ -31,33 +31,33 @@ from loadtests.results import (
 from loadtests.scenario import Scenario
 
 LEGEND = (
-    "Throughput over speed for a user: the number at a symbol is the level, bars go from the lowest round to the "
-    "highest, the line joins what no other level beats. Times: symbol p50, line up to p90, dash p99; dots: limits; "
-    "hollow: the client was the limit. Distributions: the menu of a picture chooses the level."
+    "Throughput over speed for a user: the number at a symbol is the level, error bars go from the lowest round to "
+    "the highest, the line is the Pareto front. Times: symbol p50, line up to p90, dash p99; dots: limits; "
+    "hollow: the client was the limit. Distributions: the menu of a chart selects the level."
 )
 DOUBT = "†"
 DISTRIBUTIONS = {
     "ttft": "Distribution of TTFT",
     "tpot": "Distribution of TPOT",
     "itl": "Distribution of ITL",
-    "e2e": "Distribution of whole answers",
+    "e2e": "Distribution of the time of whole answers",
 }
-FEW = 100  # requests below which a 99th percentile is little more than the slowest one
+FEW = 100  # with fewer requests p99 is almost the slowest request
 MEANING = {
-    "tokens": "counted by the server (usage in the stream), at the moment they arrive; never guessed from pieces.",
-    "requests/s": "answers that ended well in the window, by its seconds.",
-    "input tokens/s": "prompt tokens of the answers that began in the window, by its seconds.",
-    "tokens/s": "output tokens that arrived in the window, by its seconds and the devices that the server uses.",
-    "tokens/s/user": "1000 over the median TPOT in ms: how fast an answer is written once it has begun.",
-    "TTFT": "from when a request was sent (open loop: was due) to its first token.",
-    "TPOT": "time from the first to the last token, by the tokens after the first; one value a request. Not told where "
-    "the client was the limit, or where tokens came in bursts.",
-    "ITL": "time between two pieces of a stream; many values a request.",
-    "goodput": "share of the requests sent in the window that kept both limits; failed ones count as not.",
-    "cached": "prompt tokens that the prefix cache answered, of all that were looked up, warm-up included.",
+    "tokens": "as the server counts them (usage in the stream), at the time they arrive; not estimated from chunks.",
+    "requests/s": "complete answers that ended in the window, divided by its seconds.",
+    "input tokens/s": "prompt tokens of the answers that began in the window, divided by its seconds.",
+    "tokens/s": "output tokens that arrived in the window, divided by its seconds and by the server's devices.",
+    "tokens/s/user": "1000 divided by the median TPOT in ms: the speed of an answer after its first token.",
+    "TTFT": "time from sending a request (open loop: from when it was due) to its first token.",
+    "TPOT": "time from the first to the last token, divided by the tokens after the first; one value for each request. "
+    "There is none if the client was the limit, or if tokens came in bursts.",
+    "ITL": "time between two chunks of a stream; many values for each request.",
+    "goodput": "share of the requests sent in the window that met both limits; failed requests did not meet them.",
+    "cached": "share of looked-up prompt tokens that the prefix cache had, including the warm-up.",
     "ratios": "median over rounds, each of two runs of the same round, and the lowest and highest. Above 1 dsl is "
-    "better, for times too. Coloured where all of at least two rounds agree.",
-    "whose requests": "times are of requests sent in the window; errors are of the whole load.",
+    "better, for times too. Coloured if all of at least two rounds agree.",
+    "requests": "times are of requests sent in the window; errors are of the whole load.",
 }
 
 
@@ -69,7 +69,7 @@ def render(records: Sequence[Record]) -> str:
     """The page.
 
     Args:
-        records: the lines of results.jsonl, of a run that may not have ended.
+        records: the lines of results.jsonl; the run need not have ended.
     """
     results = gather(records)
     title = title_of(results.environment)
@@ -83,19 +83,19 @@ def render(records: Sequence[Record]) -> str:
 
 def title_of(facts: Record) -> str:
     return (
-        f"Servers that run already: {facts['model']}" if facts.get("urls") else f"{facts['model']} on {facts['device']}"
+        f"Servers that already ran: {facts['model']}" if facts.get("urls") else f"{facts['model']} on {facts['device']}"
     )
 
 
 def every_server(facts: Record) -> str:
-    """The flags of servers that were started, or the addresses of others."""
+    """The flags of started servers, or the addresses of servers that already ran."""
     if facts.get("urls"):
         return "; ".join(f"{name}: {url}" for name, url in facts["urls"].items())
     return shlex.join(facts["flags"]) or "vLLM’s defaults"
 
 
 def header(results: Results) -> str:
-    """What the figures were taken with."""
+    """The facts that the results depend on."""
     facts = results.environment
     cores = f"{facts['cores']} cores"
     machine = ", ".join([facts["device"], *([f"driver {facts['driver']}"] if facts.get("driver") else []), cores])
@@ -119,18 +119,18 @@ def header(results: Results) -> str:
 
 
 def complaints(results: Results) -> list[str]:
-    """What a reader has to know before believing a figure."""
+    """Warnings about the results."""
     found = []
     if results.environment.get("urls"):
-        found.append("The servers ran already: their devices, flags and backends are what their names say, unchecked.")
+        found.append("The servers already ran: their devices, flags and backends were not checked.")
     elif not results.environment["on_gpu"]:
         found.append("This ran on a CPU: it shows that serving works, and says nothing about speed on a GPU.")
     if results.environment["rounds"] < 2:
-        found.append("One round: ratios have no spread, and no difference is shown to be one.")
+        found.append("One round: ratios have no spread, so no difference is significant.")
     if results.end is None:
         found.append("The run has not ended, or was killed: rounds are missing.")
     elif results.end["reason"]:
-        found.append(f"The run did not get to its end: {results.end['reason']}.")
+        found.append(f"The run ended early: {results.end['reason']}.")
     for record in results.failed:
         where = f"{record['backend']}, round {record['round'] + 1}"
         where += f", {record['scenario']}" if record["scenario"] else ""
@@ -142,12 +142,14 @@ def complaints(results: Results) -> list[str]:
             details |= figures.get("details", {})
         found += [f"{where}: {count} requests: {kind} ({details[kind]})" for kind, count in cell.errors.items()]
         if any(figures.get("done") == 0 for figures in cell.figures.values()):
-            found.append(f"{where}: no request that was sent in the window got its answer")
+            found.append(f"{where}: no request that was sent in the window was answered")
     return found + client_limits(results)
 
 
 def client_limits(results: Results) -> list[str]:
-    """What the client could not tell, and why: one line for all loads that it held up, one for each other one."""
+    """Warnings about latencies that the client could not resolve: one for all loads that it limited, and one for
+    each other load.
+    """
     runs = [
         (f"{backend}, {scenario}, {level.label}", figures["client"])
         for (scenario, level, backend), cell in results.cells.items()
@@ -179,7 +181,7 @@ def ratio_cell(found: Ratio | None, doubtful: bool) -> str:
 
 
 def summary(results: Results) -> str:
-    """Ours over every peer, at every level."""
+    """The ratios of dsl and every peer, at every level."""
     metrics = COMPARED[:1] if results.environment["offline"] else COMPARED
     names = "".join(f"<th>{text(metric.name)}</th>" for _ in results.peers for metric in metrics)
     peers = "".join(f'<th class="group" colspan="{len(metrics)}">over {text(peer)}</th>' for peer in results.peers)
@@ -198,9 +200,9 @@ def summary(results: Results) -> str:
         return ""
     labels = ["scenario", "load", *(f"{metric.name} over {peer}" for peer in results.peers for metric in metrics)]
     return (
-        f"<h2>{text(results.ours)} beside the others</h2>"
+        f"<h2>{text(results.ours)} and the others</h2>"
         '<div class="scroll"><table class="ratios"><caption>Above 1 it is better, for times too: median over rounds, '
-        "then the lowest and the highest. Coloured where all rounds agree. A round in which the client was the limit "
+        "then the lowest and the highest. Coloured if all rounds agree. A round in which the client was the limit "
         "gives none.</caption>"
         f'<thead><tr><th class="group"></th><th class="group"></th>{peers}</tr>'
         f'<tr><th class="name">scenario</th><th class="name">load</th>{names}</tr></thead>'
@@ -226,13 +228,13 @@ def ratio_lines(records: Sequence[Record]) -> list[str]:
 
 
 def describe(scenario: Scenario) -> str:
-    """The parameters of a scenario in words."""
+    """The parameters of a scenario as text."""
     vary = f" (the last {scenario.vary:.0%} drawn)" if scenario.vary else ""
     parts = [f"{scenario.prompt} tokens in, {scenario.output} out{vary}"]
     if scenario.shared_prefix:
         parts.append(f"{scenario.shared_prefix} of them shared within {scenario.groups} groups")
     else:
-        parts.append("no two prompts alike")
+        parts.append("all prompts differ")
     sampling = scenario.sampling.model_dump(exclude_defaults=True)
     parts.append(", ".join(f"{key} {value:g}" for key, value in sampling.items()) if sampling else "greedy")
     parts += ["prompts as text"] * scenario.text
@@ -245,7 +247,7 @@ def section(results: Results, scenario: Scenario) -> str:
     if not results.levels(scenario.name):
         return f"{head}{facts_line(describe(scenario))}<p>No figures.</p>"
     if results.environment["offline"]:
-        shape = f"{scenario.prompt} tokens in, {scenario.output} out; greedy; all requests handed over at once"
+        shape = f"{scenario.prompt} tokens in, {scenario.output} out; greedy; all requests submitted at once"
         figures = [charts.batch_chart(results, scenario)]
     else:
         shape = describe(scenario)
@@ -292,7 +294,7 @@ def cached(cell: Cell) -> str:
 
 
 def served_table(results: Results, scenario: Scenario) -> str:
-    """All figures in three tables, a row for each level and backend."""
+    """All figures in tables, with a row for each level and backend."""
     limits = [f"goodput {one.name}, {one.ttft_ms:g}/{one.tpot_ms:g} ms" for one in scenario.limits]
     device = charts.device_word(results)
     rates: list[str] = []
@@ -310,8 +312,8 @@ def served_table(results: Results, scenario: Scenario) -> str:
             counts.append(start + counts_of(cell, len(limits)) + "</tr>")
     rounds = results.environment["rounds"]
     over = "One round" if rounds == 1 else f"Median of up to {rounds} rounds, then the lowest and the highest"
-    doubt = f"{DOUBT} the client was the limit: rates are at least, times at most what is said."
-    few = f"* fewer than {FEW} requests in all windows: its p99 is little more than the slowest one."
+    doubt = f"{DOUBT} the client was the limit: rates are lower bounds, times are upper bounds."
+    few = f"* fewer than {FEW} requests in all windows: p99 is almost the slowest request."
     names = ["load", "backend"]
     heads = [REQUESTS.name, f"tokens/s/{device}", INPUT.name, PER_USER.name]
     return "".join(
@@ -354,7 +356,7 @@ def offline_table(results: Results, scenario: Scenario) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.page", description="The page of a file of results.")
+    parser = argparse.ArgumentParser(prog="python -m loadtests.page", description="Make the page of a file of results.")
     parser.add_argument("results", type=Path)
     parser.add_argument("page", type=Path)
     options: Any = parser.parse_args()

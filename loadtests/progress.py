@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison is doing: a bar and a line on a terminal, lines every few seconds in a log."""
+"""The progress of a comparison: a bar and a line on a terminal, or lines every few seconds in a log."""
 
 import time
 
@@ -13,7 +13,7 @@ class Reporter:
     """Shows progress through a number of steps.
 
     Args:
-        steps: loads, over all backends, rounds, scenarios and levels.
+        steps: the number of loads over all backends, rounds, scenarios and levels.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -31,13 +31,13 @@ class Reporter:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line."""
         self.said = time.monotonic()
         line = f"[{self.said - self.began:6.1f} s, {self.finished}/{self.steps}] {text}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """What is going on; replaces itself on a terminal, and is said now and then in a log."""
+        """Shows the current activity: on a terminal it replaces the previous text, in a log it is printed sometimes."""
         if self.console.is_terminal:
             self.progress.update(self.task, description=text.replace("[", r"\["))
         elif time.monotonic() - self.said >= LOG_S:

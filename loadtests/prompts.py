@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a scenario: the same ones for the same seed, none like another."""
+"""The requests of a scenario. The same seed gives the same requests, and all requests differ."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.engine.scenarios import FIRST_ID
 from loadtests.scenario import Scenario
 
-# Words that are a token each in most vocabularies; a text's true length is what the server says.
+# Words that are one token each in most vocabularies. The server reports the true length of a text.
 TEXT = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
 were all her she there would their we him been has when who will no more if out so up said what its about than into
@@ -26,8 +26,8 @@ class Request:
 
     Attributes:
         prompt: token ids or text.
-        prompt_tokens: of the prompt; None where only the server can tell.
-        output: tokens that the answer must have.
+        prompt_tokens: tokens of the prompt; None for a text, whose tokens only the server knows.
+        output: the number of tokens that the answer must have.
     """
 
     prompt: list[int] | str
@@ -40,8 +40,8 @@ class Source:
     """Makes the requests of a scenario.
 
     Attributes:
-        vocabulary: ids are below.
-        seed: requests of another seed are others, their common prefixes included.
+        vocabulary: the upper bound of token ids.
+        seed: another seed gives other requests, and other shared prefixes too.
     """
 
     scenario: Scenario
@@ -49,7 +49,7 @@ class Source:
     seed: str
 
     def request(self, *number: int) -> Request:
-        """The request of some number, such as (process, user, turn)."""
+        """The request with an identifying number, such as (process, user, turn)."""
         dice = random.Random(f"{self.seed}/{number}")
         prompt, output = (self.length(longest, dice) for longest in (self.scenario.prompt, self.scenario.output))
         shared = self.shared(dice.randrange(self.scenario.groups))
@@ -68,14 +68,14 @@ class Source:
         return dice.choices(range(FIRST_ID, self.vocabulary), k=count)
 
     def body(self, request: Request, model: str, detokenize: bool) -> dict[str, Any]:
-        """Of POST /v1/completions."""
+        """The body of POST /v1/completions."""
         body: dict[str, Any] = {
             "model": model,
             "prompt": request.prompt,
             "max_tokens": request.output,
             "ignore_eos": True,
             "stream": True,
-            # With the running count every piece says how many tokens there are so far.
+            # With continuous usage every chunk has the number of tokens so far.
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             **self.scenario.sampling.body(),
         }

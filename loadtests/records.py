@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that client processes write while they load a server: samples, and how the client itself fared."""
+"""The files that client processes write during a load: samples of requests, and the state of the client itself."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from loadtests.stream import Failure, Sample
 
 @dataclass(frozen=True)
 class Tick:
-    """What a client process says about itself a few times a second.
+    """The state of a client process, written a few times a second.
 
     Attributes:
         at: seconds on the machine's monotonic clock.
         cpu_s: processor time of the process so far.
-        late_us: by how much naps of the process's event loop overslept since the last tick.
+        late_us: how late sleepers of the process's event loop woke up, since the last tick.
         sent, done, failed: requests so far.
-        tokens: that came so far, those of unfinished answers included.
+        tokens: tokens that arrived so far, including those of unfinished answers.
     """
 
     at: float
@@ -33,11 +33,11 @@ class Tick:
 
 @dataclass(frozen=True)
 class Process:
-    """One client process.
+    """The records of one client process.
 
     Attributes:
-        started, stopped: when load began and ended; None where the process did not say.
-        sent: requests, as it counted them at the end.
+        started, stopped: when the load began and ended; None if the process did not record it.
+        sent: the number of requests that the process counted at the end.
     """
 
     started: float | None
@@ -57,7 +57,7 @@ class Writer:
         self.file.write(sample.to_json() + "\n")
 
     def add(self, kind: str, **fields: Any) -> None:
-        """A line that is on the disk when this returns, and all before it."""
+        """Writes a line and flushes the file to the disk."""
         self.file.write(json.dumps({"kind": kind, **fields}, separators=(",", ":")) + "\n")
         self.file.flush()
 
@@ -66,13 +66,13 @@ class Writer:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file that may still be growing."""
+    """The complete lines of a file that may still grow."""
     for line in path.read_text().split("\n")[:-1]:
         yield json.loads(line)
 
 
 def read(path: Path) -> Process:
-    """Everything that a process wrote; requests that it sent and said no more about are samples that are lost."""
+    """The records of a process. Requests that were sent and have no result are samples with the failure LOST."""
     samples: list[Sample] = []
     ticks: list[Tick] = []
     started = stopped = None
@@ -100,7 +100,7 @@ def read_all(folder: Path) -> list[Process]:
 
 
 def last_ticks(folder: Path) -> list[Tick]:
-    """The latest tick of every process, for progress; reads the ends of the files alone."""
+    """The latest tick of every process, for progress. Reads only the ends of the files."""
     ticks = []
     for path in folder.glob("*.jsonl"):
         with path.open("rb") as file:

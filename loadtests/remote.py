@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that run already: named, checked, asked what they serve; never started and never stopped."""
+"""Servers that already run: checks them and asks for their model. They are never started or stopped."""
 
 import contextlib
 import http.client
@@ -20,7 +20,7 @@ NAME = re.compile(r"[\w.+-]+")
 
 
 class UrlError(ValueError):
-    """A server that cannot be loaded; the message says which and why."""
+    """A server cannot be used. The message says which one and why."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Remote:
     """A server that answers.
 
     Attributes:
-        name: in tables, as a backend's.
-        model: that it serves.
-        longest: tokens of a request; None where it does not say.
-        version: of vLLM; empty where it does not say.
-        detokenize: whether it makes text of tokens.
-        key: for the Authorization header; may be empty.
+        name: its name in tables, like that of a backend.
+        model: the model that it serves.
+        longest: the most tokens of a request; None if the server does not report it.
+        version: the version of vLLM; empty if the server does not report it.
+        detokenize: whether it converts tokens to text.
+        key: the key for the Authorization header; may be empty.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Remote:
         return {"url": self.url, "model": self.model, "vllm": self.version, "max_model_len": self.longest, "devices": 1}
 
     def alive(self) -> bool:
-        """Whether anybody listens; a server that is slow to take a connection is alive."""
+        """Whether a server listens on the address. A server that is slow to accept a connection is alive."""
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
@@ -70,10 +70,10 @@ class Remote:
 
 
 def parse(words: Sequence[str]) -> dict[str, str]:
-    """NAME=URL words as name -> address without a trailing slash.
+    """Parses NAME=URL words; returns name -> address without a trailing slash.
 
     Raises:
-        UrlError: a word is none, or a name or an address comes twice.
+        UrlError: a word is not valid, or a name or an address occurs twice.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -97,21 +97,21 @@ def parse(words: Sequence[str]) -> dict[str, str]:
 
 
 def ask(name: str, url: str, path: str, key: str, body: object | None = None) -> bytes:
-    """GET, or POST where there is a body.
+    """Sends GET, or POST if there is a body; returns the answer.
 
     Raises:
-        UrlError: no answer, or one of another status than 200.
+        UrlError: there is no answer, or its status is not 200.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
-    # The load goes to the server itself, past any proxy; so does this.
+    # Like the load, this bypasses any proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=PATIENCE_S) as response:
             data: bytes = response.read()
             return data
     except urllib.error.HTTPError as error:
-        hint = "; OPENAI_API_KEY takes its key" if error.code in (401, 403) else ""
+        hint = "; set OPENAI_API_KEY to its key" if error.code in (401, 403) else ""
         text = error.read(300).decode(errors="replace").strip()
         raise UrlError(f"{name}: {url}{path} answers {error.code}{hint} {text}".rstrip()) from None
     except (OSError, http.client.HTTPException) as error:
@@ -120,10 +120,10 @@ def ask(name: str, url: str, path: str, key: str, body: object | None = None) ->
 
 
 def reach(name: str, url: str, model: str | None, key: str) -> Remote:
-    """Check a server's health, read its model's name, and try a completion of two tokens.
+    """Checks a server's health, reads its model's name, and tries a completion of two tokens.
 
     Args:
-        model: that is wanted; None for the first one.
+        model: the name of the model to use; None for the server's first one.
 
     Raises:
         UrlError: it is not healthy, does not have the model, or does not stream completions with their token counts.
@@ -131,7 +131,7 @@ def reach(name: str, url: str, model: str | None, key: str) -> Remote:
     try:
         ask(name, url, "/health", key)
     except UrlError as error:
-        # Others than vLLM have no such route.
+        # Servers other than vLLM do not have this route.
         if "answers 404" not in str(error):
             raise
     try:
@@ -151,7 +151,7 @@ def reach(name: str, url: str, model: str | None, key: str) -> Remote:
 
 
 def detokenizes(name: str, url: str, model: str, key: str) -> bool:
-    """Whether a server makes text of tokens; a load asks of it what it can."""
+    """Whether a server converts tokens to text, so that the load uses a format that the server supports."""
     body = {"model": model, "prompt": [16, 17, 18], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     complaint = ""

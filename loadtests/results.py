@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of results.jsonl as a table: scenario, level, backend, round -> figures."""
+"""Reads the lines of results.jsonl into a table: scenario, level, backend, round -> figures."""
 
 import json
 import statistics
@@ -18,11 +18,11 @@ OURS = "dsl"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run.
+    """A metric of a run.
 
     Attributes:
-        of: the figures of a run (figures.Figures as JSON) -> value, or None.
-        higher: whether more is better.
+        of: computes the value from the figures of a run (figures.Figures as JSON), or None.
+        higher: whether a higher value is better.
     """
 
     name: str
@@ -48,14 +48,14 @@ COMPARED = (PER_DEVICE, TTFT, TPOT)
 
 
 def limit_of(figures: Record) -> str:
-    """Why the client was the limit of a run; empty where it was not."""
+    """Why the client was the limit of a run; empty if it was not."""
     found: str = figures.get("client", {}).get("limit", "")
     return found
 
 
 @dataclass(frozen=True)
 class Value:
-    """A figure over rounds."""
+    """The median and range of a metric over rounds."""
 
     median: float
     low: float
@@ -65,11 +65,11 @@ class Value:
 
 @dataclass
 class Cell:
-    """What one backend did at one level of one scenario.
+    """The results of one backend at one level of one scenario.
 
     Attributes:
-        figures: round -> the run's figures, with `devices` among them.
-        server: round -> what its server counted meanwhile.
+        figures: round -> the run's figures, including `devices`.
+        server: round -> the changes of the server's counters during the run.
     """
 
     figures: dict[int, Record] = field(default_factory=dict)
@@ -77,47 +77,47 @@ class Cell:
 
     @property
     def sound(self) -> dict[int, Record]:
-        """The figures of rounds in which the client was not the limit."""
+        """The figures of the rounds in which the client was not the limit."""
         return {number: figures for number, figures in self.figures.items() if not limit_of(figures)}
 
     def rounds(self, of: Callable[[Record], float | None]) -> dict[int, float | None]:
-        """Of the sound ones: what a client held up is compared with nothing."""
+        """The metric in each sound round. Rounds that the client limited are not compared."""
         return {number: of(figures) for number, figures in self.sound.items()}
 
     def value(self, of: Callable[[Record], float | None]) -> Value | None:
-        """Median and range over sound rounds, over all where there are none; None where no round has the figure."""
+        """Median and range over sound rounds, or over all rounds if none is sound; None if no round has the metric."""
         found = [value for figures in (self.sound or self.figures).values() if (value := of(figures)) is not None]
         return Value(statistics.median(found), min(found), max(found), len(found)) if found else None
 
     @property
     def sent(self) -> int:
-        """Requests sent in the windows of all rounds."""
+        """The number of requests sent in the windows of all rounds."""
         return sum(figures.get("sent", 0) for figures in self.figures.values())
 
     @property
     def limited(self) -> bool:
-        """Whether the client was the limit in every round: rates are at least, times at most what is said."""
+        """Whether the client was the limit in every round. Then rates are lower bounds and times are upper bounds."""
         return not self.sound
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """Name of a time that no round told -> why, in the last one."""
+        """Name of a latency that no round resolved -> the reason in the last round."""
         reasons: dict[str, str] = {}
         for figures in self.figures.values():
             reasons |= figures.get("unresolved", {})
         return {name: why for name, why in reasons.items() if self.value(percentile_of(name, 50)) is None}
 
     def histogram(self, name: str) -> dict[int, int]:
-        """Bin -> values, of all sound rounds (figures.histogram)."""
+        """Bin -> number of values over all sound rounds (see figures.histogram)."""
         total: Counter[int] = Counter()
         for figures in self.sound.values():
-            # JSON's keys are text.
+            # The keys of JSON objects are strings.
             total.update({int(place): count for place, count in figures.get("histograms", {}).get(name, {}).items()})
         return dict(sorted(total.items()))
 
     @property
     def errors(self) -> dict[str, int]:
-        """Kind -> requests, of all rounds."""
+        """Kind -> number of requests over all rounds."""
         total: dict[str, int] = {}
         for figures in self.figures.values():
             for kind, count in figures.get("errors", {}).items():
@@ -127,13 +127,13 @@ class Cell:
 
 @dataclass
 class Results:
-    """What a comparison has come to.
+    """The results of a comparison.
 
     Attributes:
         environment: the first line.
-        cells: (scenario, level, backend) -> what it did.
+        cells: (scenario, level, backend) -> its results.
         servers, failed: lines of these kinds.
-        end: the last line; None where the run has not ended.
+        end: the last line; None if the run has not ended.
     """
 
     environment: Record
@@ -153,7 +153,7 @@ class Results:
 
     @property
     def ours(self) -> str | None:
-        """What ratios are of: dsl, else the first of servers that ran already."""
+        """The backend that is compared with the others: dsl, or the first of the servers that already ran."""
         first = self.backends[0] if self.environment.get("urls") else None
         return next((name for name in self.backends if name.lower() == OURS), first)
 
@@ -162,17 +162,17 @@ class Results:
         return [name for name in self.backends if name != self.ours]
 
     def levels(self, scenario: str) -> list[Level]:
-        """Those that have figures."""
+        """The backends that have figures."""
         found = {level for name, level, _ in self.cells if name == scenario}
         return sorted(found, key=lambda level: (level.rate, level.users))
 
     def doubtful(self, scenario: str, level: Level, peer: str) -> bool:
-        """Whether there is no ratio because the client was the limit in every round of either."""
+        """Whether there is no ratio because the client was the limit in every round of one of the two."""
         cells = [self.cells.get((scenario, level, name or "")) for name in (self.ours, peer)]
         return any(cell is not None and cell.limited for cell in cells)
 
     def ratio(self, scenario: str, level: Level, peer: str, metric: Metric) -> Ratio | None:
-        """Ours over a peer; None where a round that both did is missing."""
+        """The ratio of dsl and a peer; None if no round has both."""
         ours, theirs = (self.cells.get((scenario, level, name or "")) for name in (self.ours, peer))
         if ours is None or theirs is None:
             return None
@@ -180,13 +180,13 @@ class Results:
 
 
 def gather(records: Sequence[Record]) -> Results:
-    """Sort a run's lines.
+    """Sorts a run's lines into Results.
 
     Raises:
-        ValueError: the first one is not about the environment.
+        ValueError: the first line is not of kind `environment`.
     """
     if not records or records[0].get("kind") != "environment":
-        raise ValueError("the first line is not of kind `environment`: this is no file of loadtests.compare")
+        raise ValueError("the first line is not of kind `environment`: loadtests.compare did not write this file")
     results = Results(records[0])
     for record in records[1:]:
         kind = record["kind"]
@@ -205,5 +205,5 @@ def gather(records: Sequence[Record]) -> Results:
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of a file; a last one that was not finished is left out."""
+    """The lines of a file, without an unfinished last line."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a server and how: scenarios, as TOML files in `scenarios/` or anywhere else."""
+"""Scenarios: the requests and load levels of a comparison, as TOML files in `scenarios/` or in any folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ScenarioError(ValueError):
-    """A scenario that cannot be run; the message names the file, the key and what is accepted."""
+    """A scenario cannot be run. The message names the file, the key and the accepted values."""
 
 
 class Strict(BaseModel):
@@ -24,11 +24,11 @@ class Strict(BaseModel):
 
 
 class Limits(Strict):
-    """What a request has to keep to count for goodput.
+    """The limits that a request must meet to count for goodput.
 
     Attributes:
-        ttft_ms: until the first token.
-        tpot_ms: between tokens, on the request's average.
+        ttft_ms: the longest time to the first token.
+        tpot_ms: the longest mean time between the request's tokens.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Limits(Strict):
     tpot_ms: Positive
 
 
-# MLPerf Inference's limits of Llama-2-70B, for its two kinds of service.
+# MLPerf Inference's limits for Llama-2-70B: the server and the interactive scenario.
 MLPERF = (
     Limits(name="server", ttft_ms=2000, tpot_ms=200),
     Limits(name="interactive", ttft_ms=450, tpot_ms=40),
@@ -44,7 +44,7 @@ MLPERF = (
 
 
 class Sampling(Strict):
-    """How tokens are chosen; greedy unless a scenario says otherwise."""
+    """The sampling parameters; greedy by default."""
 
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -53,17 +53,17 @@ class Sampling(Strict):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
 
     def body(self) -> dict[str, Any]:
-        """The part of a request's body."""
+        """The sampling part of a request's body."""
         return {"temperature": self.temperature} | self.model_dump(exclude_defaults=True)
 
 
 @dataclass(frozen=True, order=True)
 class Level:
-    """How hard a server is pressed: by users who each wait for their answer, or by arrivals that do not wait.
+    """A load level: a number of users that wait for their answers, or a rate of arrivals that do not wait.
 
     Attributes:
-        users: requests in flight at any time (closed loop); 0 where a rate is given.
-        rate: requests a second, Poisson (open loop); 0 where users are given.
+        users: the constant number of requests in flight (closed loop); 0 in open loop.
+        rate: requests per second of a Poisson process (open loop); 0 in closed loop.
     """
 
     users: int = 0
@@ -77,19 +77,19 @@ class Level:
 
 
 class Scenario(Strict):
-    """Requests of one kind, at several levels of load.
+    """Requests of one kind, at several load levels.
 
     Attributes:
-        name: of the file, without its suffix.
-        why: what the scenario shows, in a sentence.
-        prompt, output: tokens of a request at most.
-        vary: lengths are drawn evenly from the last `vary` share of these: 0.2 means 80 to 100 %.
-        shared_prefix: tokens at the start of every prompt that `groups` groups of requests have in common.
-        text: prompts are words and not token ids; their tokens are then what the server counts.
-        users, rates: levels of closed and of open loop.
-        warm_s: seconds of load before the measured window; users join over its first half.
-        window_s: seconds that are measured.
-        drain_s: seconds that requests get to end after the window.
+        name: the file's name without its suffix.
+        why: the purpose of the scenario, in a sentence.
+        prompt, output: the largest number of tokens of a prompt and of an answer.
+        vary: lengths are uniform in the range from (1 - vary) to 1 times these; 0.2 means 80 to 100 %.
+        shared_prefix: tokens at the start of a prompt that all requests of one of the `groups` groups share.
+        text: prompts are words instead of token ids; the server counts their tokens.
+        users, rates: the levels of closed and of open loop.
+        warm_s: seconds of load before the measured window; users start during its first half.
+        window_s: seconds of the measured window.
+        drain_s: the time limit in seconds for requests to end after the window.
     """
 
     name: str
@@ -122,11 +122,11 @@ class Scenario(Strict):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
+        """The tokens of the longest request, prompt and answer."""
         return self.prompt + self.output
 
     def changed(self, **changes: Any) -> "Scenario":
-        """The same with other values; those that are None stay as they are.
+        """A copy with other values; values that are None do not change.
 
         Raises:
             ScenarioError: a value is not accepted.
@@ -135,7 +135,7 @@ class Scenario(Strict):
         return validated(self.model_dump() | given, f"scenario {self.name}")
 
     def scaled(self, factor: float) -> "Scenario":
-        """Lengths times a factor, at least two tokens each, so that there is a time between tokens.
+        """A copy with lengths times a factor, at least two tokens each, so that there is a time between tokens.
 
         Raises:
             ScenarioError: the factor is not a positive number.
@@ -171,15 +171,15 @@ def complaint(error: Any) -> str:
 
 
 def names() -> list[str]:
-    """The scenarios that come with the repository."""
+    """The names of the repository's scenarios."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str) -> Scenario:
-    """A scenario by its name or by its file.
+    """Loads a scenario by its name or file.
 
     Raises:
-        ScenarioError: no such scenario, or a file that is not one.
+        ScenarioError: there is no such scenario, or the file is not valid.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
@@ -194,10 +194,10 @@ def load(name: str) -> Scenario:
 
 
 def load_all(chosen: Sequence[str], scale: float = 1.0, **changes: Any) -> list[Scenario]:
-    """Several scenarios, scaled and changed alike.
+    """Loads several scenarios and applies the same scale and changes to all.
 
     Raises:
-        ScenarioError: one cannot be run, or comes twice.
+        ScenarioError: a scenario is not valid, or occurs twice.
     """
     scenarios = [load(name).scaled(scale).changed(**changes) for name in chosen]
     twice = {scenario.name for scenario in scenarios if [other.name for other in scenarios].count(scenario.name) > 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of one backend: started, asked what serves its layers, stopped."""
+"""Starts the server of one backend, checks which backend serves its layers, and stops it."""
 
 import contextlib
 import json
@@ -17,10 +17,10 @@ from integration.server import Server, ServerError, running
 from loadtests.exposure import DEVELOPMENT, LOCAL, ExposureError, refuse_exposed, values_of
 from loadtests.subjects import Subject
 
-MODEL = "measured"  # the name that a server gives its model
-# Development mode has the route that asks the workers what serves.
+MODEL = "measured"  # the served model name
+# Development mode provides the route collective_rpc, which asks the workers for their attention backends.
 ENVIRONMENT = {DEVELOPMENT: "1"}
-# vLLM's counters that are read before and after a load, and the names they get.
+# vLLM's counters that are read before and after a load, and their names in results.
 COUNTERS = {
     "queried": "vllm:prefix_cache_queries_total",
     "hits": "vllm:prefix_cache_hits_total",
@@ -32,24 +32,24 @@ COUNTERS = {
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse flags that would take a server from where it is measured.
+    """Refuses flags that change the address that a server listens on.
 
     Raises:
-        ExposureError: it would listen elsewhere.
+        ExposureError: a flag would change the address.
     """
     for host in values_of(flags, "--host"):
         refuse_exposed(host, ENVIRONMENT)
         if host not in (LOCAL, "localhost"):
-            raise ExposureError(f"--host {host}: these servers listen on {LOCAL}; leave --host out")
+            raise ExposureError(f"--host {host}: these servers listen on {LOCAL}; remove --host")
     for name in ("--port", "--uds"):
         if values_of(flags, name):
             raise ExposureError(
-                f"{name}: these servers are for this client alone, on {LOCAL} and a free port; leave it out"
+                f"{name}: these servers are for this client only, on {LOCAL} and a free port; remove the flag"
             )
 
 
 def counters_in(metrics: str) -> dict[str, float]:
-    """Those of COUNTERS that a server has, each summed over its labels."""
+    """The values of the COUNTERS that a server has, each summed over its labels."""
     found: dict[str, float] = {}
     for line in metrics.splitlines():
         metric, _, value = line.rpartition(" ")
@@ -60,7 +60,7 @@ def counters_in(metrics: str) -> dict[str, float]:
 
 
 def server_tpot_ms(counted: dict[str, float]) -> float | None:
-    """Mean time between the tokens of a request, as a server counted during a load; None where it did not."""
+    """The server's mean time between the tokens of a request during a load; None if it has no such counter."""
     requests = counted.get("tpot_requests")
     return 1000 * counted["tpot_s"] / requests if requests and "tpot_s" in counted else None
 
@@ -69,7 +69,7 @@ class BackendError(RuntimeError):
     """A backend cannot be measured.
 
     Attributes:
-        log_tail: the end of its server's log.
+        log_tail: the end of the server's log.
     """
 
     def __init__(self, message: str, log_tail: str) -> None:
@@ -79,14 +79,14 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answers and that the backend serves.
+    """A running server whose layers the backend serves.
 
     Attributes:
         ready_s: seconds from its start until it answered.
-        facts: what its workers say (WorkerFacts), and `max_model_len`.
+        facts: the facts that its workers report (WorkerFacts), and `max_model_len`.
         startup_lines: log lines about the chosen backend and the time of each part of the start.
-        key: for the Authorization header; may be empty.
-        model: the name that it gives its model.
+        key: the key for the Authorization header; may be empty.
+        model: the served model name.
     """
 
     server: Server
@@ -101,7 +101,7 @@ class Served:
         return self.server.process.poll() is None
 
     def ended(self) -> BackendError:
-        """Why a server that was loaded is gone, from its log."""
+        """The reason why the server ended under load, from its log."""
         log = self.server.log
         return BackendError(f"died under load: {cause(log, self.server.process.poll())}", log[-LOG_TAIL:])
 
@@ -110,20 +110,20 @@ class Served:
         return self.server.url
 
     def counters(self) -> dict[str, float]:
-        """Those of COUNTERS that this vLLM has."""
+        """The values of the COUNTERS that this vLLM has."""
         return counters_in(str(self.server.ask("/metrics").body))
 
 
 @contextlib.contextmanager
 def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start_s: float) -> Iterator[Served]:
-    """A server of one backend; it is stopped at the end.
+    """Starts a server of one backend; it is stopped at the end of the block.
 
     Args:
-        flags: of `vllm serve`.
-        start_s: seconds until it has to answer.
+        flags: flags of `vllm serve`.
+        start_s: the time limit in seconds for the server to start.
 
     Raises:
-        BackendError: it did not start, or something else serves its layers.
+        BackendError: the server did not start, or another backend serves its layers.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", subject.path]
     command += ["--served-model-name", MODEL, "--host", LOCAL, "--attention-backend", backend]
@@ -142,7 +142,7 @@ def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start
         ready_s = time.monotonic() - began
         reply = server.ask("/collective_rpc", {"method": "attention_facts"})
         if reply.status != 200:
-            raise BackendError(f"does not say what serves: {reply.body}", server.log[-LOG_TAIL:])
+            raise BackendError(f"does not report its attention backends: {reply.body}", server.log[-LOG_TAIL:])
         key = (values_of(flags, "--api-key") or [""])[0]
         facts = {**reply.body["results"][0], "max_model_len": longest_of(server, key)}
         refused = objection(backend, facts["served_by"])
@@ -152,7 +152,7 @@ def serve(backend: str, subject: Subject, flags: Sequence[str], log: Path, start
 
 
 def longest_of(server: Server, key: str) -> int:
-    """Tokens of the longest request that a server takes."""
+    """The tokens of the longest request that a server accepts."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{server.url}/v1/models", None, headers)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a request: its tokens with their times, or the kind of its error."""
+"""The result of a request: its tokens with their times, or the kind of its error."""
 
 import enum
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Failure(enum.Enum):
-    """Why a request gave no answer that counts; the values are the words of reports."""
+    """Why a request has no valid answer. The values are the texts in reports."""
 
     CONNECTION = "connection"
     STATUS = "HTTP status"
@@ -22,16 +22,16 @@ class Failure(enum.Enum):
 
 @dataclass
 class Sample:
-    """A request and what came back.
+    """A request and its result.
 
     Attributes:
-        sent: seconds on the machine's monotonic clock; with arrivals of an open loop, when it was due.
-        output: tokens asked for.
-        at_us: microseconds from `sent` to every piece that brought tokens; pieces of one read from the socket share it.
-        tokens: of the answer so far, at each of these.
-        prompt_tokens: as the server counts.
-        failure: a Failure's value; empty where all went well.
-        detail: of the failure.
+        sent: seconds on the machine's monotonic clock; in open loop the time when the request was due.
+        output: the number of requested tokens.
+        at_us: microseconds from `sent` to every chunk with tokens. Chunks of one socket read have the same time.
+        tokens: the total number of tokens at each of these times.
+        prompt_tokens: tokens of the prompt, as the server counts them.
+        failure: a Failure's value; empty if there was none.
+        detail: details of the failure.
     """
 
     sent: float
@@ -58,18 +58,18 @@ class Sample:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Between tokens, on the average; None for an answer that came in one piece or in one read."""
+        """The mean time between tokens; None if the answer came in one chunk or in one read."""
         more = self.tokens[-1] - self.tokens[0]
         return self.answer_ms / more if more and self.answer_ms else None
 
     @property
     def answer_ms(self) -> float:
-        """From the first piece to the last."""
+        """The time from the first chunk to the last."""
         return (self.at_us[-1] - self.at_us[0]) / 1000
 
     @property
     def together(self) -> float | None:
-        """Share of pieces after the first that came in one read with the one before; None where there are none."""
+        """The share of later chunks that came in the same read as the previous one; None if there is one chunk."""
         if len(self.at_us) < 2:
             return None
         return sum(a == b for a, b in pairwise(self.at_us)) / (len(self.at_us) - 1)
@@ -80,7 +80,7 @@ class Reader:
     """Reads the server-sent events of a streamed completion into a sample.
 
     Attributes:
-        prompt_tokens: that the prompt has; None where only the server can tell.
+        prompt_tokens: tokens of the prompt; None if only the server knows.
     """
 
     sample: Sample
@@ -89,7 +89,7 @@ class Reader:
     ended: bool = False
 
     def line(self, now: float, line: bytes) -> None:
-        """Take a line of the stream that arrived at a time of the monotonic clock."""
+        """Processes a line of the stream that arrived at a time of the monotonic clock."""
         if not line.startswith(b"data:") or self.sample.failure:
             return
         data = line[5:].strip()
@@ -108,13 +108,13 @@ class Reader:
         self.total = usage.get("completion_tokens", self.total)
         self.sample.prompt_tokens = usage.get("prompt_tokens", self.sample.prompt_tokens)
         grown = self.total > (self.sample.tokens[-1] if self.sample.tokens else 0)
-        # A server without running counts says its total in a last piece that brings no tokens.
+        # A server without continuous usage reports the total in a last chunk without tokens.
         if piece.get("choices") and (grown or not usage):
             self.sample.at_us.append(round(1e6 * (now - self.sample.sent)))
             self.sample.tokens.append(self.total)
 
     def finish(self) -> None:
-        """The stream is over: judge what came."""
+        """Checks the answer after the end of the stream."""
         sample = self.sample
         if sample.failure:
             return
@@ -128,6 +128,6 @@ class Reader:
             self.spread()
 
     def spread(self) -> None:
-        """Without running counts: the total, given evenly to the pieces that it came in."""
+        """Without continuous usage: distributes the total evenly over the chunks."""
         pieces = len(self.sample.tokens)
         self.sample.tokens = [max(1, self.total * (index + 1) // pieces) for index in range(pieces)]

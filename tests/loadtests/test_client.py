@@ -187,7 +187,7 @@ def test_by_hand() -> None:
     [
         (["--host", "http://127.0.0.1:9", "--scenario", "none-such"], 2, "no scenario 'none-such'"),
         (["--host", "http://127.0.0.1:9", "--rate", "-1"], 2, "--rate -1.0"),
-        (["--host", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not say which models it has"),
+        (["--host", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not list its models"),
     ],
 )
 def test_by_hand_with_bad_input(arguments: list[str], status: int, says: str) -> None:

@@ -126,7 +126,7 @@ def test_a_window_without_an_answer(tmp_path: Path, backends: dict[str, Any], mo
     monkeypatch.setattr(client, "run", lambda *_: nothing)
     status, _ = run(tmp_path, "--rounds", "1")
     assert status == 1
-    assert "no request that was sent in the window got its answer" in (tmp_path / "page.html").read_text()
+    assert "no request that was sent in the window was answered" in (tmp_path / "page.html").read_text()
 
 
 def test_a_scenario_that_does_not_fit(tmp_path: Path, backends: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_interrupted(tmp_path: Path, backends: dict[str, Any], monkeypatch: pyte
     status, lines = run(tmp_path)
     assert status == compare.INTERRUPTED
     assert lines[-1] == {"kind": "end", "status": compare.INTERRUPTED, "reason": "interrupted"}
-    assert "did not get to its end: interrupted" in (tmp_path / "page.html").read_text()
+    assert "The run ended early: interrupted" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_interrupted(tmp_path: Path, backends: dict[str, Any], monkeypatch: pyte
         (["--scale", "0"], "scale 0.0"),
         (["--model", "nowhere/none-such"], "no model 'nowhere/none-such'"),
         (["--backends", "dsl", "dsl"], "a name occurs twice"),
-        (["--offline", "--scenario", "chat-shared-prefix"], "shared_prefix, which --offline does not know"),
-        (["--offline", "--", "word"], "'word' is no flag"),
+        (["--offline", "--scenario", "chat-shared-prefix"], "shared_prefix, which --offline does not support"),
+        (["--offline", "--", "word"], "'word' is not a flag"),
         (["--", "--host", "0.0.0.0"], "VLLM_SERVER_DEV_MODE=1: vLLM's development mode lets everybody"),
         (["--", "--host=::1"], "these servers listen on 127.0.0.1"),
         (["--", "--port", "8000"], "--port: these servers"),

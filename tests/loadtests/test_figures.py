@@ -181,7 +181,7 @@ def test_a_stall_counts_by_its_length() -> None:
 
 
 def test_bursts_tell_no_time_between_tokens() -> None:
-    """All pieces in two reads, from a client that was never late: the rate is resolved, the time between tokens is not."""
+    """All pieces in two reads, from a client that was never late: the rate is resolved, the token time is not."""
     burst = Sample(1.0, 9, [900_000] * 5 + [905_700] * 4, list(range(1, 10)), 5)
     found = summarize([Process(0.0, 9.0, 1, [burst], watched(0.1, 10))], Window(0.0, 9.0))
     assert found.client.limit == ""

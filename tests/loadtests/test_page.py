@@ -63,7 +63,7 @@ def test_what_the_figures_were_taken_with() -> None:
         "torch 2.11.0, vllm 0.26.0",
         "python -m loadtests.compare --model llama-8b",
         "--max-model-len 4096",
-        "1024 tokens in, 1024 out (the last 20% drawn); no two prompts alike; greedy",
+        "1024 tokens in, 1024 out (the last 20% drawn); all prompts differ; greedy",
         "2048 of them shared within 4 groups",
         "tokens/s/GPU",
     ):
@@ -135,7 +135,7 @@ WARNINGS: dict[str, tuple[list[Record], str]] = {
     "one round": (changed("environment", rounds=1), "One round: ratios have no spread"),
     "not committed": (changed("environment", modified=True), "changes that are not committed"),
     "unfinished": (example_results.records()[:-1], "The run has not ended"),
-    "interrupted": (changed("end", reason="interrupted"), "did not get to its end: interrupted"),
+    "interrupted": (changed("end", reason="interrupted"), "The run ended early: interrupted"),
     "failed": ([*example_results.records(), FAILED], "dsl, round 2: died under load: OOM"),
     "errors": (
         with_figures(errors={"HTTP status": 3}, details={"HTTP status": "500: boom"}),
@@ -297,7 +297,7 @@ def test_offline_page() -> None:
 
 
 def test_no_results(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no file of loadtests"):
+    with pytest.raises(ValueError, match="did not write this file"):
         page.render([{"kind": "run"}])
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "environment"}\n{"kind": "ru')

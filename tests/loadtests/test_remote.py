@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that run already: found, refused, and compared."""
+"""Servers that already run: found, refused, and compared."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_server_is_asked_what_it_serves() -> None:
 def test_a_server_that_wants_a_key() -> None:
     with serving() as server:
         server.key = "open-sesame"
-        with pytest.raises(UrlError, match="answers 401; OPENAI_API_KEY takes its key"):
+        with pytest.raises(UrlError, match="answers 401; set OPENAI_API_KEY to its key"):
             remote.reach("dsl", server.url, None, "")
         assert remote.reach("dsl", server.url, None, "open-sesame").model == "stand-in"
 
