@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page of figures in a real browser: what it logged, what it drew, and a picture of it."""
+"""Opens a page of results in a real browser; returns its console, its charts and a screenshot."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
-    "--virtual-time-budget=10000",  # of the page's own clock: scripts have run before anything is taken down
+    "--virtual-time-budget=10000",  # virtual milliseconds in which the page's scripts run before the result is read
 )
 LIMIT_S = 120
 
@@ -26,11 +26,11 @@ needs_chromium = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Shown:
-    """What a browser made of a page.
+    """A page as a browser shows it.
 
     Attributes:
         body: the document after its scripts have run.
-        console: every line that the page logged, uncaught errors among them.
+        console: every line that the page logged, including uncaught errors.
         picture: a PNG of the top of the page.
     """
 
@@ -40,18 +40,18 @@ class Shown:
 
     @property
     def places(self) -> int:
-        """Figures that the page is meant to have."""
+        """The number of charts in the page's source."""
         return len(re.findall(r'<div [^>]*class="plotly-graph-div', self.body))
 
     @property
     def drawn(self) -> int:
-        """Figures that were drawn: each has plotly's picture of its axes."""
+        """The number of charts that plotly has drawn."""
         parts = re.split(r'<div [^>]*class="plotly-graph-div', self.body)[1:]
         return sum('class="main-svg"' in part and 'class="cartesianlayer"' in part for part in parts)
 
 
 def show(page: Path, picture: Path, width: int = 1440, height: int = 2000, flags: Sequence[str] = ()) -> Shown:
-    """Open a page twice, once for its document and once for its picture.
+    """Opens a page twice, once for its document and once for its screenshot.
 
     Raises:
         subprocess.SubprocessError: the browser failed, or took too long.
@@ -59,7 +59,7 @@ def show(page: Path, picture: Path, width: int = 1440, height: int = 2000, flags
     assert CHROMIUM is not None
     found = []
     for wish in ("--dump-dom", f"--screenshot={picture}"):
-        # A profile of its own: two browsers never share one.
+        # Concurrent browsers cannot share a profile.
         with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
             command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},{height}", wish]
             done = subprocess.run(
@@ -72,10 +72,10 @@ def show(page: Path, picture: Path, width: int = 1440, height: int = 2000, flags
 
 
 def require_shown(page: Path, picture: Path, figures: int) -> Shown:
-    """What a browser shows of a page with that many figures, all of them drawn and nothing on its console."""
+    """Opens a page; checks that all of its charts are drawn and that its console is empty."""
     shown = show(page, picture)
     assert shown.console == []
     assert (shown.places, shown.drawn) == (figures, figures)
-    # A white page of this size takes 10 kB.
+    # A white page of this size has 10 kB.
     assert shown.picture.stat().st_size > 40_000
     return shown

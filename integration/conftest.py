@@ -15,7 +15,7 @@ Checkpoint = Callable[[str, Model], Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Writes a model once a session, under a name, and returns its folder."""
+    """A function that writes a model once in a session, under a name, and returns its folder."""
     folder = tmp_path_factory.mktemp("models")
     written: dict[str, Path] = {}
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure shows what the test's servers said."""
+    """Adds the logs of the test's servers to a failure's report."""
     report = yield
     if report.failed:
         for fixture in getattr(item, "funcargs", {}).values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks depend on: the device and its own backends."""
+"""The settings that depend on the device, such as vLLM's own backends."""
 
 import re
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much the checks under load ask of one server.
+    """The sizes of the checks under load.
 
     Attributes:
-        streams: requests at once.
-        sequences: requests in a batch; the others wait.
+        streams: concurrent requests.
+        sequences: the largest number of requests in a batch; the others wait.
         longest: tokens of the longest answer.
-        pages: of a cache too small for so many requests, 16 tokens each.
-        alone: requests that are also asked one by one.
-        soak: requests of a soak.
-        end_s: seconds that a server under load gets to finish what it has begun, after SIGTERM.
+        pages: pages of 16 tokens in a cache that is too small for all requests.
+        alone: the number of requests that are also sent one by one.
+        soak: the number of requests of a soak.
+        end_s: seconds for a server under load to finish its requests after SIGTERM.
     """
 
     streams: int
@@ -36,18 +36,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Device:
-    """How the checks are run on this machine.
+    """The settings of the checks on this machine.
 
     Attributes:
         cuda: whether there is a CUDA device.
         dense, alibi, mla: vLLM's own backends that `dsl` is compared with.
-        fp8: whether `dense` reads keys and values of 8 bits here.
-        dense_truth, mla_truth: backend and dtype of the results that errors are measured from.
-        dtypes: what `dsl` is compared in; float32 is for CPUs.
-        kernels: that serve attention.
-        flags: for every server on this device.
-        environment: of servers whose start is not what is checked.
-        load: how much the checks under load ask for.
+        fp8: whether `dense` supports 8-bit keys and values on this device.
+        dense_truth, mla_truth: backend and dtype of the exact results, from which errors are measured.
+        dtypes: the dtypes in which `dsl` is compared; float32 is for CPUs.
+        kernels: the kernels that serve attention.
+        flags: the flags of every server on this device.
+        environment: variables for servers in tests that do not test the start.
+        load: the sizes of the checks under load.
     """
 
     cuda: bool
@@ -75,7 +75,7 @@ def device() -> Device:
         hopper = torch.cuda.get_device_capability()[0] == 9
         return Device(
             cuda=True,
-            # FlashAttention reads fp8 caches on Hopper alone, and knows ALiBi in its second version alone.
+            # FlashAttention supports fp8 caches only on Hopper, and ALiBi only in version 2.
             dense="FLASH_ATTN" if hopper else "TRITON_ATTN",
             alibi="TRITON_ATTN",
             mla="FLASH_ATTN_MLA" if hopper else "TRITON_MLA",
@@ -94,7 +94,7 @@ def device() -> Device:
         dense="CPU_ATTN",
         alibi="CPU_ATTN",
         mla="CPU_MLA",
-        # By AVX-512 or AMX, and processors with AMX have AVX-512.
+        # bfloat16 needs AVX-512 or AMX, and every processor with AMX has AVX-512.
         fp8=torch.backends.cpu.get_cpu_capability() == "AVX512",
         dense_truth=("CPU_ATTN", "float32"),
         mla_truth=("CPU_MLA", "float32"),
@@ -102,12 +102,12 @@ def device() -> Device:
         kernels="reference",
         flags=(),
         environment={
-            # vLLM compiles helpers of its sampler at every start, which takes as long as all the rest of it.
+            # vLLM compiles helpers of its sampler at every start, which takes half of the time of the start.
             "TORCHDYNAMO_DISABLE": "1",
-            # oneDNN keeps what it made for each of the last 1024 shapes of a product: with any backend a server grows
-            # by some 300 MiB in its first few thousand steps, and a leak would be lost in that.
+            # oneDNN caches primitives for the last 1024 shapes of a matrix product: with any backend a server grows by
+            # some 300 MiB in its first few thousand steps, which would hide a leak.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
-            # vLLM binds every server to the same cores, where those of checks that run side by side would queue up.
+            # vLLM binds every server to the same cores, so servers of concurrent checks would compete for them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },

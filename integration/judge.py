@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the checks under load, and an exact engine's opinion of what a server answers to them."""
+"""The requests of the checks under load, and an exact engine that checks a server's answers to them."""
 
 import random
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class Request:
 
 
 def requests(count: int, longest: int, seed: int = 0) -> list[Request]:
-    """Distinct prompts of mixed lengths; a third of them begin alike, and a third repeat themselves.
+    """Distinct prompts of mixed lengths. A third of them share a prefix, and a third have repetitions.
 
     Args:
-        longest: tokens of the longest answer; the shortest have a tenth of that.
+        longest: tokens of the longest answer; the shortest answers have a tenth of that.
     """
     numbers = random.Random(seed)
 
@@ -45,15 +45,15 @@ def requests(count: int, longest: int, seed: int = 0) -> list[Request]:
         elif index % 3 == 2:
             prompt = (prompt[:8] * length)[:length]
         made.append(Request(tuple(prompt), numbers.randint(max(1, longest // 10), longest)))
-    # The first is long in both: whatever is asked alone or first has a page's end and a chunk's end in it.
+    # The first prompt and its answer are long, so that a request sent alone crosses page and chunk boundaries.
     return [Request(tuple(draw(LONGEST_PROMPT)), longest), *made[1:]]
 
 
 class Judge:
-    """Compares answers with those of vLLM's own backend, one after the other and in a precision above theirs.
+    """Compares answers with those of vLLM's own backend, which runs requests one by one in a higher precision.
 
-    An answer with the exact engine's own tokens is compared with what that engine gave for them. Any other is given to
-    the engine to score: it may be as good, where two tokens are nearly as likely.
+    If an answer has the exact engine's own tokens, its log-probabilities are compared with that engine's. Any other
+    answer is scored by the engine, because it may be right too if two tokens are nearly equally likely.
     """
 
     def __init__(self, model: Path, asked: Sequence[Request]) -> None:
@@ -74,7 +74,7 @@ class Judge:
         return self.exact[request.prompt].tokens[: len(tokens)] == list(tokens)
 
     def score(self, asked: Sequence[Request], answers: Sequence[Answer]) -> list[Answer]:
-        """The exact engine's log-probabilities of each answer's tokens, as those of a prompt's end (check_greedy)."""
+        """The exact engine's log-probabilities of each answer's tokens, scored as a prompt's end (check_greedy)."""
         other = [
             (*request.prompt, *answer.tokens)
             for request, answer in zip(asked, answers, strict=True)
@@ -100,6 +100,6 @@ class Judge:
             logprobs=[],
         )
 
-    def check(self, asked: Sequence[Request], answers: Sequence[Answer], slack: float) -> None:
-        """Raises AssertionError as check_greedy does, for the first answer that the exact engine disagrees with."""
-        check_greedy(list(answers), self.score(asked, answers), slack)
+    def check(self, asked: Sequence[Request], answers: Sequence[Answer], tolerance: float) -> None:
+        """Raises AssertionError, as check_greedy does, for the first answer that is wrong."""
+        check_greedy(list(answers), self.score(asked, answers), tolerance)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server has to bear: clients that leave, connections that break, requests that make no sense."""
+"""Misuse that a server must survive: clients that disconnect, connections that break, invalid requests."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from integration.models import VOCABULARY
 from integration.server import Server
 from integration.streams import body_of, stream, vanish
 
-CONTEXT = 512  # --max-model-len of the servers that are misused
+CONTEXT = 512  # --max-model-len of the misused servers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """A request that is refused.
+    """An invalid request.
 
     Attributes:
-        body: what it has beside the model's name and a number of tokens.
+        body: the fields besides the model's name and the number of tokens.
     """
 
     id: str
@@ -54,7 +54,7 @@ BAD = (
 
 
 def refused(server: Server, bad: Bad) -> str | None:
-    """Send a bad request; what was wrong with the reply, None if it was refused as it should."""
+    """Sends an invalid request; returns None if the server refused it, else a description of the reply."""
     reply = server.ask("/v1/completions", {"model": "demo", "max_tokens": 4} | bad.body)
     if reply.status != bad.status or not reply.body["error"]["message"]:
         return f"{bad.id}: {reply}"
@@ -62,13 +62,13 @@ def refused(server: Server, bad: Bad) -> str | None:
 
 
 def abandon(server: Server, request: Request, pieces: int) -> str | None:
-    """Begin to read an answer and close the connection; what went wrong before that."""
+    """Closes the connection after a part of the answer; returns what went wrong before that, or None."""
     streamed = stream(server.url, body_of(request.prompt, CONTEXT - len(request.prompt)), leave_after=pieces)
-    return None if streamed.left else f"left too late: {streamed}"
+    return None if streamed.left else f"disconnected too late: {streamed}"
 
 
 def break_off(server: Server, request: Request, sent: float, streaming: bool) -> str | None:
-    """Reset the connection before any answer, after all or a part of the request."""
+    """Resets the connection before any answer, after sending all or a part of the request."""
     body = body_of(request.prompt, CONTEXT - len(request.prompt))
     if not streaming:
         del body["stream"], body["stream_options"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random checkpoints in Hugging Face's format, made on the spot: what the checks and `make serve` run.
+"""Writes small random checkpoints in Hugging Face's format, for the checks and `make serve`.
 
     python -m integration.models demo FOLDER
 
-Weights are drawn so that activations keep their size from layer to layer, scores spread (attention is neither uniform
-nor one-hot) and logits differ by several units: then every part of attention changes the tokens that come out.
+The weights are chosen such that activations keep their scale from layer to layer, attention is neither uniform nor
+one-hot, and logits differ by several units. Then every feature of attention changes the generated tokens.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def gated_mlp(layer: str, config: Config) -> dict[str, Normal]:
 
 
 def ends(config: Config) -> dict[str, Normal]:
-    """Embedding, last norm and head of a model whose head is a matrix of its own."""
+    """Embedding, last norm and head of a model with an untied head."""
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     return {
         "model.embed_tokens.weight": Normal((vocabulary, hidden), 1.0),
@@ -104,8 +104,8 @@ def llama(config: Config) -> dict[str, Normal]:
 
 def gemma2(config: Config) -> dict[str, Normal]:
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    # Gemma scales embeddings by sqrt(hidden), adds 1 to the weights of its norms, and shares embedding and head: the
-    # layers' own norms are made to outweigh the embedding, or every token would predict itself.
+    # Gemma scales embeddings by sqrt(hidden), adds 1 to the weights of its norms, and ties embedding and head. The
+    # layers' norms must outweigh the embedding; otherwise every token would predict itself.
     weights = {
         "model.embed_tokens.weight": Normal((vocabulary, hidden), 1 / math.sqrt(hidden)),
         "model.norm.weight": norm(hidden, LOGIT_GAIN - 1),
@@ -128,7 +128,7 @@ def gpt_oss(config: Config) -> dict[str, Normal]:
     for layer in layers(config):
         weights |= qkvo(layer, config, with_bias=True)
         weights |= {
-            # Larger than most scores: sinks that carry weight.
+            # Larger than most scores, so that the sinks have a visible effect.
             f"{layer}.self_attn.sinks": Normal((config["num_attention_heads"],), 1.0, 3.0),
             f"{layer}.mlp.router.weight": linear(experts, hidden),
             f"{layer}.mlp.router.bias": bias(experts),
@@ -144,7 +144,7 @@ def gpt_oss(config: Config) -> dict[str, Normal]:
 
 def bloom(config: Config) -> dict[str, Normal]:
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    # vLLM loads no head of its own for Bloom: again the layers outweigh the embedding (see gemma2).
+    # vLLM ties Bloom's head to the embedding: as in gemma2, the layers must outweigh the embedding.
     weights = {"transformer.word_embeddings.weight": linear(vocabulary, hidden, LOGIT_GAIN)}
     norms = ["transformer.word_embeddings_layernorm", "transformer.ln_f"]
     for index in range(config["n_layer"]):
@@ -185,7 +185,7 @@ class Model:
     """A checkpoint to write.
 
     Attributes:
-        config: config.json without what all models share.
+        config: the fields of config.json that not all models share.
         weights: config -> the distribution of every tensor, by its name in the checkpoint.
         fill: part of a tensor's name -> the value that all its elements get instead.
     """
@@ -230,7 +230,7 @@ LLAMA = Model(
 MODELS: dict[str, Model] = {
     "llama": LLAMA,
     "demo": LLAMA.changed(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=128),
-    # Window and softcap are small, so that prompts of a few dozen tokens feel them.
+    # Window and softcap are small, so that they change prompts of a few dozen tokens.
     "gemma2": Model(
         config=LLAMA.config
         | {
@@ -246,7 +246,7 @@ MODELS: dict[str, Model] = {
         },
         weights=gemma2,
     ),
-    # Every token takes all experts: a router's near tie would otherwise make two correct backends differ.
+    # Every token uses all experts. Otherwise a near tie in the router would make two correct backends differ.
     "gpt_oss": Model(
         config=LLAMA.config
         | {
@@ -318,7 +318,7 @@ MODELS: dict[str, Model] = {
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer of VOCABULARY entries; any text goes in, and every id is a piece of text."""
+    """A byte-level tokenizer of VOCABULARY entries. It encodes any text, and every id decodes to text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -328,7 +328,7 @@ def make_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The licence is the one long English text that a checkout always holds and that does not change.
+    # The licence is a long English text that every checkout has and that does not change.
     tokenizer.train_from_iterator((ROOT / "LICENSE").read_text().splitlines(), trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise RuntimeError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, not {VOCABULARY}")
@@ -336,11 +336,11 @@ def make_tokenizer() -> Tokenizer:
 
 
 def write(model: Model, folder: Path, seed: int = 0) -> Path:
-    """Write config, weights (bf16) and tokenizer into the folder and return it. The same seed gives the same files."""
+    """Writes config, weights (bf16) and tokenizer into the folder; returns it. The same seed gives the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, normal in model.weights(model.config).items():
-        # One generator a tensor: a changed model keeps the values of the tensors that it shares.
+        # One generator for each tensor: a changed model has the same values in all other tensors.
         generator = torch.Generator().manual_seed(hash_of(name) + seed)
         values = torch.randn(normal.shape, generator=generator) * normal.std + normal.mean
         for part, value in model.fill.items():
@@ -358,7 +358,7 @@ def write(model: Model, folder: Path, seed: int = 0) -> Path:
             **tokens,
         },
         "generation_config.json": {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS},
-        # Last: who finds it finds the rest.
+        # Written last: if this file exists, all others do.
         "config.json": model.config,
     }
     for name, content in files.items():
@@ -367,7 +367,7 @@ def write(model: Model, folder: Path, seed: int = 0) -> Path:
 
 
 def hash_of(name: str) -> int:
-    """A number that depends on the name alone, in every process."""
+    """A number that depends only on the name, and is the same in every process."""
     return int.from_bytes(name.encode(), "big") % (2**61 - 1)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run checkpoints through vLLM's offline engine, importing vLLM once: that costs more than a small model.
+"""Runs checkpoints with vLLM's offline engine. vLLM is imported only once, which takes longer than a small model.
 
     results = offline.run([Job(model=..., backend="dsl"), Job(model=..., backend="CPU_ATTN")])
 
-Every engine gets a forked process of its own: vLLM keeps the choice of a backend for as long as its process lives.
+Every engine runs in its own forked process, because vLLM keeps the chosen backend for the lifetime of a process.
 """
 
 import gc
@@ -66,11 +66,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt.
+    """The answer to one prompt.
 
     Attributes:
-        prompt_logprobs: of each prompt token but the first.
-        prompt_best: of the likeliest token in the place of each.
+        prompt_logprobs: the log-probability of each prompt token except the first.
+        prompt_best: the log-probability of the likeliest token at the same positions.
         tokens: generated ids.
         logprobs: for each generated token, id -> log-probability of the likeliest few.
     """
@@ -83,11 +83,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
-        given: its answers, one for each prompt; None where the engine failed.
-        log: all that the engine wrote.
+        given: its answers, one for each prompt; None if the engine failed.
+        log: the engine's whole output.
     """
 
     given: list[Answer] | None
@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def answers(self) -> list[Answer]:
-        """Raises AssertionError, with the end of the log, where the engine failed."""
+        """The answers. Raises AssertionError with the end of the log if the engine failed."""
         assert self.given is not None, f"the engine failed:\n{self.log[-6000:]}"
         return self.given
 
@@ -109,7 +109,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-        # Progress goes to our own output; what the engines write is kept with each job.
+        # Progress is printed here; the output of each engine is kept with its job.
         status = subprocess.run(
             [sys.executable, "-m", "integration.offline", name],
             env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
@@ -123,7 +123,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def outcome(stem: Path) -> Outcome:
-    """What a job's process left behind."""
+    """Reads the outcome from the files of a job's process."""
     log = stem.with_suffix(".log").read_text(errors="replace")
     if not stem.with_suffix(".json").exists():
         return Outcome(None, log)
@@ -149,7 +149,7 @@ def answer(job: Job) -> list[Answer]:
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 64 << 20,
-        # vLLM asks for that much free memory before it looks at the line above, and engines run side by side.
+        # vLLM checks for this much free memory before it reads the line above, and engines run concurrently.
         "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
         "distributed_executor_backend": "uni",
@@ -183,9 +183,9 @@ def in_fork(stem: Path, job: Job) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     if not device().cuda:
-        # vLLM compiles helpers of its sampler, which takes longer than all that these engines compute.
+        # vLLM would compile helpers of its sampler, which takes longer than running these engines.
         torch._dynamo.config.disable = job.engine.get("enforce_eager", True)
-        # Engines run side by side.
+        # Engines run concurrently.
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)
     os.environ |= job.environment
@@ -195,8 +195,8 @@ def in_fork(stem: Path, job: Job) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     jobs = [Job(**job) for job in json.loads((folder / "jobs.json").read_text())]
-    # The costly imports happen here, once; a fork of its own then gives every engine a fresh process. Nothing here may
-    # touch CUDA, not even to ask whether there is a device: it would be unusable in the forks.
+    # The slow imports are done here once; every engine then runs in a fork. CUDA must not be initialised here, not even
+    # to query the device, because it would be unusable in the forks.
     for module in IMPORTS:
         importlib.import_module(module)
     gc.freeze()
@@ -224,7 +224,7 @@ def main() -> None:
             setting = f" {json.dumps(job.engine)}" if job.engine else ""
             count = f"engine {ended}/{len(jobs)}, {time.monotonic() - began:.0f} s"
             print(f"{count}: {Path(job.model).name} with {job.backend} in {job.dtype}{setting}: {state}", flush=True)
-    # Without the interpreter's shutdown, at which Triton's bindings complain of what the imports left behind.
+    # Skip the interpreter's shutdown, in which Triton's bindings would report leaks.
     os._exit(0)
 
 

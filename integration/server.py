@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` as a child process: start it, wait until it answers, keep its log, stop it."""
+"""Runs `vllm serve` as a child process: starts it, waits until it answers, keeps its log, and stops it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache
 
 
 class ServerError(RuntimeError):
-    """The server ended, or did not answer in time; the message has the end of its log."""
+    """The server ended, or did not answer in time. The message contains the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Server:
 
     Attributes:
         url: without a trailing slash.
-        log_path: where its output goes.
+        log_path: the file of its output.
     """
 
     url: str
@@ -52,12 +52,12 @@ class Server:
 
     @property
     def account(self) -> str:
-        """Whether it runs, and the end of its log."""
+        """The state of the process and the end of its log, as text."""
         status = self.process.poll()
         return f"{'running' if status is None else f'ended with status {status}'}\n{self.log[-LOG_CHARS:]}"
 
     def ask(self, path: str, body: object | None = None, timeout_s: float = 120) -> Reply:
-        """GET, or POST where there is a body. A status of 4xx or 5xx is a reply like any other."""
+        """Sends GET, or POST if there is a body. A reply with status 4xx or 5xx does not raise."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
@@ -67,7 +67,7 @@ class Server:
             return Reply(error.code, parse(error.read()))
 
     def complete(self, prompt: object, **options: object) -> Any:
-        """Greedy completion of token ids or text by the model `demo`; the first choice.
+        """The first choice of a greedy completion of token ids or text by the model `demo`.
 
         Raises:
             AssertionError: the server did not answer 200.
@@ -78,18 +78,18 @@ class Server:
         return reply.body["choices"][0]
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of a counter or gauge over its labels, or over those lines that have a label such as `engine="0"`."""
+        """The sum of a counter or gauge over all labels, or over the lines with one label such as `engine="0"`."""
         text = self.ask("/metrics").body
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line]
         assert lines, f"no metric {name} {label}"
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def processes(self) -> list[int]:
-        """Ids of the server's process and of all that it started; empty once they are gone."""
+        """The ids of the server's process and of all its descendants; empty after they have ended."""
         return [int(path.name) for path in Path("/proc").glob("[0-9]*") if session_of(path) == self.process.pid]
 
     def resident_bytes(self) -> int:
-        """Memory that these processes hold; what two of them share counts twice."""
+        """The resident memory of these processes. Memory that two of them share counts twice."""
         pages = 0
         for number in self.processes():
             with contextlib.suppress(OSError):
@@ -97,10 +97,10 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def await_idle(self, limit_s: float = IDLE_S) -> None:
-        """Return once no request is left and the KV cache is free.
+        """Returns when no request runs or waits and the KV cache is free.
 
         Raises:
-            AssertionError: that took longer than the limit; the message says what is left.
+            AssertionError: that took longer than the limit. The message lists the remaining requests and usage.
         """
         began = time.monotonic()
         while left := {name: value for name in BUSY if (value := self.metric(name))}:
@@ -109,9 +109,9 @@ class Server:
 
 
 def session_of(process: Path) -> int | None:
-    """The session of a process by its folder in /proc; None for one that is gone, or only waits to be collected."""
+    """The session id of a process from its folder in /proc; None if the process has ended or is a zombie."""
     try:
-        # After the name, which is in parentheses and may hold anything.
+        # The fields after the name, which is in parentheses and may contain any character.
         state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
         return None
@@ -127,7 +127,7 @@ def parse(payload: bytes) -> Any:
 
 
 def start(command: list[str], log_path: Path, **environment: str) -> Server:
-    """Run a command that serves on the port appended to it, without waiting until it does."""
+    """Starts a command that serves on the appended port, without waiting for it."""
     port = free_port()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -137,17 +137,17 @@ def start(command: list[str], log_path: Path, **environment: str) -> Server:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A group of its own, so that stopping reaches the workers too.
+            # A process group of its own, so that the workers can be stopped too.
             start_new_session=True,
         )
     return Server(f"http://127.0.0.1:{port}", log_path, process)
 
 
 def await_health(server: Server, limit_s: float = START_S) -> None:
-    """Return once the server answers; every ten seconds say what it was last seen doing.
+    """Returns when the server answers; prints the last line of its log every ten seconds.
 
     Raises:
-        ServerError: it ended or took longer than the limit.
+        ServerError: the server ended or took longer than the limit.
     """
     began = said = time.monotonic()
     while time.monotonic() - began < limit_s:
@@ -167,10 +167,10 @@ def await_health(server: Server, limit_s: float = START_S) -> None:
 
 @contextlib.contextmanager
 def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """A server that answers; it is stopped at the end.
+    """Starts a server and waits until it answers; it is stopped at the end of the block.
 
     Raises:
-        ServerError: it did not start.
+        ServerError: the server did not start.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", *device().flags, *flags]
@@ -180,17 +180,17 @@ def serve(model: Path, log_path: Path, *flags: str, **environment: str) -> Itera
 
 @contextlib.contextmanager
 def running(command: list[str], log_path: Path, limit_s: float = START_S, **environment: str) -> Iterator[Server]:
-    """Like serve, for any command that takes --port, and that answers within a limit of seconds.
+    """Like serve, for any command with the option --port, and with a time limit in seconds.
 
     Raises:
-        ServerError: it did not start.
+        ServerError: the server did not start.
     """
     server = start(command, log_path, **environment)
     try:
         await_health(server, limit_s)
         yield server
     except Exception as error:
-        # What broke the caller may be the server's end, which only its log explains.
+        # The caller's error may be caused by the server's, which is only in its log.
         if not isinstance(error, ServerError):
             print(f"server: {server.account}", flush=True)
         raise

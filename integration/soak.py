@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests through one server: how many answers were lost, how many wrong, and what its memory did.
+"""Sends many requests to one server; counts lost and wrong answers, and measures the growth of its memory.
 
     python -m integration.soak --requests 100000
 
 The prompts are a fixed set of mixed lengths. An exact engine (vLLM's own backend, in float32) answers each of them
-once; every streamed answer is compared with that, and what differs is scored by the same engine, since two tokens may
-be nearly as likely. One request in fifty is bad, abandoned or broken off. The status is 1 where an answer was lost or
-wrong, a bad request was not refused, the server did not get free of its requests, or its memory grew.
+once, and every streamed answer is compared with that. Different answers are scored by the same engine, because two
+tokens may be nearly equally likely. One request in fifty is invalid, abandoned or reset. The exit status is 1 if an
+answer was lost or wrong, an invalid request was not refused, requests did not end, or the server's memory grew.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from integration import models
-from integration.compare import SLACK
+from integration.compare import TOLERANCE
 from integration.environment import device
 from integration.judge import Judge, Request, requests
 from integration.misuse import BAD, CONTEXT, abandon, break_off, refused
@@ -49,15 +49,15 @@ MIB = 1 << 20
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """The outcomes of the requests.
 
     Attributes:
-        answered: answers that came whole: (request, its tokens) -> how often.
-        lost: what was wrong with answers that did not.
-        misused: requests that were bad, abandoned or broken off.
-        mistreated: what was wrong with the server's treatment of those.
-        generated: tokens that came.
-        memory: (requests ended, bytes that the server's processes held).
+        answered: complete answers: (request, its tokens) -> how often.
+        lost: descriptions of incomplete answers.
+        misused: the number of requests that were invalid, abandoned or reset.
+        mistreated: descriptions of wrong reactions to those.
+        generated: the number of received tokens.
+        memory: (requests ended, resident bytes of the server's processes).
     """
 
     answered: Counter[tuple[Request, tuple[int, ...]]] = field(default_factory=Counter)
@@ -74,14 +74,14 @@ class Tally:
             return self.answered.total() + len(self.lost) + self.misused
 
     def growth(self, requests: int) -> int:
-        """Bytes between the first sample after the warm-up and the last."""
+        """The growth in bytes from the first sample after the warm-up to the last one."""
         warm = [held for ended, held in self.memory if ended >= WARM * requests]
         return warm[-1] - warm[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The soak's result; `faults` are reasons to fail, in words."""
+    """The soak's result. `faults` are the reasons to fail, as text."""
 
     requests: int
     right: int
@@ -98,7 +98,7 @@ class Verdict:
 
 
 def one_request(server: Server, asked: list[Request], seed: int, tally: Tally) -> None:
-    """Send the request of this number, good or not, and note what became of it."""
+    """Sends the request of this number, valid or not, and records its outcome."""
     numbers = random.Random(seed)
     request = numbers.choice(asked)
     if numbers.random() < MISUSED:
@@ -128,7 +128,7 @@ def one_request(server: Server, asked: list[Request], seed: int, tally: Tally) -
 
 
 def drive(server: Server, asked: list[Request], count: int, concurrency: int, seed: int, tally: Tally) -> None:
-    """Send so many requests, so many at once; say every few seconds how far it is, and note the server's memory."""
+    """Sends all requests, a limited number at once; prints progress and records the server's memory."""
     numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(count):
         numbers.put(seed * 1_000_003 + number)
@@ -159,7 +159,7 @@ def drive(server: Server, asked: list[Request], count: int, concurrency: int, se
 
 
 def judged(judge: Judge, tally: Tally) -> tuple[int, int, list[str]]:
-    """Answers that are wrong, those that part from the exact engine's at a near tie, and the first few wrong ones."""
+    """The numbers of wrong answers and of near ties with the exact engine's, and the first few wrong answers."""
     asked = [request for request, _ in tally.answered]
     answers = [Answer([], [], list(tokens), []) for _, tokens in tally.answered]
     wrong = ties = 0
@@ -172,7 +172,7 @@ def judged(judge: Judge, tally: Tally) -> tuple[int, int, list[str]]:
             best - logprob
             for best, logprob in zip(scored.prompt_best[-count:], scored.prompt_logprobs[-count:], strict=True)
         ]
-        if max(gaps) > 2 * SLACK:
+        if max(gaps) > 2 * TOLERANCE:
             wrong += often
             step = gaps.index(max(gaps))
             shown.append(f"{len(request.prompt)} tokens in: token {step} is behind the best by {gaps[step]:.4f}")
@@ -182,7 +182,7 @@ def judged(judge: Judge, tally: Tally) -> tuple[int, int, list[str]]:
 
 
 def verdict_of(tally: Tally, judge: Judge, count: int, seconds: float, limit: int, busy: str | None) -> Verdict:
-    """What to say of a soak of so many requests, with a limit in bytes to the growth of memory."""
+    """The verdict on a soak of `count` requests, with a limit in bytes for the growth of memory."""
     wrong, ties, shown = judged(judge, tally)
     answered = tally.answered.total()
     missing = count - tally.ended
@@ -210,7 +210,7 @@ def verdict_of(tally: Tally, judge: Judge, count: int, seconds: float, limit: in
 
 
 def soak(server: Server, judge: Judge, asked: list[Request], options: argparse.Namespace) -> Verdict:
-    """Send the requests and judge what came back."""
+    """Sends the requests and checks the answers."""
     tally = Tally()
     began = time.monotonic()
     drive(server, asked, options.requests, options.concurrency, options.seed, tally)
@@ -229,10 +229,10 @@ def show(verdict: Verdict) -> None:
     rate = verdict.generated / verdict.seconds
     for name, value in (
         ("requests", f"{verdict.requests} in {verdict.seconds:.0f} s, {rate:.0f} tokens/s"),
-        ("right", f"{verdict.right} ({verdict.near_ties} of them part from the exact engine at a near tie)"),
+        ("right", f"{verdict.right} ({verdict.near_ties} of them differ from the exact engine at a near tie)"),
         ("wrong", str(verdict.wrong)),
         ("lost", str(verdict.lost)),
-        ("misused", f"{verdict.misused} bad, abandoned or broken off"),
+        ("misused", f"{verdict.misused} invalid, abandoned or reset"),
         ("memory at the start", f"{verdict.resident_before / MIB:.0f} MiB"),
         ("memory at the end", f"{verdict.resident_after / MIB:.0f} MiB, {verdict.growth / MIB:+.0f} after the warm-up"),
     ):
@@ -244,15 +244,15 @@ def show(verdict: Verdict) -> None:
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m integration.soak", description="Many requests through one server.")
+    parser = argparse.ArgumentParser(prog="python -m integration.soak", description="Send many requests to one server.")
     parser.add_argument("--requests", type=int, default=100_000, help="at least 20 (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=device().load.streams, help="at once (default: %(default)s)")
-    parser.add_argument("--backend", default="dsl", help="of vLLM's attention (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the requests (default: %(default)s)")
+    parser.add_argument("--backend", default="dsl", help="attention backend (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests' order (default: %(default)s)")
     parser.add_argument(
-        "--memory-mib", type=int, default=64, help="growth after the warm-up that is allowed (default: %(default)s)"
+        "--memory-mib", type=int, default=64, help="allowed growth after the warm-up (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
     options = parser.parse_args(arguments)
     if options.requests < SAMPLES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed completions over sockets of their own: many at once, and clients that leave in the middle."""
+"""Streamed completions, each on its own socket: many at once, and clients that disconnect in the middle."""
 
 import http.client
 import json
@@ -22,15 +22,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Streamed:
-    """What came back of one streamed completion.
+    """The result of one streamed completion.
 
     Attributes:
-        answer: its tokens, with log-probabilities where they were asked for.
-        finish: the server's reason for the end.
-        counted: tokens of the answer by the server's own count.
-        ended: whether the stream's end was said, rather than only the connection closed.
-        left: whether the client closed the connection in the middle, as it was told to.
-        error: what went wrong on the way: a status, an error event, the connection.
+        answer: its tokens, with log-probabilities if they were requested.
+        finish: the server's finish reason.
+        counted: the number of tokens as the server counts them.
+        ended: whether the stream had its end event; a closed connection alone is not enough.
+        left: whether the client closed the connection in the middle on purpose.
+        error: the error, if any: a status, an error event, or a connection error.
     """
 
     answer: Answer
@@ -41,7 +41,7 @@ class Streamed:
     error: str | None = None
 
     def fault(self, tokens: int) -> str | None:
-        """Why this is not a whole answer of so many tokens; None if it is one."""
+        """Why this is not a complete answer of the given number of tokens; None if it is."""
         if self.error is not None:
             return self.error
         if not self.ended:
@@ -53,7 +53,7 @@ class Streamed:
 
 
 def body_of(prompt: Sequence[int], tokens: int, logprobs: bool = True, **options: object) -> dict[str, object]:
-    """A greedy, streamed request for so many tokens to the model `demo`."""
+    """The body of a greedy, streamed request for a number of tokens to the model `demo`."""
     body: dict[str, object] = {
         "model": "demo",
         "prompt": list(prompt),
@@ -70,7 +70,7 @@ def body_of(prompt: Sequence[int], tokens: int, logprobs: bool = True, **options
 
 
 def steps_of(logprobs: dict[str, Any]) -> list[dict[int, float]]:
-    """Token -> log-probability of each step, of a reply with tokens as ids."""
+    """For each step, token -> log-probability, from a reply with token ids."""
     return [
         {int(token.removeprefix("token_id:")): value for token, value in step.items()}
         for step in logprobs["top_logprobs"]
@@ -82,11 +82,11 @@ def connect(url: str, timeout_s: float = REPLY_S) -> http.client.HTTPConnection:
 
 
 def stream(url: str, body: dict[str, object], leave_after: int | None = None, timeout_s: float = REPLY_S) -> Streamed:
-    """Send a request and read its answer. Whatever goes wrong is in the result.
+    """Sends a request and reads its answer. Errors are part of the result.
 
     Args:
-        leave_after: close the connection after so many pieces of the answer.
-        timeout_s: the longest wait for a next piece.
+        leave_after: close the connection after this number of chunks.
+        timeout_s: the longest wait for the next chunk.
     """
     answer = Answer([], [], [], [])
     finish: str | None = None
@@ -120,10 +120,10 @@ def stream(url: str, body: dict[str, object], leave_after: int | None = None, ti
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None]:
-    """The stream's events; None for the one that says that it is over.
+    """Yields the stream's events; None is the end event.
 
     Raises:
-        ValueError: a line that is no event, such as the half of one.
+        ValueError: a line is not an event, such as a truncated one.
     """
     while line := response.readline():
         text = line.decode().strip()
@@ -136,10 +136,10 @@ def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None
 
 
 def vanish(url: str, body: dict[str, object], sent: float = 1.0) -> None:
-    """Send a request, or the first part of it, and reset the connection without reading anything.
+    """Sends a request, or the first part of it, and resets the connection without reading anything.
 
     Args:
-        sent: share of the body that is sent.
+        sent: the share of the body to send.
     """
     data = json.dumps(body).encode()
     connection = connect(url)
@@ -148,12 +148,12 @@ def vanish(url: str, body: dict[str, object], sent: float = 1.0) -> None:
         connection.putheader(name, value)
     connection.putheader("Content-Length", str(len(data)))
     connection.endheaders(data[: round(len(data) * sent)])
-    # A linger of zero seconds makes closing a reset, as when the client's machine went down.
+    # With a linger of zero seconds, closing sends a reset, as when the client's machine fails.
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Their results, in order; every call has a thread, so that all of them wait for the server together."""
+    """The results of the calls, in order. Every call has its own thread, so that all run concurrently."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]

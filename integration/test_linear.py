@@ -83,8 +83,8 @@ def test_matches(outcomes: Outcomes, name: str) -> None:
     theirs = prompt_errors(outcomes[f"{model}, off"].answers, exact)
     assert rms(errors) <= 2 * rms(theirs)
     assert max(errors) <= 2 * max(theirs)
-    slack = 2 * max(theirs)
-    assert max(generated_errors(outcomes[name].answers, exact, slack)) <= slack
+    tolerance = 2 * max(theirs)
+    assert max(generated_errors(outcomes[name].answers, exact, tolerance)) <= tolerance
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -188,6 +188,6 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     theirs = results[case.id, setting.id if setting.also_theirs else "plain", dtype, "theirs"].answers
     their_errors, our_errors = prompt_errors(theirs, truth), prompt_errors(ours, truth)
     assert rms(our_errors) <= 2 * rms(their_errors)
-    slack = 2 * max(their_errors)
-    assert max(our_errors) <= slack
-    assert max(generated_errors(ours, truth, slack)) <= slack
+    tolerance = 2 * max(their_errors)
+    assert max(our_errors) <= tolerance
+    assert max(generated_errors(ours, truth, tolerance)) <= tolerance

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from integration.compare import SLACK
+from integration.compare import TOLERANCE
 from integration.conftest import Checkpoint
 from integration.environment import device
 from integration.judge import Judge, requests
@@ -102,7 +102,7 @@ def test_answers(served: tuple[Way, Server], judge: Judge) -> None:
     streamed = at_once([partial(stream, server.url, body_of(one.prompt, one.tokens)) for one in REQUESTS])
     for request, one in zip(REQUESTS, streamed, strict=True):
         assert one.fault(request.tokens) is None
-    judge.check(REQUESTS, [one.answer for one in streamed], SLACK)
+    judge.check(REQUESTS, [one.answer for one in streamed], TOLERANCE)
 
 
 def test_plugin_serves_in_every_worker(served: tuple[Way, Server]) -> None:

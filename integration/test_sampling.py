@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from integration import offline
-from integration.compare import ROUNDING, SLACK, prompts
+from integration.compare import ROUNDING, TOLERANCE, prompts
 from integration.conftest import Checkpoint
 from integration.environment import device
 from integration.misuse import BAD, CONTEXT, Bad, refused
@@ -133,7 +133,7 @@ def test_raw_logprobs(outcomes: dict[str, Outcome]) -> None:
     for answer, exact in zip(outcomes["ours"].answers, outcomes["exact"].answers, strict=True):
         expected = exact.prompt_logprobs[-len(answer.tokens) :]
         for token, step, logprob in zip(answer.tokens, answer.logprobs, expected, strict=True):
-            assert abs(step[token] - logprob) <= SLACK
+            assert abs(step[token] - logprob) <= TOLERANCE
 
 
 def test_processed_logprobs(outcomes: dict[str, Outcome]) -> None:
@@ -144,7 +144,7 @@ def test_processed_logprobs(outcomes: dict[str, Outcome]) -> None:
             sorted((value for value in one.logprobs[0].values()), reverse=True)[: offline.TOP] for one in (ours, theirs)
         ]
         for mine, own in zip(*ranked, strict=True):
-            assert mine == own or abs(mine - own) <= (ROUNDING if not device().cuda else SLACK), index
+            assert mine == own or abs(mine - own) <= (ROUNDING if not device().cuda else TOLERANCE), index
         assert math.isfinite(ours.logprobs[0][ours.tokens[0]])
     assert tokens(outcomes["ours, processed"])[1] == tokens(outcomes["ours"])[1] or device().cuda
 
@@ -204,8 +204,8 @@ def test_filters(server: Server, filters: dict[str, float]) -> None:
             assert len(likelier) < filters.get("top_k", VOCABULARY)
             # In units of what top-k has left.
             left = sum(map(math.exp, sorted(step.values())[-int(filters["top_k"]) :])) if "top_k" in filters else 1
-            assert sum(map(math.exp, likelier)) / left < filters.get("top_p", 1.0) + SLACK
-            assert step[token] >= max(step.values()) + math.log(filters.get("min_p", 1e-9)) - SLACK
+            assert sum(map(math.exp, likelier)) / left < filters.get("top_p", 1.0) + TOLERANCE
+            assert step[token] >= max(step.values()) + math.log(filters.get("min_p", 1e-9)) - TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_interrupted(tmp_path: Path, backends: dict[str, Any], monkeypatch: pyte
         (["--backends", "dsl", "dsl"], "a name occurs twice"),
         (["--offline", "--scenario", "chat-shared-prefix"], "shared_prefix, which --offline does not support"),
         (["--offline", "--", "word"], "'word' is not a flag"),
-        (["--", "--host", "0.0.0.0"], "VLLM_SERVER_DEV_MODE=1: vLLM's development mode lets everybody"),
+        (["--", "--host", "0.0.0.0"], "VLLM_SERVER_DEV_MODE=1: vLLM's development mode lets every client"),
         (["--", "--host=::1"], "these servers listen on 127.0.0.1"),
         (["--", "--port", "8000"], "--port: these servers"),
     ],
