@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of whole engines, at a size that says nothing about speed: it runs, and says what served."""
+"""The benchmark of whole engines on a tiny model: it runs and reports the backend."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 
 def measure(path: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The lines of JSON that a run leaves behind."""
+    """Runs the benchmark; returns its JSON lines."""
     command = [sys.executable, "-m", "benchmarks", "engine", "--model", "tiny", "--eager", *arguments]
     subprocess.run([*command, "--json", str(path)], cwd=ROOT, check=True)
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose projections and activations `dsl` has made one layer, against the same models of vLLM's own layers.
+"""Compares models whose projections and activations `dsl` fuses with the same models with vLLM's own layers.
 
-Errors are measured from a float32 run of vLLM's own backend; those of fused layers may be twice those of vLLM's own
-in the same dtype. Float32 is not fused.
+Errors are measured from a float32 run of vLLM's own backend. The errors of fused layers may be at most twice those of
+vLLM's own layers in the same dtype. Float32 layers are not fused.
 """
 
 import re
@@ -51,7 +51,7 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
         add(f"{model}, exact", model, backend, dtype)
         add(model, model)
         add(f"{model}, off", model, environment=OFF)
-    # Graphs, where there is a GPU. A cache of its own: nothing that was compiled before is loaded.
+    # With CUDA graphs if there is a GPU. A separate cache, so that nothing compiled before is loaded.
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("compiled", "llama", engine={"enforce_eager": False}, environment=cache)
     if not here.cuda or torch.cuda.device_count() > 1:
@@ -61,7 +61,7 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
     add("another backend", "llama", here.dense, prompts=SHORT)
     if not here.cuda:
         add("float32", "llama", dtype="float32", prompts=SHORT)
-    # The first layer's gates are 0: what comes out of the MLP alone is another.
+    # The first layer's gates are 0, which changes only the output of that MLP.
     changed = str(checkpoint("llama-gates", MODELS["llama"].changed({"layers.0.mlp.gate_proj": 0.0})))
     backend, dtype = here.dense_truth
     jobs["without"] = Job(model=changed, backend=backend, dtype=dtype, prompts=prompts())
@@ -69,7 +69,7 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_layers_matter(outcomes: Outcomes) -> None:
-    """The comparison below would see one MLP that gives something else."""
+    """The comparison below would detect a single wrong MLP."""
     assert max(prompt_errors(outcomes["without"].answers, outcomes["llama, exact"].answers)) > VISIBLE
 
 
@@ -114,7 +114,7 @@ def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
 
 
 def test_lora_is_served(outcomes: Outcomes) -> None:
-    """By vLLM's own layers: as without fused ones."""
+    """vLLM's own layers serve, with the same results as without fusion."""
     found, expected = (outcomes[name].answers for name in ("LoRA", "LoRA, off"))
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 

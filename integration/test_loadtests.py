@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison from end to end, at a size that says nothing about speed: servers, locust, results, page, browser."""
+"""A comparison from end to end on a tiny model: servers, locust, results, page, browser."""
 
 import json
 import os
@@ -27,7 +27,7 @@ FLAGS = ("--max-model-len", "1024", "--enforce-eager", "--block-size", "32", *de
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison of some rounds left behind."""
+    """The results of a comparison."""
 
     rounds: int
     folder: Path
@@ -132,7 +132,7 @@ def test_page_in_a_browser(compared: Compared) -> None:
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    """The run names it, goes on with the others as far as it can, and ends with an error."""
+    """The run reports the failed backend, continues with the others, and ends with an error."""
     flags = ("--max-model-len", "1024", "--enforce-eager", "--kv-cache-dtype", "no-such-dtype")
     found = compare(tmp_path, 2, "--backends", "dsl", "--users", "1", flags=flags)
     assert found.status == 1

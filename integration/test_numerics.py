@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and log-probabilities of `dsl` against vLLM's own backends, for every kind of attention.
+"""Compares tokens and log-probabilities of `dsl` with vLLM's own backends, for every kind of attention.
 
 Errors are measured from a float32 run of vLLM's own backend. In float32 `dsl` must agree with it to rounding and give
 the same tokens; in a shorter dtype its error may be at most twice that of vLLM's own backend in that dtype.
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.e2e
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and the model without the feature that it is there for.
+    """A model with a feature, and the same model without it.
 
     Attributes:
-        without: the same weights with that feature switched off.
+        without: makes the model with the same weights and the feature switched off.
     """
 
     id: str
@@ -52,7 +52,7 @@ COMPARED = tuple(case for case in CASES if "-" not in case.id)  # the others sha
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A way to run `dsl` that must not change what comes out.
+    """A setting of the engine that must not change the results.
 
     Attributes:
         also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
@@ -72,7 +72,7 @@ class Setting:
 
     @property
     def has_peer(self) -> bool:
-        """Whether vLLM's own backends can be run in it on this machine."""
+        """Whether vLLM's own backends support this setting on this machine."""
         return device().fp8 or not self.fp8
 
 
@@ -163,7 +163,7 @@ def results(checkpoint: Checkpoint) -> Results:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_feature_matters(results: Results, case: Case) -> None:
-    """The comparisons below would see a backend that leaves the feature out: both in prompts and in tokens."""
+    """The comparisons below would detect a backend without the feature, in prompts and in generated tokens."""
     truth, without = results[case.id, "truth"].answers, results[case.id, "without"].answers
     assert max(prompt_errors(without, truth)) > VISIBLE
     assert [answer.tokens for answer in without] != [answer.tokens for answer in truth]

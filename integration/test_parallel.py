@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tensor, pipeline and data parallelism: the plugin serves in every worker, and the answers stay."""
+"""vLLM's tensor, pipeline and data parallelism: the plugin serves in every worker with unchanged answers."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = requests(12, 24, seed=2)
 WORKERS = 2
-# With Ray's workers the engine's name and a coloured one of Ray's stand before the worker's own.
+# With Ray the log lines start with the engine's name and Ray's coloured prefix, before the worker's own.
 SERVED = re.compile(r"\(\S+ pid=(?P<pid>\d+)\) [^()\n]*dsl serves attention of (?P<heads>\S+) heads")
 
 
@@ -32,7 +32,7 @@ class Way:
     """A way to use two workers.
 
     Attributes:
-        heads: query and key heads that each worker has of the small Llama's 4 and 2.
+        heads: query and key heads of each worker; the small Llama has 4 and 2.
         eager: without compilation. On a CPU vLLM 0.32.0 makes the tensors that stages exchange only while it compiles.
         ray: workers are Ray's and not the server's own processes. vLLM 0.32.0 refuses it on a CPU.
     """
@@ -45,7 +45,7 @@ class Way:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-# vLLM binds the workers of a CPU to NUMA nodes of their own, and ends where there are too few.
+# vLLM binds each CPU worker to a NUMA node of its own, and exits if there are too few.
 UNBOUND = {} if device().cuda else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 WAYS = (
     pytest.param(
@@ -89,7 +89,7 @@ def served(
         pytest.skip("ray is not installed")
     flags = ["--attention-backend", "dsl", "--dtype", device().dtypes[0], "--max-model-len", str(CONTEXT)]
     flags += ["--max-num-seqs", "8", *way.flags, *(["--enforce-eager"] if way.eager else [])]
-    # Compilation is a part of what is asked for where a server is not eager.
+    # A server that is not eager must compile.
     environment = (device().environment if way.eager else {}) | way.environment
     log = tmp_path_factory.mktemp("parallel") / "log"
     with serve(checkpoint("llama", MODELS["llama"]), log, *flags, **environment) as server:
@@ -97,7 +97,7 @@ def served(
 
 
 def test_answers(served: tuple[Way, Server], judge: Judge) -> None:
-    """Log-probabilities and greedy tokens are those of one worker of vLLM's own backend."""
+    """Log-probabilities and greedy tokens equal those of vLLM's own backend with one worker."""
     _, server = served
     streamed = at_once([partial(stream, server.url, body_of(one.prompt, one.tokens)) for one in REQUESTS])
     for request, one in zip(REQUESTS, streamed, strict=True):

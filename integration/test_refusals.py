@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is refused at start-up, with every reason, and not in the middle of a request."""
+"""Configurations that cannot be served are refused at startup with all reasons, and not during a request."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A configuration and what the log must say about it."""
+    """A configuration and the texts that the log must contain."""
 
     id: str
     dtype: str = "bfloat16"
@@ -71,10 +71,10 @@ def test_refused(outcomes: dict[str, Outcome], refusal: Refusal) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that asks for what is not there, and the end of what it prints.
+    """A command with invalid options, and the end of its output.
 
     Attributes:
-        last: of its output, from the line before which there is nothing of ours.
+        last: the last lines of the output, starting with this package's first one.
     """
 
     id: str
@@ -137,7 +137,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.id)
 def test_server_does_not_start(checkpoint: Checkpoint, tmp_path: Path, command: Command) -> None:
-    """Before any worker: one message, which is the last thing that is printed, and exit status 1."""
+    """The command fails before it starts a worker: one message at the end of the output, and exit status 1."""
     flags = ("--attention-backend", "dsl", "--enforce-eager", "--max-model-len", "512", *command.flags)
     model = checkpoint("llama", MODELS["llama"])
     with (
@@ -155,7 +155,7 @@ def test_server_does_not_start(checkpoint: Checkpoint, tmp_path: Path, command: 
 
 
 def test_another_backend_starts_all_the_same(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """What is wrong with our variables is one line in its log."""
+    """A problem with this package's variables is one line in the log."""
     flags = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2")
     model, log = checkpoint("llama", MODELS["llama"]), tmp_path / "log"
     with serve(model, log, *flags, **device().environment, DSL_BACKEND_SAMPLER="2") as server:

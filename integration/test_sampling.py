@@ -76,7 +76,7 @@ def tokens(outcome: Outcome) -> list[list[int]]:
 
 
 def test_log_says_who_samples(outcomes: dict[str, Outcome]) -> None:
-    """One line for an engine, whatever is asked of it, with the reason where it is vLLM's sampler.
+    """The log has one line for each engine, with the reason if vLLM's sampler is used.
 
     On a GPU, where logits are of two types, one line for each.
     """
@@ -109,7 +109,7 @@ def test_greedy_requests_beside_others(outcomes: dict[str, Outcome]) -> None:
 
 
 def test_sampled_requests_are_not_greedy(outcomes: dict[str, Outcome]) -> None:
-    """What is compared here has been drawn: most answers hold a token that is not the likeliest."""
+    """The compared tokens are really sampled: most answers have a token that is not the likeliest."""
     answers = outcomes["ours"].answers
     drawn = [
         any(token != max(step, key=step.__getitem__) for token, step in zip(one.tokens, one.logprobs, strict=True))
@@ -122,14 +122,14 @@ def test_sampled_requests_are_not_greedy(outcomes: dict[str, Outcome]) -> None:
 @pytest.mark.skipif(device().cuda, reason="tokens of two backends in bfloat16 part for other reasons")
 @pytest.mark.parametrize("name", ["off", "drafts", "masked logits"])
 def test_vllms_own_sampler_stays(outcomes: dict[str, Outcome], name: str) -> None:
-    """The same seeds give what they give without this package; drafts change no greedy request."""
+    """The same seeds give the same tokens as without this package. Drafts do not change greedy requests."""
     which = range(1) if name == "drafts" else range(5)
     for index in which:
         assert tokens(outcomes[name])[index] == tokens(outcomes["theirs"])[index]
 
 
 def test_raw_logprobs(outcomes: dict[str, Outcome]) -> None:
-    """Of every drawn token: what an exact engine gives for it, before temperature and filters."""
+    """The log-probability of every sampled token, before temperature and filters, equals an exact engine's."""
     for answer, exact in zip(outcomes["ours"].answers, outcomes["exact"].answers, strict=True):
         expected = exact.prompt_logprobs[-len(answer.tokens) :]
         for token, step, logprob in zip(answer.tokens, answer.logprobs, expected, strict=True):
@@ -168,7 +168,7 @@ def sampled(server: Server, prompt: object, **options: Any) -> list[int]:
 
 @pytest.mark.skipif(device().cuda, reason="in bfloat16 another batch may be another token")
 def test_side_by_side(server: Server) -> None:
-    """Requests with a seed, some of them in pieces, beside ones without: each gets what it gets alone."""
+    """Requests with a seed in a batch with others get the same tokens as alone, even if prefilled in chunks."""
     asked = [(list(prompts()[index % 6]), SAMPLING[1 + index % 4] | {"seed": index}) for index in range(12)]
     alone = [sampled(server, prompt, **options) for prompt, options in asked]
     others = [(list(prompts()[index % 6]), {"temperature": index % 3 / 2}) for index in range(12)]
@@ -194,7 +194,7 @@ def test_choices_of_one_request_differ(server: Server) -> None:
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.2}, {"top_k": 10, "top_p": 0.6}])
 def test_filters(server: Server, filters: dict[str, float]) -> None:
-    """Every token is one that the filter leaves, by the log-probabilities that the server gives with it."""
+    """The filters keep every sampled token, according to the log-probabilities in the reply."""
     for seed in range(4):
         options = {"temperature": 1.0, "seed": seed, "logprobs": 20, "return_tokens_as_token_ids": True, **filters}
         choice = server.complete([7, 8, 9], **options)
@@ -242,7 +242,7 @@ def test_values_at_the_edge(server: Server, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_bad_request(server: Server, bad: Bad) -> None:
-    """VLLM's refusal reaches the client, and the next request is answered as ever."""
+    """The client receives vLLM's refusal, and the next request is answered as usual."""
     assert refused(server, bad) is None
     assert len(sampled(server, [7, 8, 9], seed=4)) == 12
 

@@ -46,7 +46,7 @@ def server(
 
 @dataclass(frozen=True)
 class Answers:
-    """What the server said, and what an exact engine says about that.
+    """The server's answers, and an exact engine's scores of them.
 
     Attributes:
         cache_hits: tokens of the last prompt, asked again, that came from the prefix cache.
@@ -101,18 +101,18 @@ def test_answers_one_at_a_time(answers: Answers) -> None:
 
 
 def test_answers_side_by_side(answers: Answers) -> None:
-    """Requests of different lengths join and leave a batch: none changes another's answer."""
+    """Requests of different lengths join and leave a batch without changing each other's answers."""
     check_greedy(answers.together, answers.scored["together"], TOLERANCE)
 
 
 def test_prefix_from_the_cache(answers: Answers) -> None:
-    """A long prompt that was seen before is read from the cache, and the answer stays right."""
+    """A repeated long prompt is read from the prefix cache, and its answer is right."""
     assert answers.cache_hits >= len(prompts()[LONGEST]) - 2 * PAGE
     check_greedy([answers.again], answers.scored["again"], TOLERANCE)
 
 
 def test_drafts_were_accepted(server: Server) -> None:
-    """The n-gram drafts took part: a repetitive prompt has some of them accepted."""
+    """N-gram drafts are used: some of them are accepted for a repetitive prompt."""
     before = server.metric("vllm:spec_decode_num_draft_tokens_total")
     ask(server, (7, 8, 9, 10) * 20, max_tokens=48)
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > before
@@ -126,7 +126,7 @@ def test_log_says_what_serves(server: Server) -> None:
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_bad_request(server: Server, answers: Answers, bad: Bad) -> None:
-    """VLLM's refusal reaches the client, and the next request is answered as ever."""
+    """The client receives vLLM's refusal, and the next request is answered as usual."""
     assert refused(server, bad) is None
     first = answers.alone[2].tokens[0]
     after = ask(server, prompts()[2], max_tokens=1).logprobs[0]

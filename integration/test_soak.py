@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak: a short one against a real server, and that it sees every kind of fault, of a server that makes them."""
+"""The soak: a short one with a real server, and a test server whose faults of every kind must be detected."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from integration.streams import Streamed, at_once, body_of, stream
 
 @pytest.mark.e2e
 def test_soak(tmp_path: Path) -> None:
-    """None lost, none wrong, memory flat; and the command says so."""
+    """No answer is lost or wrong, memory does not grow, and the command reports this."""
     count = device().load.soak
     command = [sys.executable, "-m", "integration.soak", "--requests", str(count), "--json", str(tmp_path / "out")]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -63,7 +63,7 @@ class Faulty(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """The requests of a test are no news."""
+        """Does not log requests."""
 
 
 class FaultyServer(ThreadingHTTPServer):
@@ -118,7 +118,7 @@ def test_many_at_once_keep_their_order(faulty: str) -> None:
 
 
 class Scripted(Judge):
-    """A judge whose engine knows one answer to each request, and how far any other is behind."""
+    """A judge whose engine has one answer to each request, and a fixed gap to any other answer."""
 
     def __init__(self, asked: list[Request], behind: float) -> None:
         self.exact = {
