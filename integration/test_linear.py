@@ -114,7 +114,7 @@ def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
 
 
 def test_lora_is_served(outcomes: Outcomes) -> None:
-    """vLLM's own layers serve, with the same results as without fusion."""
+    """The results of vLLM's own layers equal those without fusion."""
     found, expected = (outcomes[name].answers for name in ("LoRA", "LoRA, off"))
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
