@@ -79,10 +79,10 @@ def environment(
 ) -> None:
     """Print what a bug report needs: versions, GPU, driver, the kernel cache, and the variables that are set."""
     from dsl_backend import environment as module
-    from dsl_backend.vllm_plugin import hooks as ledger
+    from dsl_backend.vllm_plugin import hooks as changes
 
     if hooks:
-        typer.echo("\n".join(ledger.lines()))
+        typer.echo("\n".join(changes.lines()))
         return
     found = module.gather()
     typer.echo(found.model_dump_json(indent=2) if json else "\n".join(module.lines(found)))

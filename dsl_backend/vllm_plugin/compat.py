@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's versions differ, and what we do about it: the ledger, and the few functions that hide a difference.
+"""Where vLLM's versions differ, and what we do about it: a list, and the few functions that hide a difference.
 
-Features are detected, never version numbers. vllm is imported inside the functions: the ledger can be read without it.
+Features are detected, never version numbers. vllm is imported inside the functions: the list can be read without it.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ def providers_are_asked() -> bool:
     return importlib.util.find_spec("vllm.model_executor.warmup.cutedsl_warmup") is not None
 
 
-LEDGER: tuple[Entry, ...] = (
+DIFFERENCES: tuple[Entry, ...] = (
     Entry(
         name="pickled_members",
         what="enum_members.add_member gives the member its own __reduce_ex__",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that the plugin changes in vLLM: one ledger, and the one function that installs it.
+"""Everything that the plugin changes in vLLM: one list, and the one function that installs it.
 
-The ledger is data: it can be read without vLLM, torch or a kernel. `compat` has the differences between versions.
+The list is data: it can be read without vLLM, torch or a kernel. `compat` has the differences between versions.
 """
 
 import enum
@@ -187,7 +187,7 @@ def resolve(reference: str) -> Callable[..., Any]:
 
 
 def lines() -> list[str]:
-    """The ledger as text, without vLLM."""
+    """The list as text, without vLLM."""
     return [
         line
         for hook in HOOKS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of compatibility describes the vLLM at hand."""
+"""The list of differences between versions describes the vLLM at hand."""
 
 from types import SimpleNamespace
 
@@ -14,20 +14,20 @@ NEWEST = {
 }
 
 
-@pytest.mark.parametrize("entry", compat.LEDGER, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", compat.DIFFERENCES, ids=lambda entry: entry.name)
 def test_entry_is_complete_and_decidable(entry: compat.Entry) -> None:
     assert all((entry.what, entry.why, entry.remove_when))
     assert isinstance(entry.needed(), bool)
 
 
 @pytest.mark.skipif(compat._enum_cannot_grow(), reason="this is not the newest supported vLLM")
-@pytest.mark.parametrize("entry", [e for e in compat.LEDGER if e.name in NEWEST], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in compat.DIFFERENCES if e.name in NEWEST], ids=lambda entry: entry.name)
 def test_entry_is_still_needed(entry: compat.Entry) -> None:
     assert entry.needed(), f"{entry.name} can go where it was needed for new versions only: {entry.remove_when}"
 
 
 def test_names_are_unique() -> None:
-    names = [entry.name for entry in compat.LEDGER]
+    names = [entry.name for entry in compat.DIFFERENCES]
     assert len(names) == len(set(names))
     assert set(names) >= NEWEST
 

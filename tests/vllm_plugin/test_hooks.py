@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each change to vLLM is in the ledger, can be installed, and is needed by the vLLM at hand."""
+"""Each change to vLLM is in the list, can be installed, and is needed by the vLLM at hand."""
 
 import ast
 import dataclasses
@@ -42,12 +42,12 @@ def test_entry_is_still_needed(hook: Hook) -> None:
     assert needed or hook.name in NOT_EVERYWHERE, hook.remove_when
 
 
-def test_names_are_unique_in_both_ledgers() -> None:
-    names = [entry.name for entry in (*HOOKS, *compat.LEDGER)]
+def test_names_are_unique_in_both_lists() -> None:
+    names = [entry.name for entry in (*HOOKS, *compat.DIFFERENCES)]
     assert len(names) == len(set(names))
 
 
-def test_every_wrapper_is_in_the_ledger() -> None:
+def test_every_wrapper_is_in_the_list() -> None:
     """A module that wraps something of vLLM marks its wrapper; each such module belongs to a hook."""
     marked = {
         ".".join(path.relative_to(PLUGIN).with_suffix("").parts)
@@ -61,7 +61,7 @@ def test_every_wrapper_is_in_the_ledger() -> None:
     assert marked <= {hook.install.partition(":")[0] for hook in HOOKS}
 
 
-def test_only_the_ledger_installs() -> None:
+def test_only_the_list_installs() -> None:
     """No other module of the plugin calls what a hook installs."""
     installers = {tuple(hook.install.split(":")) for hook in HOOKS if hook.stage is not Stage.REGISTRATION}
     names = {f"{module.rpartition('.')[2]}.{function}" for module, function in installers}
@@ -122,7 +122,7 @@ def broken() -> None:
     raise RuntimeError("no such vLLM")
 
 
-def test_the_ledger_is_read_without_vllm_and_torch() -> None:
+def test_the_list_is_read_without_vllm_and_torch() -> None:
     code = (
         "import sys; from dsl_backend.vllm_plugin.hooks import lines; text = lines();"
         "print(len(text), sorted({'vllm', 'torch', 'triton', 'cutlass'} & set(sys.modules)))"
@@ -131,7 +131,7 @@ def test_the_ledger_is_read_without_vllm_and_torch() -> None:
     assert done.stdout.split(" ", 1) == [str(5 * len(HOOKS)), "[]\n"]
 
 
-def test_the_command_prints_the_ledger() -> None:
+def test_the_command_prints_the_list() -> None:
     printed = CliRunner().invoke(app, ["env", "--hooks"])
     assert printed.exit_code == 0
     assert printed.stdout.splitlines() == hooks.lines()
