@@ -84,7 +84,7 @@ def test_log_says_who_samples(outcomes: dict[str, Outcome]) -> None:
         "off": "DSL_BACKEND_SAMPLER is off",
         "theirs, processed": "DSL_BACKEND_SAMPLER is off",
         "masked logits": "logprobs_mode processed_logits",
-        "drafts": "drafts are verified by vLLM's",
+        "drafts": "vLLM's sampler verifies drafts",
     }
     for name in ("ours", "one at a time", "in pieces", "ours, processed", *reasons):
         log = outcomes[name].log
