@@ -102,7 +102,7 @@ def test_log_says_what_is_fused(outcomes: Outcomes, name: str) -> None:
     [
         ("llama, off", "DSL_BACKEND_LINEAR is off"),
         ("LoRA", "LoRA (lora_config) adds to what a projection returns"),
-        ("float32", "dtype is float32: one of float16, bfloat16 is needed"),
+        ("float32", "dtype of x is float32: one of float16, bfloat16 is needed"),
     ],
 )
 def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
