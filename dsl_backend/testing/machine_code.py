@@ -175,7 +175,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)
     sinks = torch.float32 if case.sinks else None
     config = kernel.config
-    columns = config.columns(spec) if kernel.target.tcgen05 else None
+    columns = config.tmem_columns(spec) if kernel.target.tcgen05 else None
     yield Made(config, lambda: kernel.function(spec.latent, sinks), config.smem_bytes(spec), columns)
 
 

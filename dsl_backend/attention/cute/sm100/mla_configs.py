@@ -27,7 +27,7 @@ class MlaConfig(MlaTileConfig):
     def threads(self) -> int:
         return DEQUANT_WARP * WARP + (WARPGROUP if self.dequant_stages else 0)
 
-    def columns(self, spec: AttentionSpec) -> int:
+    def tmem_columns(self, spec: AttentionSpec) -> int:
         """Columns of tensor memory: S stages, and O of each PV MMA."""
         return S_STAGES * self.tile_n + spec.head_dim_v // DV_TILE * ROWS
 
@@ -42,8 +42,8 @@ class MlaConfig(MlaTileConfig):
             reasons.append(f"tiles of {self.tile_n} keys: 16, 32, 64 or 128 fill accesses to tensor memory")
         if spec.head_dim_v % (2 * DV_TILE):
             reasons.append(f"values of {spec.head_dim_v} elements: a multiple of {2 * DV_TILE} is possible")
-        if self.columns(spec) > TENSOR_COLUMNS:
-            reasons.append(f"{self.columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
+        if self.tmem_columns(spec) > TENSOR_COLUMNS:
+            reasons.append(f"{self.tmem_columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         return reasons
 
 
@@ -61,7 +61,7 @@ class TwoCtaMlaConfig(MlaConfig):
         """One: K and V have stages of their own, and each part of a stage has its own mbarriers."""
         return 1
 
-    def columns(self, spec: AttentionSpec) -> int:
+    def tmem_columns(self, spec: AttentionSpec) -> int:
         """Columns of tensor memory, where a row is cut in two: half of those of S and O."""
         return (S_STAGES * self.tile_n + spec.head_dim_v) // 2
 
