@@ -272,20 +272,20 @@ def test_imports(tmp_path: Path) -> None:
 
 
 def test_a_kernel_brings_the_modules_of_its_parts() -> None:
-    from dsl_backend.linear.spec import Swiglu
+    from dsl_backend.gemm.activation import Swiglu
 
     kernel = Scale(ScaleKey())
     assert key.parts_of(kernel) == set()
     kernel.activation = Swiglu()
-    assert key.parts_of(kernel) == {"dsl_backend.linear.spec"}
+    assert key.parts_of(kernel) == {"dsl_backend.gemm.activation"}
 
 
 def test_a_key_brings_the_modules_of_its_types() -> None:
-    from dsl_backend.linear.spec import Swiglu
+    from dsl_backend.gemm.activation import Swiglu
 
-    assert key.modules_of(Config(tile=(Order.ROWS, Swiglu()))) == {__name__, "dsl_backend.linear.spec"}
+    assert key.modules_of(Config(tile=(Order.ROWS, Swiglu()))) == {__name__, "dsl_backend.gemm.activation"}
     assert (
-        "dsl_backend.linear.spec"
+        "dsl_backend.gemm.activation"
         in json.loads(identify(Scale(ScaleKey()), (), key=Config(Swiglu()), target=from_arch("sm_90a")).text)["sources"]
     )
 
