@@ -7,12 +7,28 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.sizes import WARPGROUP
+
+# Arrivals of a role. TMA arrives once, with its bytes, and tcgen05.commit (UMMA) once, when all MMAs so far are done;
+# warps arrive once each.
+TMA = UMMA = LOAD_WARPS = MMA_WARPS = SCHEDULER_WARPS = 1
+WARPS_PER_WARPGROUP = WARPGROUP // 32
+
 
 class MbarArray(NamedTuple):
     """An array of mbarriers: one for each stage, and the arrivals that complete a phase."""
 
     stages: int
     arrivals: int | cutlass.Int32
+
+
+def dequant_mbar_arrays(tensors: str, stages: int, consumer: int) -> dict[str, MbarArray]:
+    """Full and empty of fp8 stages, for each letter of `tensors`; consumer: arrivals of the warps that empty them."""
+    arrays = {}
+    for tensor in tensors:
+        arrays[f"{tensor}_loaded"] = MbarArray(stages, TMA)
+        arrays[f"{tensor}_taken"] = MbarArray(stages, consumer)
+    return arrays
 
 
 def allocate_mbarriers(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mbarriers of the dense SM100 kernels: stages, and arrivals by who arrives.
 
-TMA and tcgen05.commit arrive once, with their bytes or when all MMAs so far are done. Softmax and correction threads
-each arrive for their row. Every other role arrives once for each of its warps.
+Softmax and correction threads each arrive for their row. For the other roles, see `cute/mbarriers.py`.
 """
 
 from typing import NamedTuple
@@ -10,13 +9,19 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mbarriers import MbarArray
+from dsl_backend.attention.cute.mbarriers import (
+    LOAD_WARPS,
+    MMA_WARPS,
+    SCHEDULER_WARPS,
+    TMA,
+    UMMA,
+    WARPS_PER_WARPGROUP,
+    MbarArray,
+    dequant_mbar_arrays,
+)
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_CTA_S_STAGES, WARP, DenseConfig
-
-WARPS_PER_WARPGROUP = WARPGROUP // WARP
-TMA = UMMA = LOAD_WARPS = MMA_WARPS = SCHEDULER_WARPS = 1
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_CTA_S_STAGES, DenseConfig
 
 
 class Barriers(NamedTuple):
@@ -124,9 +129,7 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
         "stats_empty": MbarArray(s_stages, row_threads),
     }
     if config.dequant_stages:
-        for tensor in ("k", "v"):
-            arrays[f"{tensor}_loaded"] = MbarArray(config.dequant_stages, TMA)
-            arrays[f"{tensor}_taken"] = MbarArray(config.dequant_stages, dequant_warps)
+        arrays |= dequant_mbar_arrays("kv", config.dequant_stages, dequant_warps)
     return arrays
 
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mbarriers of the SM100 kernels of absorbed MLA: stages, and arrivals by who arrives.
-
-TMA and tcgen05.commit arrive once, with their bytes or when all MMAs so far are done. Every other role arrives once for
-each of its warps.
-"""
+"""The mbarriers of the SM100 kernels of absorbed MLA: stages, and arrivals by who arrives."""
 
 from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mbarriers import MbarArray
+from dsl_backend.attention.cute.mbarriers import (
+    LOAD_WARPS,
+    MMA_WARPS,
+    SCHEDULER_WARPS,
+    TMA,
+    UMMA,
+    WARPS_PER_WARPGROUP,
+    MbarArray,
+    dequant_mbar_arrays,
+)
 from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
-from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import WARP
-from dsl_backend.attention.cute.sm100.mla_configs import CTA_PAIR, S_STAGES, MlaConfig, TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
+from dsl_backend.attention.cute.sm100.mla_configs import S_STAGES, MlaConfig, TwoCtaMlaConfig
 
-SOFTMAX_WARPS = WARPGROUP // WARP
-TMA = UMMA = LOAD_WARPS = MMA_WARPS = SCHEDULER_WARPS = 1
+SOFTMAX_WARPS = WARPS_PER_WARPGROUP
 
 
 class Barriers(NamedTuple):
@@ -70,7 +73,7 @@ def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
     # In a cluster, a 16-bit stage is written by the TMA of every CTA, and an fp8 stage too: their readers in every CTA
     # signal all of them. A stage that DequantWarps fill belongs to one CTA.
     fp8, cluster = config.dequant_stages, config.cluster
-    dequant_warps = WARPGROUP // WARP if fp8 else 0
+    dequant_warps = WARPS_PER_WARPGROUP if fp8 else 0
     k_parts = PARTS * config.stages
     arrays = {
         "q_full": MbarArray(1, TMA),
@@ -84,8 +87,7 @@ def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
         "o_full": MbarArray(1, UMMA),
     }
     if fp8:
-        arrays["k_loaded"] = MbarArray(PARTS * fp8, TMA)
-        arrays["k_taken"] = MbarArray(PARTS * fp8, cluster * dequant_warps)
+        arrays |= dequant_mbar_arrays("k", PARTS * fp8, cluster * dequant_warps)
     return arrays
 
 

@@ -10,7 +10,6 @@ from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TIL
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS, WARP
 from dsl_backend.attention.spec import AttentionSpec
 
-CTA_PAIR = 2  # CTAs of a cta_group::2
 DV_TILE = 128  # columns of V of one PV MMA, in a CTA
 S_STAGES = 2  # S of the next tile is computed while the softmax of this one runs
 ROW_STATS = 2  # float32 of a row that warps exchange

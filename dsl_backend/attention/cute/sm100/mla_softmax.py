@@ -19,6 +19,7 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import WARP
 from dsl_backend.attention.cute.sm100.mla_barriers import Barriers
 from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.attention.cute.sm100.mla_mma import o_offset
@@ -27,7 +28,6 @@ from dsl_backend.primitives import tmem
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.ring import phase_of, stage_of
 
-WARP = 32
 WARPGROUP_BARRIER = 1  # named barrier of the warpgroup
 O_ROWS = 16  # of O in registers at a time
 RESCALE_THRESHOLD = 8.0  # O is rescaled when a row's maximum has grown by more than this, in base 2

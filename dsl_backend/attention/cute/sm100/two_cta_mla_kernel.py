@@ -17,16 +17,9 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TENSOR_COLUMNS
 from dsl_backend.attention.cute.sm100.mla_barriers import SOFTMAX_WARPS, TwoCtaBarriers, two_cta_mbar_arrays
-from dsl_backend.attention.cute.sm100.mla_configs import (
-    CTA_PAIR,
-    DV_TILE,
-    LOAD_WARP,
-    MMA_WARP,
-    SCHEDULER_WARP,
-    TWO_CTA_STATS,
-)
+from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, LOAD_WARP, MMA_WARP, SCHEDULER_WARP, TWO_CTA_STATS
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.two_cta_mla_load import TwoCtaMlaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_mma import TwoCtaMlaMmaWarp

@@ -13,8 +13,9 @@ from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
 from dsl_backend.attention.cute.sm100.mla_barriers import TwoCtaBarriers
-from dsl_backend.attention.cute.sm100.mla_configs import CTA_PAIR, DV_TILE
+from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE
 from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tma import TmaBox, tma_load_boxes
 

@@ -11,8 +11,9 @@ from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
 from dsl_backend.attention.cute.sm100.mla_barriers import TwoCtaBarriers
-from dsl_backend.attention.cute.sm100.mla_configs import CTA_PAIR, DV_TILE, S_STAGES
+from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp, k_blocks_of
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of

@@ -17,8 +17,9 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import NoScoreMod, ScoreMod, ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
 from dsl_backend.attention.cute.sm100.mla_barriers import TwoCtaBarriers
-from dsl_backend.attention.cute.sm100.mla_configs import CTA_PAIR, S_STAGES
+from dsl_backend.attention.cute.sm100.mla_configs import S_STAGES
 from dsl_backend.attention.cute.sm100.mla_softmax import RESCALE_THRESHOLD, WARPGROUP_BARRIER
 from dsl_backend.attention.cute.sm100.two_cta_mla_mma import o_offset
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize

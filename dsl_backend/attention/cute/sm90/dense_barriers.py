@@ -5,12 +5,16 @@ from typing import NamedTuple
 
 from cutlass import cute
 
-from dsl_backend.attention.cute.mbarriers import MbarArray
+from dsl_backend.attention.cute.mbarriers import (
+    LOAD_WARPS,
+    SCHEDULER_WARPS,
+    TMA,
+    WARPS_PER_WARPGROUP,
+    MbarArray,
+    dequant_mbar_arrays,
+)
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
-from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
-
-WARPS_PER_WARPGROUP = WARPGROUP // 32
 
 
 class Barriers(NamedTuple):
@@ -35,27 +39,21 @@ class Barriers(NamedTuple):
 
 
 def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
-    """The arrays that a configuration has, by their field of Barriers, in the order of allocation.
-
-    TMA arrives once, with its bytes. Every other role arrives once for each of its warps.
-    """
+    """The arrays that a configuration has, by their field of Barriers, in the order of allocation."""
     q, kv, fp8 = config.query_stages, config.stages, config.dequant_stages
-    tma = load_warp = scheduler_warp = 1
     mma_warps = config.groups * WARPS_PER_WARPGROUP
     dequant_warps = WARPS_PER_WARPGROUP if fp8 else 0
-    kv_producer = dequant_warps or tma
+    kv_producer = dequant_warps or TMA
     arrays = {
-        "q_full": MbarArray(q, tma),
+        "q_full": MbarArray(q, TMA),
         "q_empty": MbarArray(q, mma_warps),
         "k_full": MbarArray(kv, kv_producer),
         "k_empty": MbarArray(kv, mma_warps),
         "v_full": MbarArray(kv, kv_producer),
         "v_empty": MbarArray(kv, mma_warps),
-        "work_full": MbarArray(WORK_TILE_STAGES, scheduler_warp),
-        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + dequant_warps + load_warp),
+        "work_full": MbarArray(WORK_TILE_STAGES, SCHEDULER_WARPS),
+        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + dequant_warps + LOAD_WARPS),
     }
     if fp8:
-        for tensor in ("k", "v"):
-            arrays[f"{tensor}_loaded"] = MbarArray(fp8, tma)
-            arrays[f"{tensor}_taken"] = MbarArray(fp8, dequant_warps)
+        arrays |= dequant_mbar_arrays("kv", fp8, dequant_warps)
     return arrays

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mbarriers of the SM90 kernel of absorbed MLA: stages, and arrivals by who arrives.
-
-TMA arrives once, with its bytes. Every other role arrives once for each of its warps.
-"""
+"""The mbarriers of the SM90 kernel of absorbed MLA: stages, and arrivals by who arrives."""
 
 from typing import NamedTuple
 
 from cutlass import cute
 
-from dsl_backend.attention.cute.mbarriers import MbarArray
+from dsl_backend.attention.cute.mbarriers import (
+    LOAD_WARPS,
+    SCHEDULER_WARPS,
+    TMA,
+    WARPS_PER_WARPGROUP,
+    MbarArray,
+    dequant_mbar_arrays,
+)
 from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
-from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, MlaConfig
-
-WARPS_PER_WARPGROUP = WARPGROUP // 32
-TMA = LOAD_WARPS = SCHEDULER_WARPS = 1
 
 
 class Barriers(NamedTuple):
@@ -53,6 +53,5 @@ def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
         "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + LOAD_WARPS + dequant_warps),
     }
     if fp8:
-        arrays["k_loaded"] = MbarArray(PARTS * fp8, TMA)
-        arrays["k_taken"] = MbarArray(PARTS * fp8, cluster * dequant_warps)
+        arrays |= dequant_mbar_arrays("k", PARTS * fp8, cluster * dequant_warps)
     return arrays
