@@ -38,7 +38,7 @@ class Arch:
         kernel_arch: the CuTe DSL kernels that serve it, by the name of their folders; None where only Triton's do. They
             were compiled for it, and ran on it or on the emulator.
         emulated: the emulator has such a device.
-        triton_tested: tests compile the Triton kernels for it (testing/compile_only.py).
+        triton_tested: tests compile the Triton kernels for it (tests/attention/compile_only.py).
         note: follows the name in an objection.
     """
 

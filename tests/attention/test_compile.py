@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels compile for every architecture, without its GPU, and need no more than it has.
 
-What is compiled and why stands in dsl_backend/testing/compile_only.py; every change is checked with the part that CI
+What is compiled and why stands in compile_only.py; every change is checked with the part that CI
 names here, which has each architecture and each feature once.
 """
 
@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from dsl_backend.runtime.target import Target, from_arch
-from dsl_backend.testing.compile_only import ARCHS, ATTENTION, WRITES, Compiled
+from tests.attention.compile_only import ARCHS, ATTENTION, WRITES, Compiled
 
 IDS = [case.id for case in (*ATTENTION, *WRITES)]
 # Of each architecture the kernels that most layers need, and what is tightest or most particular there.
@@ -35,7 +35,7 @@ TENSOR_COLUMNS = 512
 
 
 def compile_for(arch: str, ids: list[str], environment: dict[str, str]) -> list[Compiled]:
-    command = [sys.executable, "-m", "dsl_backend.testing.compile_only", arch, *ids]
+    command = [sys.executable, "-m", "tests.attention.compile_only", arch, *ids]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.testing import machine_code
-from dsl_backend.testing.machine_code import Code, attention_subjects, found
+from tests import machine_code
+from tests.machine_code import Code, attention_subjects, found
 
 # What a change is checked with; a kernel takes some ten seconds.
 QUICK = (

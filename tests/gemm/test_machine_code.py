@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.testing.machine_code import found, linear_subjects
+from tests.machine_code import found, linear_subjects
 
 QUICK = ("sm_90a-swiglu", "sm_100a-swiglu-oai-all")
 # Bytes of stack that are known and not yet gone. Swiglu's hold one value from before the roles part, which each loads

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton sampler compiles for every architecture, without its GPU, and needs no more than it has.
 
-What is compiled stands in dsl_backend/testing/compile_sampling.py; every change is checked with the part named here.
+What is compiled stands in compile_only.py; every change is checked with the part named here.
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("triton")
 
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.compile_only import ARCHS, Compiled
-from dsl_backend.testing.compile_sampling import CASES
+from tests.attention.compile_only import ARCHS, Compiled
+from tests.sampling.compile_only import CASES
 
 # The one with everything in it where code is most particular, elsewhere what most requests need.
 CI = {
@@ -29,7 +29,7 @@ LIMIT_S = 900
 
 
 def compile_for(arch: str, ids: list[str], environment: dict[str, str]) -> list[Compiled]:
-    command = [sys.executable, "-m", "dsl_backend.testing.compile_sampling", arch, *ids]
+    command = [sys.executable, "-m", "tests.sampling.compile_only", arch, *ids]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the Triton kernels for a GPU that is not there: `python -m dsl_backend.testing.compile_only sm_90 [ID ...]`.
+"""Compile the Triton kernels for a GPU that is not there: `python -m tests.attention.compile_only sm_90 [ID ...]`.
 
 Tensors lie on the CPU, launches end after compilation, and a driver that only knows the architecture stands in for
 CUDA's. One line of JSON comes out for each compiled kernel, or for a case that does not compile.

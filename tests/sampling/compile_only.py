@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the Triton sampler for a GPU that is not present.
 
-    python -m dsl_backend.testing.compile_sampling sm_90 [ID ...]
+    python -m tests.sampling.compile_only sm_90 [ID ...]
 
 Prints one line of JSON for each compiled kernel, and for each case that does not compile. It runs in its own process,
-as compile_only.py does.
+as tests/attention/compile_only.py does.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.sampling.plan import SamplingPlan
 from dsl_backend.sampling.spec import Parameters, SamplingSpec
-from dsl_backend.testing.compile_only import Compiled, compiling_for
+from tests.attention.compile_only import Compiled, compiling_for
 
 ROWS = 2
 # Case -> (parameters that are given, fields of the spec).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas made of the CuTe DSL kernels: `python -m dsl_backend.testing.machine_code [ID ...]`.
+"""What ptxas made of the CuTe DSL kernels: `python -m tests.machine_code [ID ...]`.
 
 Neither an emulator nor a test of results sees registers that spill, or matrix products that ptxas lets run one at a
 time because it found no registers for them in flight (its C7512): the code is right, and slow. One line of JSON for
@@ -232,7 +232,7 @@ def found(subject: str) -> list[Code]:
     Raises:
         RuntimeError: nothing was compiled.
     """
-    command = [sys.executable, "-m", "dsl_backend.testing.machine_code", subject]
+    command = [sys.executable, "-m", "tests.machine_code", subject]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     codes = [Code(**json.loads(line)) for line in done.stdout.splitlines()]
     if done.returncode or not codes:
