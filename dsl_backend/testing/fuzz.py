@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems against the oracle: `python -m dsl_backend.testing.fuzz decode --problems 300 --seed 1`.
+"""Random problems against the oracle: `dsl-backend verify --families decode --random 300 --seed 1`.
 
-A problem follows from the family, the seed and its index alone, so that `--only INDEX` runs it again. Triton compiles
-once a layer spec; `--specs` bounds how many there are.
+A problem follows from the family, the seed and its index alone. Triton compiles once a layer spec; `specs` bounds how
+many there are.
 """
 
-import argparse
 import dataclasses
 import enum
-import os
 import random
-import sys
-import time
 from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.errors import Unsupported
 from dsl_backend.testing import sampling, softmax
-from dsl_backend.testing.cases import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
+from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
@@ -266,7 +261,7 @@ def source(value: object) -> str:
 
 def check(case: Problem, kernel: str, device: str) -> None:
     """Raises AssertionError where the kernel's result is wrong."""
-    # Imported here: Triton must not be imported before main() has decided whether it interprets.
+    # Imported here: Triton must not be imported before `verify` has decided whether it interprets.
     from dsl_backend.testing import check, kv_writes
 
     if isinstance(case, LinearCase):
@@ -279,56 +274,3 @@ def check(case: Problem, kernel: str, device: str) -> None:
         kv_writes.check_write(case, kernel, device)
     else:
         check.check_case(case, kernel, device)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a family's problems; returns the number of failures, at most 100."""
-    parser = argparse.ArgumentParser(prog="python -m dsl_backend.testing.fuzz", description=__doc__)
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--problems", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--specs", type=int, default=48, help="distinct layers among the problems")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--kernel",
-        default="triton",
-        help="a name from the dispatch table; of linear layers `auto` too: what dispatch prefers",
-    )
-    parser.add_argument("--only", type=int, help="index of the one problem to run")
-    parser.add_argument("--sizes", choices=("tiny", "real"), help="tiny by default on a CPU")
-    parser.add_argument("--verbose", action="store_true", help="print every problem before it runs")
-    given = parser.parse_args(arguments)
-    if given.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    sizes = {"tiny": TINY, "real": REAL}[given.sizes or ("tiny" if given.device == "cpu" else "real")]
-
-    def say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-    failures, refused, began = 0, 0, time.perf_counter()
-    indices = range(given.problems) if given.only is None else (given.only,)
-    for index in indices:
-        case = problem(given.family, given.seed, index, sizes, given.specs)
-        if given.verbose:
-            say(f"{index}: {source(case)}")
-        try:
-            check(case, given.kernel, given.device)
-        except Unsupported:
-            refused += 1
-        except AssertionError as error:
-            failures += 1
-            say(f"FAILED {given.family} --seed {given.seed} --only {index}: {source(case)}\n  {error}")
-        except Exception:
-            # After a fault of the device nothing else can be believed.
-            say(f"BROKEN {given.family} --seed {given.seed} --only {index}: {source(case)}")
-            raise
-    say(
-        f"{given.family}: {len(indices)} problems, seed {given.seed}, {failures} failed, {refused} refused, "
-        f"{time.perf_counter() - began:.0f} s on {given.device}"
-    )
-    return min(failures, 100)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -73,6 +73,8 @@ def check(family: str, kernel: str, name: str, device: str) -> Outcome:
         status, message = Status.WRONG, str(error)
     except Exception as error:  # a kernel may raise anything
         status, message = Status.ERROR, f"{type(error).__name__}: {error}"
+    if status.failed and tables.RANDOM.fullmatch(name):
+        message += f"\n  {fuzz.source(tables.find(family, name, device))}"
     lost = status is Status.ERROR and device == "cuda" and not device_answers()
     return Outcome(name, status, message, time.perf_counter() - began, lost)
 

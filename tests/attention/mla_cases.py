@@ -13,7 +13,8 @@ from dsl_backend.attention.spec import Causality
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
-from dsl_backend.testing.cases import FP16, LATENT, Case, by_id, mla
+from dsl_backend.testing.cases import FP16, Case, by_id, mla
+from dsl_backend.testing.cases.latent import LATENT
 from emulator.machine.profile import Profile
 from tests.attention.unseen import expected_of
 

@@ -110,6 +110,9 @@ def test_what_a_kernel_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception
     monkeypatch.setattr(fuzz, "check", check)
     found = worker.check("softmax", "cute", "warp", "cpu")
     assert (found.status, found.message, found.lost) == (status, says, False)
+    found = worker.check("softmax", "cute", "fuzz-3-1", "cpu")
+    assert found.message.startswith(says)
+    assert ("SoftmaxCase(id='fuzz-" in found.message) == found.status.failed, "Python that rebuilds a random problem"
 
 
 def test_a_fault_of_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,64 +5,18 @@ Tiers: `smoke` runs at every change, `full` adds cases that repeat a feature at 
 """
 
 from dsl_backend.testing.cases.batches import LENGTHS, SURROUNDINGS
-from dsl_backend.testing.cases.case import (
-    BF16,
-    CAUSAL,
-    E5M2,
-    FP8,
-    FP16,
-    FULL,
-    Case,
-    mla,
-)
+from dsl_backend.testing.cases.case import BF16, FP8, FP16, FULL, Case, mla
 from dsl_backend.testing.cases.latent import LATENT
 from dsl_backend.testing.cases.layers import DTYPES, HEAD_DIMS, HEADS, PACKED, PAGES
 from dsl_backend.testing.cases.real_sizes import GPU
 from dsl_backend.testing.cases.scores import COMBINATIONS, MASKS, SCORES, WINDOWS
 from dsl_backend.testing.cases.splits import SPLITS
 
-__all__ = [
-    "BF16",
-    "CASES",
-    "CAUSAL",
-    "COMBINATIONS",
-    "DTYPES",
-    "E5M2",
-    "FP8",
-    "FP16",
-    "FULL",
-    "GPU",
-    "HEADS",
-    "HEAD_DIMS",
-    "LATENT",
-    "LENGTHS",
-    "MASKS",
-    "PACKED",
-    "PAGES",
-    "SCORES",
-    "SPLITS",
-    "SURROUNDINGS",
-    "WINDOWS",
-    "Case",
-    "by_id",
-    "mla",
-]
+__all__ = ["BF16", "CASES", "COMBINATIONS", "DTYPES", "FP8", "FP16", "FULL", "SCORES", "Case", "by_id", "mla"]
 
 CASES: tuple[Case, ...] = (
-    *HEADS,
-    *DTYPES,
-    *HEAD_DIMS,
-    *PAGES,
-    *LENGTHS,
-    *MASKS,
-    *SCORES,
-    *COMBINATIONS,
-    *PACKED,
-    *LATENT,
-    *SURROUNDINGS,
-    *WINDOWS,
-    *SPLITS,
-    *GPU,
+    *(*HEADS, *DTYPES, *HEAD_DIMS, *PAGES, *LENGTHS, *MASKS, *SCORES, *COMBINATIONS),
+    *(*PACKED, *LATENT, *SURROUNDINGS, *WINDOWS, *SPLITS, *GPU),
 )
 
 

@@ -2,7 +2,7 @@
 """What a case of attention is: one problem, by value, with the reason for it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from dsl_backend.testing.inputs import Problem, Surroundings, make_problem
 
 BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 FULL, CAUSAL, PER_REQUEST = Causality.FULL, Causality.CAUSAL, Causality.PER_REQUEST
-TIERS = ("smoke", "full", "gpu")
 
 # Every length where a tile of 16, 32, 64 or 128 keys begins or ends.
 EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One problem, by value: its repr rebuilds it.
 
@@ -43,10 +42,11 @@ class Case:
     """
 
     id: str = ""
+    q_lens: tuple[int, ...] = ()
+    kv_lens: tuple[int, ...] = ()
+    _: KW_ONLY
     why: str = ""
     tier: str = "smoke"
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
     heads: tuple[int, int] = (4, 2)
     dim: int = 64
     dim_v: int | None = None
@@ -108,6 +108,10 @@ class Case:
         if self.nan_request is not None:
             problem.q[sum(self.q_lens[: self.nan_request]), 0] = math.nan
         return problem
+
+
+# Absorbed MLA with DeepSeek's row: the latent and the rope part.
+MLA: dict[str, Any] = {"dim": 576, "dim_v": 512, "latent": True}
 
 
 def mla(heads: int, dims: tuple[int, int] = (576, 512), **facts: Any) -> Case:

@@ -15,12 +15,7 @@ def real(id: str, why: str, **facts: Any) -> Case:
 
 
 GPU = [
-    real(
-        "decode",
-        "Llama 3 8B, a batch of 64",
-        q_lens=LONG_DECODE,
-        kv_lens=tuple(37 + 131 * i for i in range(64)),
-    ),
+    real("decode", "Llama 3 8B, a batch of 64", q_lens=LONG_DECODE, kv_lens=tuple(37 + 131 * i for i in range(64))),
     real("decode-long", "one long request: every program works on it", q_lens=(1,), kv_lens=(131072,)),
     real(
         "decode-skewed",

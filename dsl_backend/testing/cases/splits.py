@@ -1,117 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of key ranges that several programs process."""
 
-from dsl_backend.testing.cases.case import DECODE, FULL, Case, mla
+from typing import Any
+
+from dsl_backend.testing.cases.case import DECODE, FULL, MLA, Case
+
+
+def split(name: str, programs: int, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **facts: Any) -> Case:
+    return Case(f"splits-{name}", q_lens, kv_lens, programs=programs, tile=(16, 16), **facts)
+
 
 # Tiles of 16 keys on a GPU too, so that these short ranges have many splits there as well.
 SPLITS = [
-    Case(
-        id="splits-many",
-        q_lens=(1, 2, 1),
-        kv_lens=(200, 100, 5),
-        programs=16,
-        tile=(16, 16),
-        why="one long range over many programs, merged by whoever comes last",
-    ),
-    Case(
-        id="splits-one-tile",
-        q_lens=(1, 1),
-        kv_lens=(160, 40),
+    split("many", 16, (1, 2, 1), (200, 100, 5), why="one long range over many programs, merged by whoever comes last"),
+    split("one-tile", 64, (1, 1), (160, 40), heads=(2, 1), why="more programs than tiles"),
+    split(
+        "more-than-merged-at-once",
+        42,
+        (1,),
+        (330,),
         heads=(2, 1),
-        programs=64,
-        tile=(16, 16),
-        why="more programs than tiles",
-    ),
-    Case(
-        id="splits-more-than-merged-at-once",
-        q_lens=(1,),
-        kv_lens=(330,),
-        heads=(2, 1),
-        programs=42,
-        tile=(16, 16),
         why="more parts of a range than the merge looks at in one go",
     ),
-    Case(
-        id="splits-large-scores",
-        q_lens=(1, 2),
-        kv_lens=(330, 90),
+    split(
+        "large-scores",
+        64,
+        (1, 2),
+        (330, 90),
         heads=(2, 1),
         scale=16.0,
-        programs=64,
-        tile=(16, 16),
-        why="parts whose largest scores lie hundreds apart: weighting by the wrong one overflows",
+        why="largest scores of parts lie hundreds apart: rescaling by the wrong one overflows",
     ),
-    Case(
-        id="splits-uneven",
-        q_lens=(1, 3, 1, 0, 1),
-        kv_lens=(90, 64, 1, 0, 75),
-        programs=7,
-        tile=(16, 16),
+    split(
+        "uneven",
+        7,
+        (1, 3, 1, 0, 1),
+        (90, 64, 1, 0, 75),
         why="splits end anywhere; a program ends one range and begins another",
     ),
-    Case(
-        id="splits-one-program",
-        q_lens=(1, 3, 1),
-        kv_lens=(40, 64, 1),
-        programs=1,
-        tile=(16, 16),
-        why="no range is split",
-    ),
-    Case(
-        id="splits-masked",
-        q_lens=(8, 1),
-        kv_lens=(100, 60),
+    split("one-program", 1, (1, 3, 1), (40, 64, 1), why="no range is split"),
+    split(
+        "masked",
+        16,
+        (8, 1),
+        (100, 60),
         heads=(2, 1),
         window=(20, None),
-        programs=16,
-        tile=(16, 16),
         why="parts in which some rows see nothing at all",
     ),
-    Case(
-        id="splits-sinks-fp8",
-        q_lens=(1, 2),
-        kv_lens=(150, 70),
-        sinks=True,
-        fp8=True,
-        programs=8,
-        tile=(16, 16),
-        why="sink and scales apply once, not once a part",
-    ),
-    Case(
-        id="splits-no-keys",
-        q_lens=(1, 2),
-        kv_lens=(0, 70),
-        causality=FULL,
-        programs=8,
-        tile=(16, 16),
-        why="an empty range among split ones",
-    ),
-    Case(
-        id="splits-nan",
-        q_lens=DECODE,
-        kv_lens=(40, 70, 64, 33),
-        nan_request=1,
-        programs=8,
-        tile=(16, 16),
-        why="a NaN crosses the merge of its own request only",
-    ),
-    Case(
-        id="splits-80",
-        q_lens=(1, 2),
-        kv_lens=(100, 70),
-        dim=80,
-        programs=8,
-        tile=(16, 16),
-        why="partial results in two blocks",
-    ),
-    mla(16, id="splits-mla", q_lens=(1, 2), kv_lens=(100, 40), programs=8, tile=(16, 16), why="wide partial results"),
-    mla(
-        20,
-        id="splits-mla-20",
-        q_lens=(1, 3),
-        kv_lens=(70, 40),
-        programs=9,
-        tile=(16, 16),
+    split("sinks-fp8", 8, (1, 2), (150, 70), sinks=True, fp8=True, why="sink and scales apply once, not once a part"),
+    split("no-keys", 8, (1, 2), (0, 70), causality=FULL, why="an empty range among split ones"),
+    split("nan", 8, DECODE, (40, 70, 64, 33), nan_request=1, why="a NaN crosses the merge of its own request only"),
+    split("80", 8, (1, 2), (100, 70), dim=80, why="partial results in two blocks"),
+    split("mla", 8, (1, 2), (100, 40), heads=(16, 1), **MLA, why="wide partial results"),
+    split(
+        "mla-20",
+        9,
+        (1, 3),
+        (70, 40),
+        heads=(20, 1),
+        **MLA,
         tier="full",
         why="row tiles of one request end in different programs",
     ),
