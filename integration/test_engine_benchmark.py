@@ -32,6 +32,14 @@ def test_engine(tmp_path: Path) -> None:
     assert all(len(result["rates"]) == 2 and min(result["rates"]) > 0 for result in results)
 
 
+def test_two_engines_take_turns(tmp_path: Path) -> None:
+    peer = device().dense
+    lines = measure(tmp_path / "out", "--backends", f"dsl,{peer}", "--scenarios", "b1,prefill", "--quick")
+    results = {(line["backend"], line["scenario"]): line["value"] for line in lines if line["kind"] == "result"}
+    assert set(results) == {(backend, scenario) for backend in ("dsl", peer) for scenario in ("b1", "prefill")}
+    assert min(results.values()) > 0
+
+
 def test_server_of_a_peer(tmp_path: Path) -> None:
     """The other half: a server, with one of vLLM's own backends."""
     backend = device().dense

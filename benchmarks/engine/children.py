@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from dsl_backend.testing.processes import ROOT, child_environment, free_port, st
 from . import load, models
 from .extension import WorkerFacts, objection
 from .scenarios import Scenario
-from .worker import Job
+from .worker import Job, new_entries
 
 Record = dict[str, Any]
 POLL_S = 0.2
+TURN_POLL_S = 0.02  # engines that run in turn wait for each other at most so long
 SAY_S = 20
 SERVED_RUNS = 2  # timed runs of a server's load
 LOG_TAIL = 4000  # characters at the end of a failed engine's log that are kept
@@ -78,7 +79,7 @@ class Settings:
 
 
 def environment(settings: Settings, **changes: str) -> dict[str, str]:
-    return child_environment(VLLM_CACHE_ROOT=str(settings.cache), **changes)
+    return child_environment(**{"VLLM_CACHE_ROOT": str(settings.cache)} | changes)
 
 
 def start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -110,12 +111,6 @@ def startup_lines(log: str) -> list[str]:
     return list(dict.fromkeys(line.group(1).strip()[:400] for line in STARTUP_LINE.finditer(log)))
 
 
-def new_events(path: Path, seen: int) -> list[Record]:
-    """The events after the first `seen`, without an unfinished last line."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines[seen:]]
-
-
 def failure(message: str, log: str, scenario: str | None = None) -> Record:
     return {
         "event": "failed",
@@ -126,55 +121,162 @@ def failure(message: str, log: str, scenario: str | None = None) -> Record:
     }
 
 
-def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder: Path) -> Iterator[Record]:
-    """Yields the events of an engine's process (see worker.py), and `failed` if it does not finish."""
-    model = settings.write_model()
-    engine = {"model": str(model), "disable_log_stats": True, **settings.arguments()}
-    job = Job(
-        backend=backend,
-        engine=engine,
-        scenarios=scenarios,
-        vocabulary=settings.shape.vocabulary,
-        seed=settings.seed,
-    )
-    (folder / "job.json").write_text(job.to_json())
-    log = folder / "log"
-    process = start([sys.executable, "-m", Job.__module__, str(folder)], log, environment(settings))
-    began = said = heard = time.monotonic()
-    seen, ready, failed = 0, False, False
-    try:
-        while True:
-            running = process.poll() is None
-            for event in new_events(folder / "events", seen):
-                seen += 1
-                heard = said = time.monotonic()
-                text = log.read_text(errors="replace")
-                if event["event"] == "ready":
-                    ready = True
-                    yield event | {"startup_lines": startup_lines(text)}
-                elif event["event"] == "failed":
-                    failed = True
-                    root = cause(text, None).removeprefix("was ended: ") if "Engine core" in event["message"] else ""
-                    yield failure(f"{event['message']} {root}".strip(), text)
-                else:
-                    yield event
-            if not running:
-                break
-            limit = settings.scenario_s if ready else settings.start_s
-            if time.monotonic() - heard > limit:
-                yield failure(f"no event for {limit:.0f} s", log.read_text(errors="replace"))
-                return
-            if time.monotonic() - said > SAY_S:
-                said = time.monotonic()
-                last = (log.read_text(errors="replace").splitlines() or [""])[-1]
-                yield {"event": "waiting", "at_s": said - began, "message": last[:150]}
-            time.sleep(POLL_S)
-        if process.returncode and not failed:
-            text = log.read_text(errors="replace")
-            yield failure(cause(text, process.returncode), text)
-    finally:
+class Engine:
+    """The process of an offline engine (see worker.py).
+
+    Args:
+        folder: an empty folder for the files that are shared with the process.
+        variables: further environment variables.
+
+    Attributes:
+        ready: whether the engine has started.
+        ended: whether the process has ended or was given up.
+    """
+
+    def __init__(
+        self, backend: str, scenarios: list[Scenario], settings: Settings, folder: Path, **variables: str
+    ) -> None:
+        engine = {"model": str(settings.write_model()), "disable_log_stats": True, **settings.arguments()}
+        job = Job(
+            backend=backend,
+            engine=engine,
+            scenarios=scenarios,
+            vocabulary=settings.shape.vocabulary,
+            seed=settings.seed,
+        )
+        (folder / "job.json").write_text(job.to_json())
+        self.backend, self.settings, self.folder = backend, settings, folder
+        self.ready = self.failed = self.ended = False
+        self.seen = self.ordered = self.done = 0
+        command = [sys.executable, "-m", Job.__module__, str(folder)]
+        self.process = start(command, folder / "log", environment(settings, **variables))
+        self.began = self.said = self.heard = time.monotonic()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for an order, or has ended."""
+        return self.ended or (self.ready and self.done == self.ordered)
+
+    def order(self, scenario: str, turn: int) -> None:
+        """Asks for a run of a scenario; 0 is the warm-up."""
+        self._append([scenario, turn])
+
+    def finish(self) -> None:
+        """Asks the process to end after its orders."""
+        self._append(None)
+
+    def _append(self, order: object) -> None:
+        with (self.folder / "orders").open("a") as file:
+            file.write(json.dumps(order) + "\n")
+        self.ordered += 1
+        self.heard = self.said = time.monotonic()
+
+    def poll(self) -> list[Record]:
+        """The new events, without `done`; `failed` if the process failed or is silent for too long."""
+        if self.ended:
+            return []
+        status = self.process.poll()
+        events = [self._taken(event) for event in new_entries(self.folder / "events", self.seen)]
+        self.seen += len(events)
+        now = time.monotonic()
+        limit = self.settings.scenario_s if self.ready else self.settings.start_s
+        if events:
+            self.heard = self.said = now
+        if status is not None:
+            self.ended = True
+            if status and not self.failed:
+                events.append(failure(cause(self.log, status), self.log))
+        elif not self.idle and now - self.heard > limit:
+            events.append(failure(f"no event for {limit:.0f} s", self.log))
+            self.stop()
+        elif not self.idle and now - self.said > SAY_S:
+            self.said = now
+            last = (self.log.splitlines() or [""])[-1]
+            events.append({"event": "waiting", "at_s": now - self.began, "message": last[:150]})
+        return [event for event in events if event["event"] != "done"]
+
+    def _taken(self, event: Record) -> Record:
+        name = event["event"]
+        self.done += name == "done"
+        self.ready |= name == "ready"
+        self.failed |= name == "failed"
+        if name == "ready":
+            return event | {"startup_lines": startup_lines(self.log)}
+        if name == "failed":
+            text = self.log
+            root = cause(text, None).removeprefix("was ended: ") if "Engine core" in event["message"] else ""
+            return failure(f"{event['message']} {root}".strip(), text)
+        return event
+
+    def stop(self) -> None:
+        self.ended = True
         # Not SIGINT, which what a shell starts in the background ignores.
-        stop_group(process, signal.SIGTERM)
+        stop_group(self.process, signal.SIGTERM)
+
+
+def offline(backend: str, scenarios: list[Scenario], settings: Settings, folder: Path) -> Iterator[Record]:
+    """Yields the events of an engine that runs one scenario after the other."""
+    engine = Engine(backend, scenarios, settings, folder)
+    try:
+        for scenario in scenarios:
+            for turn in range(scenario.timed_runs + 1):
+                engine.order(scenario.id, turn)
+        engine.finish()
+        for _, event in polled([engine]):
+            yield event
+    finally:
+        engine.stop()
+
+
+def polled(engines: Sequence[Engine], idle: Sequence[Engine] = ()) -> Iterator[tuple[str, Record]]:
+    """Yields backends and events of all engines until those of `idle` wait for orders, by default until all ended."""
+    while True:
+        for engine in engines:
+            for event in engine.poll():
+                yield engine.backend, event
+        if all(engine.idle for engine in idle) if idle else all(engine.ended for engine in engines):
+            return
+        time.sleep(TURN_POLL_S)
+
+
+def side_by_side(
+    backends: Sequence[str], scenarios: list[Scenario], settings: Settings, folder: Path, limit_s: float
+) -> Iterator[tuple[str, Record]]:
+    """Yields backends and events of engines that start at the same time and then run in turn, never two at once.
+
+    Every run of a scenario is followed by the same run of the other engines, in alternating order.
+
+    Args:
+        limit_s: no further round of runs is begun if it would probably end later than this, in seconds from now.
+    """
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for backend in backends:
+            (folder / backend).mkdir()
+            # Engines that start at the same time would write the same files of vLLM's cache.
+            root = str(settings.cache / "engines" / backend)
+            engines.append(Engine(backend, scenarios, settings, folder / backend, VLLM_CACHE_ROOT=root))
+            stack.callback(engines[-1].stop)
+        yield from polled(engines, engines)
+        seconds = 0.0
+        for turn in range(max(scenario.timed_runs for scenario in scenarios) + 1):
+            round_began = time.monotonic()
+            if turn > 1 and round_began - began + seconds > limit_s:
+                break
+            for scenario in scenarios:
+                for engine in engines[:: 1 if turn % 2 else -1]:
+                    if turn <= scenario.timed_runs and not engine.ended:
+                        engine.order(scenario.id, turn)
+                        yield from polled(engines, [engine])
+            seconds = time.monotonic() - round_began
+        for engine in engines:
+            engine.finish()
+        yield from polled(engines)
 
 
 def flag(name: str, value: object) -> list[str]:

@@ -15,13 +15,17 @@ class Shape:
     Attributes:
         config: the content of config.json.
         max_model_len: tokens of the longest request.
-        backends: the default backends to measure: dsl and its peers.
+        backends: the default backends to measure: dsl and its peers, the best peer first.
+        weight_bytes: the size of its weights in bf16.
+        token_bytes: the size of a token's keys and values in bf16.
         small: whether the model is for tests of the benchmark itself, on a CPU.
     """
 
     config: Mapping[str, Any]
     max_model_len: int
     backends: tuple[str, ...]
+    weight_bytes: float
+    token_bytes: int
     small: bool = False
 
     @property
@@ -133,19 +137,41 @@ TINY_SIZES: dict[str, Any] = {
 }
 
 SHAPES = {
-    "llama-8b": Shape(config=LLAMA, max_model_len=40960, backends=("dsl", "FLASH_ATTN", "TRITON_ATTN")),
-    "qwen3-0.6b": Shape(config=QWEN, max_model_len=40960, backends=("dsl", "FLASH_ATTN", "TRITON_ATTN")),
-    "deepseek-v2-lite": Shape(config=DEEPSEEK, max_model_len=40960, backends=("dsl", "FLASH_ATTN_MLA", "TRITON_MLA")),
+    "llama-8b": Shape(
+        config=LLAMA,
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=16.1e9,
+        token_bytes=32 * 2 * 8 * 128 * 2,
+    ),
+    "qwen3-0.6b": Shape(
+        config=QWEN,
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=1.2e9,
+        token_bytes=28 * 2 * 8 * 128 * 2,
+    ),
+    "deepseek-v2-lite": Shape(
+        config=DEEPSEEK,
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN_MLA", "TRITON_MLA"),
+        weight_bytes=31.4e9,
+        token_bytes=27 * 576 * 2,
+    ),
     "tiny": Shape(
         config=LLAMA | TINY_SIZES | {"num_key_value_heads": 2, "head_dim": 64},
         max_model_len=1024,
         backends=("dsl", "CPU_ATTN"),
+        weight_bytes=5e6,
+        token_bytes=2 * 2 * 2 * 64 * 2,
         small=True,
     ),
     "tiny-mla": Shape(
         config=DEEPSEEK | TINY_SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 2},
         max_model_len=1024,
         backends=("dsl", "CPU_MLA"),
+        weight_bytes=7e6,
+        token_bytes=2 * 576 * 2,
         small=True,
     ),
 }

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one backend: `python -m PACKAGE.engine.worker FOLDER` runs FOLDER/job.json.
+"""The process of one backend: `python -m PACKAGE.engine.worker FOLDER` starts the engine of FOLDER/job.json.
 
-It appends each event to FOLDER/events at once, one JSON object on each line.
+It then runs what the parent appends to FOLDER/orders, and appends each event to FOLDER/events at once. Both files have
+one JSON value on each line. An order is a scenario and the number of a run, 0 for the warm-up; null ends the process.
 """
 
 import json
+import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .extension import WorkerFacts, objection
 from .scenarios import SAMPLING, Figure, Scenario, prompts, rates
+
+ORDER_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,24 @@ class Job:
         fields = json.loads(text)
         scenarios = [Scenario(**one | {"figure": Figure[one["figure"]]}) for one in fields.pop("scenarios")]
         return cls(scenarios=scenarios, **fields)
+
+
+def new_entries(path: Path, seen: int) -> list[Any]:
+    """The JSON values on the lines after the first `seen`, without an unfinished last line."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines[seen:]]
+
+
+def orders(path: Path, parent: int) -> Iterator[tuple[str, int]]:
+    """Yields orders as they come, until the null, or until the parent's process is gone."""
+    seen = 0
+    while os.getppid() == parent:
+        for order in new_entries(path, seen):
+            if order is None:
+                return
+            seen += 1
+            yield order[0], order[1]
+        time.sleep(ORDER_POLL_S)
 
 
 class Events:
@@ -78,47 +101,86 @@ def generate(llm: Any, prompts: list[list[int]], output: int, sampled: bool = Fa
     return seconds
 
 
-def measure(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
-    def requests(count: int, turn: int) -> list[list[int]]:
-        return prompts(count, scenario.prompt, job.vocabulary, job.seed * 1000 + turn)
+@dataclass
+class Measurement:
+    """The runs of one scenario.
 
-    def run(kind: str, asked: list[list[int]], output: int) -> float:
-        seconds = generate(llm, asked, output, scenario.sampled)
-        events.add("run", scenario=scenario.id, kind=kind, seconds=seconds)
-        return seconds
+    Attributes:
+        seconds: the timed runs.
+        first_seconds: for Figure.DECODE, runs of the same prompts that end with the first token.
+    """
 
-    warm = run("warm-up", requests(scenario.warm_requests, 0), scenario.warm_output)
-    seconds, first_seconds = [], []
-    for turn in range(1, scenario.timed_runs + 1):
-        asked = requests(scenario.requests, turn)
+    llm: Any
+    scenario: Scenario
+    job: Job
+    events: Events
+    warm_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: list[float] = field(default_factory=list)
+
+    def run(self, turn: int) -> None:
+        """Runs the warm-up, which is turn 0, or a timed run."""
+        scenario = self.scenario
+        if turn == 0:
+            asked = self.prompts(scenario.warm_requests, turn)
+            self.warm_seconds = self.timed("warm-up", asked, scenario.warm_output)
+            return
+        asked = self.prompts(scenario.requests, turn)
         if scenario.figure is Figure.DECODE:
             # After this run the prefix cache contains the prompts.
-            run("prompts", asked, 1)
-            first_seconds.append(run("first token", asked, 1))
-        seconds.append(run("timed", asked, scenario.output))
-    events.add(
-        "result",
-        scenario=scenario.id,
-        unit=scenario.figure.value,
-        rates=rates(scenario, seconds, first_seconds),
-        seconds=seconds,
-        first_token_seconds=first_seconds,
-        warm_seconds=warm,
-    )
+            self.timed("prompts", asked, 1)
+            self.first_seconds.append(self.timed("first token", asked, 1))
+        self.seconds.append(self.timed("timed", asked, scenario.output))
+
+    def prompts(self, count: int, turn: int) -> list[list[int]]:
+        return prompts(count, self.scenario.prompt, self.job.vocabulary, self.job.seed * 1000 + turn)
+
+    def timed(self, kind: str, asked: list[list[int]], output: int) -> float:
+        seconds = generate(self.llm, asked, output, self.scenario.sampled)
+        self.events.add("run", scenario=self.scenario.id, kind=kind, seconds=seconds)
+        return seconds
+
+    def report(self) -> None:
+        self.events.add(
+            "result",
+            scenario=self.scenario.id,
+            unit=self.scenario.figure.value,
+            rates=rates(self.scenario, self.seconds, self.first_seconds),
+            seconds=self.seconds,
+            first_token_seconds=self.first_seconds,
+            warm_seconds=self.warm_seconds,
+        )
 
 
-def attempt(llm: Any, scenario: Scenario, job: Job, events: Events) -> None:
-    """Measures a scenario, or reports its error. If the engine is dead, the process ends."""
-    try:
-        measure(llm, scenario, job, events)
-    except Exception as error:  # an engine may raise anything
-        events.add("error", scenario=scenario.id, message=message(error))
-        if "EngineDead" in type(error).__name__:
-            raise
+def obey(asked: Iterator[tuple[str, int]], llm: Any, job: Job, events: Events) -> None:
+    """Runs all orders. A scenario that fails is reported and not continued; if the engine is dead, the process ends.
+
+    A scenario's result is reported after its last run, or at the end of the orders.
+    """
+    scenarios = {scenario.id: scenario for scenario in job.scenarios}
+    unfinished: dict[str, Measurement] = {}
+    failed = set()
+    for name, turn in asked:
+        if name not in failed:
+            try:
+                unfinished.setdefault(name, Measurement(llm, scenarios[name], job, events)).run(turn)
+            except Exception as error:  # an engine may raise anything
+                failed.add(name)
+                del unfinished[name]
+                events.add("error", scenario=name, message=message(error))
+                if "EngineDead" in type(error).__name__:
+                    raise
+            else:
+                if turn == scenarios[name].timed_runs:
+                    unfinished.pop(name).report()
+        events.add("done", scenario=name)
+    for measurement in unfinished.values():
+        if measurement.seconds:
+            measurement.report()
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, parent = Path(sys.argv[1]), os.getppid()
     events = Events(folder / "events")
     job = Job.from_json((folder / "job.json").read_text())
     try:
@@ -136,8 +198,7 @@ def main() -> None:
     if refused:
         events.add("failed", message=refused)
         return
-    for scenario in job.scenarios:
-        attempt(llm, scenario, job, events)
+    obey(orders(folder / "orders", parent), llm, job, events)
     events.add("compiled", **llm.collective_rpc("compile_facts")[0])
 
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import children, command, load, models
+from benchmarks.engine import children, command, load, models, worker
 from benchmarks.engine.extension import WorkerFacts, objection
 from benchmarks.engine.scenarios import SCENARIOS, Figure, Scenario, choose, prompts, rates
-from benchmarks.engine.worker import Job
+from benchmarks.engine.worker import Job, new_entries, orders
 
 SETTINGS = {"shape": models.SHAPES["tiny"], "model": "tiny", "start_s": 20, "scenario_s": 20}
 READY = {"event": "ready", "at_s": 3.0, "facts": {"served_by": {"DSL": 2}, "graphs": "NONE", "page_size": 16}}
@@ -28,18 +29,79 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     folder.mkdir()
 
     def run(script: str, **changes: object) -> list[children.Record]:
-        start = children.start
-
-        def stand_in(_: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-            head = f"import json, pathlib, sys, time\nevents = pathlib.Path({str(folder / 'events')!r})\n"
-            head += "def add(**e): events.open('a').write(json.dumps(e) + chr(10))\n"
-            return start([sys.executable, "-c", head + script], log, environment)
-
-        monkeypatch.setattr(children, "start", stand_in)
+        play(monkeypatch, script)
         settings = children.Settings(cache=tmp_path, **{**SETTINGS, **changes})
         return list(children.offline("dsl", choose("b1", small=True), settings, folder))
 
     return run
+
+
+def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Runs a script in the place of each engine's process. Its `add` appends an event; `folder` has the orders."""
+    start = children.start
+
+    def stand_in(_: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        head = f"import json, os, pathlib, sys, time\nfolder = pathlib.Path({str(log.parent)!r})\n"
+        head += "def add(**e): (folder / 'events').open('a').write(json.dumps(e) + chr(10))\n"
+        return start([sys.executable, "-c", head + script], log, environment)
+
+    monkeypatch.setattr(children, "start", stand_in)
+
+
+# An engine that logs when each of its runs began and ended, in a file that both engines share.
+TURNS = f"""
+sys.path.insert(0, {str(children.ROOT)!r})
+from benchmarks.engine.worker import orders
+add(**{{READY}})
+diary = folder.parent / "diary"
+def note(*words):
+    with diary.open("a") as file: file.write(" ".join(map(str, words)) + chr(10))
+for scenario, turn in orders(folder / "orders", os.getppid()):
+    note("begin", folder.name, scenario, turn)
+    if folder.name == "PEER" and (scenario, turn) == DEATH: sys.exit(3)
+    time.sleep(0.1)
+    note("end", folder.name, scenario, turn)
+    add(event="done", scenario=scenario)
+"""
+
+
+def turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: tuple[str, int] | None = None, limit_s: float = 60
+) -> tuple[list[tuple[str, children.Record]], list[str]]:
+    """The events of two engines that take turns, and their diary."""
+    play(monkeypatch, TURNS.replace("{READY}", str(READY)).replace("DEATH", repr(death)))
+    settings = children.Settings(cache=tmp_path, **SETTINGS)
+    chosen = choose("b1,prefill", small=True)
+    events = list(children.side_by_side(["dsl", "PEER"], chosen, settings, tmp_path, limit_s))
+    return events, (tmp_path / "diary").read_text().splitlines()
+
+
+def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of one engine is followed by the same run of the other, in alternating order, never both at once."""
+    _, diary = turns(tmp_path, monkeypatch)
+    runs = [line.removeprefix("begin ") for line in diary[::2]]
+    assert diary[1::2] == [f"end {run}" for run in runs]
+    assert runs == [
+        f"{backend} {scenario} {turn}"
+        for turn, order in enumerate([("PEER", "dsl"), ("dsl", "PEER"), ("PEER", "dsl")])
+        for scenario in ("b1", "prefill")
+        for backend in order
+    ]
+
+
+def test_an_engine_that_dies_misses_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, diary = turns(tmp_path, monkeypatch, death=("b1", 1))
+    assert [event["message"] for backend, event in events if backend == "PEER" and event["event"] == "failed"] == [
+        "ended with status 3: empty log"
+    ]
+    assert sum(line.startswith("end dsl") for line in diary) == 6
+    assert sum(line.startswith("begin PEER") for line in diary) == 3
+
+
+def test_no_round_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first timed run is always made."""
+    _, diary = turns(tmp_path, monkeypatch, limit_s=0.1)
+    assert {line.split()[-1] for line in diary} == {"0", "1"}
 
 
 def test_events_of_an_engine(engine: Callable[..., list[children.Record]]) -> None:
@@ -77,9 +139,9 @@ def test_a_silent_engine_is_given_up(engine: Callable[..., list[children.Record]
 
 def test_a_half_written_event_waits(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    assert children.new_events(path, 0) == []
+    assert new_entries(path, 0) == []
     path.write_text('{"event": "a"}\n{"event": "b"}\n{"ev')
-    assert [event["event"] for event in children.new_events(path, 1)] == ["b"]
+    assert [event["event"] for event in new_entries(path, 1)] == ["b"]
 
 
 def test_a_job_survives_its_file() -> None:
@@ -99,6 +161,69 @@ def test_scenarios_by_name() -> None:
 @pytest.mark.parametrize("model", ["llama-8b", "deepseek-v2-lite"])
 def test_requests_fit_the_model(scenario: Scenario, model: str) -> None:
     assert scenario.prompt + scenario.output <= models.SHAPES[model].max_model_len
+
+
+@pytest.mark.parametrize("scenario", choose(None, small=False, quick=True), ids=lambda scenario: scenario.id)
+def test_the_quick_form_fits_its_cache(scenario: Scenario) -> None:
+    assert scenario.requests * (scenario.prompt + scenario.output) <= command.CACHE_TOKENS
+    assert scenario.timed_runs == 3
+
+
+def test_a_scenario_without_a_quick_form() -> None:
+    with pytest.raises(ValueError, match="no scenario long-b32: choose from b1"):
+        choose("long-b32", small=False, quick=True)
+
+
+def test_who_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models of the quick form fit twice into an H100, but three engines do not."""
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.torch.cuda, "mem_get_info", lambda: (0, 84.9e9))
+    quick = command.parse(["--model", "llama-8b", "--quick"])
+    for name in ("llama-8b", "deepseek-v2-lite"):
+        assert command.takes_turns(models.SHAPES[name].backends[:2], models.SHAPES[name], quick)
+        assert not command.takes_turns(models.SHAPES[name].backends, models.SHAPES[name], quick)
+    for arguments in ([], ["--quick", "--in-turn"], ["--quick", "--serve"]):
+        options = command.parse(["--model", "llama-8b", *arguments])
+        assert not command.takes_turns(["dsl"], models.SHAPES["llama-8b"], options)
+
+
+def test_orders_end_with_the_parent(tmp_path: Path) -> None:
+    path = tmp_path / "orders"
+    path.write_text('["b1", 0]\n["b1", 1]\nnull\n["b1", 2]\n')
+    assert list(orders(path, os.getppid())) == [("b1", 0), ("b1", 1)]
+    path.write_text('["b1", 0]\n')
+    assert list(orders(path, parent=-1)) == []
+
+
+def obeyed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: list[tuple[str, int]]) -> list[children.Record]:
+    """The events of a worker whose engine fails at the second run of prefill."""
+    runs = []
+
+    def stand_in(_: object, prompts: list[list[int]], output: int, sampled: bool) -> float:
+        runs.append(output)
+        if output == 1 and runs.count(1) == 2:
+            raise RuntimeError("broke")
+        return 2.0
+
+    monkeypatch.setattr(worker, "generate", stand_in)
+    job = Job(backend="dsl", engine={}, scenarios=choose("b1,prefill", small=True), vocabulary=100)
+    worker.obey(iter(asked), None, job, worker.Events(tmp_path / "events"))
+    return [event for event in new_entries(tmp_path / "events", 0) if event["event"] != "run"]
+
+
+def test_a_worker_goes_on_after_a_failed_scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = [(scenario, turn) for turn in range(3) for scenario in ("b1", "prefill")]
+    events = obeyed(monkeypatch, tmp_path, asked)
+    assert [event["event"] for event in events] == ["done"] * 3 + ["error", "done", "result", "done", "done"]
+    assert (events[3]["scenario"], events[3]["message"]) == ("prefill", "RuntimeError: broke")
+    assert (events[5]["scenario"], events[5]["rates"]) == ("b1", [4.0, 4.0])
+
+
+def test_a_worker_reports_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The orders ended before the last run of b1, and before any timed run of prefill."""
+    events = obeyed(monkeypatch, tmp_path, [("prefill", 0), ("b1", 0), ("b1", 1)])
+    assert [event["event"] for event in events] == ["done", "done", "done", "result"]
+    assert (events[3]["scenario"], events[3]["rates"]) == ("b1", [4.0])
 
 
 def test_prompts_differ_and_are_ids() -> None:
@@ -167,7 +292,8 @@ def run_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: dict[str, list[children.Record]], scenarios: str = "b1"
 ) -> int:
     """The command with each backend's events given."""
-    monkeypatch.setattr(command, "events_of", lambda backend, *_: iter(events[backend]))
+    found = [(backend, event) for backend, of_backend in events.items() for event in of_backend]
+    monkeypatch.setattr(command, "events_of", lambda *_: iter(found))
     arguments = ["--model", "tiny", "--backends", ",".join(events), "--scenarios", scenarios, "--commit", "abc"]
     return command.run(command.parse([*arguments, "--json", str(tmp_path / "out.jsonl")]))
 
@@ -194,6 +320,25 @@ def test_a_failed_backend_is_a_column_and_the_others_go_on(
     assert rows[0] == ["scenario", "unit", "PEER", "dsl", "SLOW"]
     assert rows[2] == ["b1", "output tokens/s", "error", "100.0", "50.0 (2.00x)"]
     assert rows[3] == ["start", "s", "error", "3", "3"]
+    assert rows[4][0] == "ratio"
+    assert rows[6] == ["2.000x", "tiny", "b1", "100.0", "50.0", "SLOW"]
+
+
+def test_the_smallest_ratio_is_first() -> None:
+    def column(backend: str, **values: float) -> command.Column:
+        return command.Column(backend, values=values)
+
+    columns = {
+        "one": [column("dsl", b1=11.0, b16=9.0), column("PEER", b1=10.0, b16=10.0), column("OTHER", b1=22.0)],
+        "two": [column("PEER", b1=10.0), column("dsl", b1=10.0, b64=1.0)],
+    }
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in command.ratios(columns).splitlines()[2:]]
+    assert [(ratio, model, scenario, peer) for ratio, model, scenario, *_, peer in rows] == [
+        ("0.500x", "one", "b1", "OTHER"),
+        ("0.900x", "one", "b16", "PEER"),
+        ("1.000x", "two", "b1", "PEER"),
+        ("1.100x", "one", "b1", "PEER"),
+    ]
 
 
 def test_all_figures_are_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,6 +362,11 @@ def test_the_module_is_a_command() -> None:
     )
     assert done.returncode == 2
     assert "no scenario nothing" in done.stderr
+
+
+def test_an_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model", "tiny,llama-9b"]) == 2
+    assert "no model llama-9b: choose from deepseek-v2-lite" in capsys.readouterr().err
 
 
 @contextmanager
