@@ -33,6 +33,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--flush", action="store_true", help="overwrite the last-level cache before each replay")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu, whose times say nothing about a GPU")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
+    parser.add_argument(
+        "--held-out", action="store_true", help="rows that nothing is tuned for; what is slower than a peer first"
+    )
+    parser.add_argument("--limit-seconds", type=float, help="start no row after so many seconds")
     parser.add_argument("--list", action="store_true", dest="only_list", help="print rows and providers, run nothing")
     return parser.parse_args(arguments)
 

@@ -2,7 +2,9 @@
 """The command `python -m benchmarks OP`, which is also `dsl-backend bench OP`."""
 
 import importlib.util
+import math
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import attention, facts, linear, measured, report, runner, sampling, softmax
+from . import attention, facts, held_out, linear, measured, report, runner, sampling, softmax
 from .case import Case, Provider, select
+from .held_out import compile_ahead, summary
+
+# The share of `limit_seconds` that compiling ahead may take.
+COMPILE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,8 @@ class Options:
         seconds: seconds of timing for each provider in each row.
         prepare_seconds: a provider that is not ready after so many seconds is skipped.
         flush: overwrite the last-level cache before each replay.
+        held_out: measure the held-out rows instead of the operators' own; without operators, those of all.
+        limit_seconds: start no row after so many seconds. Every operator gets a share of them.
         only_list: print the rows and providers, and measure nothing.
         device: `cuda`; or `cpu`, whose times say nothing about a GPU.
     """
@@ -43,6 +51,8 @@ class Options:
     prepare_seconds: float = 240.0
     flush: bool = False
     seed: int = 0
+    held_out: bool = False
+    limit_seconds: float | None = None
     only_list: bool = False
     device: str = "cuda"
 
@@ -63,11 +73,9 @@ def choose_providers(available: Sequence[Provider], names: str | None, ours: Seq
     """This package's providers and the chosen peers.
 
     Args:
-        names: comma-separated names of peers, `all` or `none`; None for the default peers.
+        names: comma-separated names of peers, `all` or `none`; None for the default peers. Names of other operators'
+            peers are ignored (`check_peers`).
         ours: the names of this package's providers.
-
-    Raises:
-        ValueError: a name is unknown.
     """
     peers = [provider for provider in available if provider.name not in ours]
     if names == "all":
@@ -75,13 +83,24 @@ def choose_providers(available: Sequence[Provider], names: str | None, ours: Seq
     elif names is None:
         wanted = {provider.name for provider in peers if provider.default}
     else:
-        by_lower = {provider.name.lower(): provider.name for provider in peers}
-        asked = [name.strip().lower() for name in names.split(",") if name.strip().lower() not in ("", "none", "dsl")]
-        unknown = [name for name in asked if name not in by_lower]
-        if unknown:
-            raise ValueError(f"no peer {', '.join(unknown)}: choose from {', '.join(by_lower.values())}, all, none")
-        wanted = {by_lower[name] for name in asked}
+        asked = asked_peers(names)
+        wanted = {provider.name for provider in peers if provider.name.lower() in asked}
     return [provider for provider in available if provider.name in ours or provider.name in wanted]
+
+
+def asked_peers(names: str) -> list[str]:
+    """The names of a comma-separated list in lower case, without `dsl` and `none`."""
+    return [name.strip().lower() for name in names.split(",") if name.strip().lower() not in ("", "none", "dsl")]
+
+
+def check_peers(names: str | None, chosen: Sequence[Any]) -> None:
+    """Raises ValueError if a peer is none of any chosen operator's."""
+    if names is None or names == "all":
+        return
+    known = list(dict.fromkeys(provider.name for operator in chosen for provider in operator.providers([])[1:]))
+    unknown = [name for name in asked_peers(names) if name not in map(str.lower, known)]
+    if unknown:
+        raise ValueError(f"no peer {', '.join(unknown)}: choose from {', '.join(known)}, all, none")
 
 
 def run_rows(
@@ -91,10 +110,17 @@ def run_rows(
     device: torch.device,
     settings: runner.Settings,
     finished: Callable[[runner.Row], None],
+    until: float | None = None,
 ) -> tuple[list[runner.Row], str | None]:
-    """Measures the cases in turn; returns their rows, and why the run ended early, or None if it did not."""
+    """Measures the cases in turn; returns their rows, and why the run ended early, or None if it did not.
+
+    Args:
+        until: the `time.monotonic()` after which no further row is started.
+    """
     rows: list[runner.Row] = []
     for case in cases:
+        if until is not None and time.monotonic() >= until:
+            break
         try:
             row = runner.run_case(operator, case, providers, device, settings)
         except runner.DeviceLostError as error:
@@ -116,7 +142,8 @@ def main(
     """Measures operators and their peers.
 
     Args:
-        op: the name of one operator, or several names; none means all, which is accepted for a page or a list.
+        op: the name of one operator, or several names; none means all, which is accepted for a page, a list or the
+            held-out rows.
         json_path: the file of results, one JSON object on each line: the machine's facts, then each row.
 
     Returns:
@@ -133,7 +160,13 @@ def main(
             kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
             write_page(kept, options.report_path, console)
             return 0
-        selections = [select_columns(known[name], options) for name in names or known]
+        if options.held_out and not names:
+            names = list(held_out.PEERS)
+        chosen = [known[name] for name in names or known]
+        check_peers(options.peers, chosen)
+        selections = [selection for operator in chosen if (selection := select_columns(operator, options)).cases]
+        if not selections:
+            raise ValueError(f"no row of {', '.join(names or known)} matches {options.rows!r}")
         if options.only_list:
             for selection in selections:
                 selection.print(console)
@@ -153,21 +186,54 @@ def measure_all(
     console: Console,
 ) -> int:
     """Measures all selections and writes the page if one is asked for; returns the exit status."""
+    until = None if options.limit_seconds is None else time.monotonic() + options.limit_seconds
     gathered = facts.gather(device)
-    shared = {"page_size": options.page_size, "seconds": options.seconds, "flush": options.flush}
-    lines.write({"kind": "environment", **gathered, **shared})
+    names = ("page_size", "seconds", "flush", "held_out", "limit_seconds")
+    lines.write({"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}})
     settings = runner.Settings(
         seconds=options.seconds, prepare_seconds=options.prepare_seconds, flush=options.flush, seed=options.seed
     )
+    if options.held_out:
+        compile_all(selections, options, console)
     failed = False
-    for selection in selections:
-        ended = measure(selection, device, settings, gathered, lines, console)
-        failed |= selection.failed(lines) or ended
-        if ended:
+    for index, selection in enumerate(selections):
+        progress = progress_of(selection, gathered, console)
+        rows, ended = measure(selection, device, settings, lines, progress, share_of(selections[index:], until))
+        if options.held_out:
+            report.print_problems(console, rows, ended)
+        else:
+            report.print_final(console, progress.title, rows, progress.unit, progress.ours, gathered, ended)
+        failed |= selection.failed(lines) or ended is not None
+        if ended is not None:
             break
+    if options.held_out:
+        report.say(console, report.machine("held-out rows on " + gathered["device"], gathered))
+        listed = {selection.operator.name: selection.cases for selection in selections}
+        for line in summary.lines(listed, [entry for entry in lines.entries if entry["kind"] == "row"]):
+            report.say(console, line)
     if options.report_path is not None:
         write_page(lines.entries, options.report_path, console)
     return 1 if failed else 0
+
+
+def share_of(selections: Sequence["Selection"], until: float | None) -> float | None:
+    """When the first selection must end, so that each one gets a time in proportion to its rows."""
+    if until is None:
+        return None
+    rows = [len(selection.cases) for selection in selections]
+    return time.monotonic() + (until - time.monotonic()) * rows[0] / sum(rows)
+
+
+def compile_all(selections: Sequence["Selection"], options: Options, console: Console) -> None:
+    """Compiles the kernels of all rows and providers in parallel."""
+    limit = math.inf if options.limit_seconds is None else COMPILE_SHARE * options.limit_seconds
+    tasks = [
+        compile_ahead.Task(selection.operator, case, provider, options.device, options.prepare_seconds)
+        for selection in selections
+        for case in selection.cases
+        for provider in selection.providers
+    ]
+    report.say(console, str(compile_ahead.run(tasks, limit)))
 
 
 def device_of(name: str) -> torch.device:
@@ -192,7 +258,10 @@ def check_options(names: Sequence[str], known: Mapping[str, Any], options: Optio
     for name in names:
         if name not in known:
             raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
-    if not names and options.report_path is None and not options.only_list:
+    without = [name for name in names if options.held_out and name not in held_out.PEERS]
+    if without:
+        raise ValueError(f"{', '.join(without)} has no held-out rows: choose from {', '.join(held_out.PEERS)}")
+    if not names and options.report_path is None and not options.only_list and not options.held_out:
         raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
     if options.sources and options.report_path is None:
         raise ValueError("--from needs --report: name the page to make from these files")
@@ -212,11 +281,14 @@ class Selection:
     """The chosen rows and columns of an operator.
 
     Attributes:
+        known: the rows that can be chosen.
+        cases: the chosen rows.
         own: the names of this package's columns.
         available: all columns that the operator has.
     """
 
     operator: Any
+    known: Sequence[Case]
     cases: list[Case]
     providers: list[Provider]
     own: list[str]
@@ -226,7 +298,7 @@ class Selection:
         """Prints all rows and providers that can be chosen."""
         names = [f"{provider.name}{'' if provider.default else ' (by name only)'}" for provider in self.available]
         report.say(console, f"{self.operator.name}, providers: {', '.join(names)}")
-        for case in self.operator.cases():
+        for case in self.known:
             report.say(console, f"{case.group:10} {case.id}")
 
     def failed(self, lines: report.JsonLines) -> bool:
@@ -241,37 +313,41 @@ class Selection:
 
 
 def select_columns(operator: Any, options: Options) -> Selection:
-    """The rows and columns of an operator that the options select.
-
-    Raises:
-        ValueError: no row matches, or a peer is unknown.
-    """
+    """The rows and columns of an operator that the options select; no row may match."""
     available = list(operator.providers(options.kernel_names))
     own = [provider.name for provider in available[: max(1, len(options.kernel_names))]]
-    providers = choose_providers(available, options.peers, own)
-    cases = select(operator.cases(), options.rows, with_sweeps=options.report_path is not None)
-    if not cases:
-        raise ValueError(f"no row of {operator.name} matches {options.rows!r}")
-    return Selection(operator, cases, providers, own, available)
+    known, rows, peers = operator.cases(), options.rows, options.peers
+    if options.held_out:
+        known, rows = held_out.cases(operator.name, options.page_size), rows or ""
+        peers = peers or ",".join(held_out.PEERS[operator.name])
+    cases = select(known, rows, with_sweeps=options.report_path is not None)
+    return Selection(operator, known, cases, choose_providers(available, peers, own), own, available)
+
+
+def progress_of(selection: Selection, gathered: Mapping[str, Any], console: Console) -> report.Progress:
+    operator = selection.operator
+    title = f"{operator.name} on {gathered['device']}, {len(selection.cases)} rows"
+    return report.Progress(console, title, operator.unit, selection.own[0])
 
 
 def measure(
     selection: Selection,
     device: torch.device,
     settings: runner.Settings,
-    gathered: dict[str, Any],
     lines: report.JsonLines,
-    console: Console,
-) -> bool:
-    """Measures an operator's rows, writes each at once and prints the table; returns whether the run ended early."""
-    operator, own = selection.operator, selection.own[0]
-    title = f"{operator.name} on {gathered['device']}, {len(selection.cases)} rows"
-    with report.Progress(console, title, operator.unit, own) as progress:
+    progress: report.Progress,
+    until: float | None,
+) -> tuple[list[runner.Row], str | None]:
+    """Measures an operator's rows and writes each at once; returns them, and why the run ended early or None.
 
-        def finished(row: runner.Row) -> None:
-            lines.write(report.to_json(row, operator.name, operator.unit, own))
-            progress.add(row)
+    Args:
+        until: the `time.monotonic()` after which no further row is started.
+    """
+    operator = selection.operator
 
-        done, ended = run_rows(operator, selection.cases, selection.providers, device, settings, finished)
-    report.print_final(console, title, done, operator.unit, own, gathered, ended)
-    return ended is not None
+    def finished(row: runner.Row) -> None:
+        lines.write(report.to_json(row, operator.name, operator.unit, selection.own[0]))
+        progress.add(row)
+
+    with progress:
+        return run_rows(operator, selection.cases, selection.providers, device, settings, finished, until)

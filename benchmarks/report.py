@@ -177,6 +177,20 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_problems(console: Console, rows: Sequence[Row], ended: str | None) -> None:
+    """Prints what did not run or was wrong, and why the run ended early if it did."""
+    for problem in problems(rows):
+        say(console, problem)
+    if ended:
+        say(console, f"ended early: {ended}")
+
+
+def machine(title: str, gathered: Mapping[str, Any]) -> str:
+    """A title with the driver, the versions and the date of a run."""
+    versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
+    return f"{title}; driver {gathered.get('driver')}; {versions}; {gathered['date']}"
+
+
 def print_final(
     console: Console,
     title: str,
@@ -187,12 +201,8 @@ def print_final(
     ended: str | None,
 ) -> None:
     """Prints the end of the log: problems, the machine, the table."""
-    for problem in problems(rows):
-        say(console, problem)
-    if ended:
-        say(console, f"ended early: {ended}")
-    versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
-    say(console, f"{title}; driver {gathered.get('driver')}; {versions}; {gathered['date']}")
+    print_problems(console, rows, ended)
+    say(console, machine(title, gathered))
     say(console, f"Peers' columns: microseconds and, in brackets, that time divided by {ours}'s.")
     say(console, markdown(rows, unit, ours))
 

@@ -111,6 +111,11 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.0, help="Timing of each cell, in seconds.")] = 0.3,
     flush: Annotated[bool, typer.Option("--flush", help="Overwrite the last-level cache before each replay.")] = False,
     device: Annotated[str, typer.Option(help="cuda; or cpu, whose figures say nothing about a GPU.")] = "cuda",
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="Rows that nothing is tuned for; prints what is slower than a peer first."),
+    ] = False,
+    limit_seconds: Annotated[float | None, typer.Option(min=0.0, help="Start no row after so many seconds.")] = None,
     only_list: Annotated[
         bool,
         typer.Option("--list", help="Print the rows and peers, of all operations where none is named; run nothing."),
@@ -127,6 +132,8 @@ def bench(
         page_size=page_size,
         seconds=seconds,
         flush=flush,
+        held_out=held_out,
+        limit_seconds=limit_seconds,
         only_list=only_list,
         device=device,
     )

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that nothing is tuned for: `dsl-backend bench --held-out`.
+
+The group `lost` has the rows in which a peer was faster once; the group `random` was drawn from a seed. `compile_ahead`
+compiles the kernels of all rows and peers in parallel. `summary` prints what is slower than the best peer first.
+"""
+
+from typing import Any
+
+from ..case import Case
+from . import lost_rows, random_rows
+
+GROUPS = {"lost": lost_rows.problems, "random": random_rows.problems}
+# Operator -> the peers that run by default. They are those that were the fastest in some row. The others compile for
+# minutes for each shape (torch.compile), or are slower in every row (TRITON_ATTN, TRITON_MLA).
+PEERS = {
+    "mla-decode": ("FLASH_ATTN_MLA", "FLASHMLA"),
+    "prefill": ("FA3", "cuDNN"),
+    "linear": ("cuBLAS + silu_and_mul", "quack"),
+    "softmax": ("quack", "torch"),
+    "sampling": ("FlashInfer", "vLLM"),
+}
+
+
+def case(name: str, problem: Any, group: str) -> Case[Any]:
+    return Case(
+        id=f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=getattr(problem, "flops", 0),
+    )
+
+
+def cases(operator: str, page_size: int) -> list[Case[Any]]:
+    """The rows of an operator, the lost ones first; none if it has none."""
+    return [
+        case(name, problem, group)
+        for group, problems in GROUPS.items()
+        for name, problem in problems(operator, page_size)
+    ]
