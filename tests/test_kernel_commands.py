@@ -85,7 +85,7 @@ class TestWhatOthersServe:
         """Every family says so, and each reason once."""
         done = invoke("compile", "--model", config, "--arch", arch)
         lines = done.stdout.splitlines()
-        for family in NAMES:
+        for family in set(NAMES) - {"experts"}:  # the model has none
             assert [line for line in lines if line.startswith(f"no CuTe DSL kernel: {family} on {arch}: ")]
         assert lines[-1] == f"nothing to compile: no operator has a CuTe DSL kernel for this model on {arch}"
         reasons = [line.rpartition(": ")[2] for line in lines if " softmax on " in line]

@@ -1,42 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers in eager torch: the tests' reference, and the kernel of a CPU."""
 
-import math
 from functools import partial
 
 import torch
 from torch.nn import functional
 
-from dsl_backend.gemm.activation import Activation, Geglu
+from dsl_backend.gemm.activation import Activation
 from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.gemm.reference import activate, halves
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.kernel import Launch
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
-
-
-def activate(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Gate and up projections to the activation's output, in their dtype."""
-    if isinstance(activation, Geglu):
-        if activation.tanh:
-            return functional.gelu(gate, approximate="tanh") * up
-        # functional.gelu(-inf) is NaN or -inf as the dtype and the processor have it; the formula makes it NaN.
-        return 0.5 * gate * (1 + torch.erf(gate * math.sqrt(0.5))) * up
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.alpha == 1:
-        # Rounds once where the other form rounds twice.
-        return functional.silu(gate) * (up + activation.beta)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
-
-
-def halves(weight: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up rows of a weight or a bias."""
-    if interleaved:
-        return weight[::2], weight[1::2]
-    gate, up = weight.chunk(2)
-    return gate, up
 
 
 def exact(

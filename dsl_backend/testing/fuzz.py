@@ -12,16 +12,17 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import sampling, softmax
+from dsl_backend.testing import experts, sampling, softmax
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
+from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
 
-Problem = Case | WriteCase | LinearCase | SoftmaxCase | SamplingCase
-FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "softmax", "sampling")
+Problem = Case | WriteCase | LinearCase | ExpertsCase | SoftmaxCase | SamplingCase
+FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "experts", "softmax", "sampling")
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -40,6 +41,7 @@ class Sizes:
         heads_mla: query heads of absorbed MLA to draw from.
         scores: most scores (heads · queries · keys) of one request, for the oracle's memory.
         linear: rows and columns of a linear layer, about.
+        experts: tokens and columns of experts, about.
         row: elements of a softmax, logits of a vocabulary.
     """
 
@@ -50,10 +52,13 @@ class Sizes:
     heads_mla: tuple[int, ...]
     scores: float
     linear: int
+    experts: int
     row: int
 
 
-TINY = Sizes(kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6, linear=150, row=300)
+TINY = Sizes(
+    kv=90, q=40, requests=4, heads_kv=(1, 2), heads_mla=(8, 16, 20), scores=1e6, linear=150, experts=120, row=300
+)
 REAL = Sizes(
     kv=9000,
     q=1500,
@@ -62,6 +67,7 @@ REAL = Sizes(
     heads_mla=(8, 12, 16, 32, 64, 128),
     scores=1e8,
     linear=5000,
+    experts=1500,
     row=40_000,
 )
 
@@ -235,6 +241,8 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
     shared = random.Random(f"{family} {seed} layer {index % specs}")
     if family == "linear":
         return random_case(draw, sizes.linear, facts=shared)
+    if family == "experts":
+        return experts.random_case(draw, sizes.experts, facts=shared)
     facts = layer(family, shared, sizes)
     return attention_case(family, facts, draw, sizes)
 
@@ -266,6 +274,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
 
     if isinstance(case, LinearCase):
         check_linear(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, ExpertsCase):
+        check_experts(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, SoftmaxCase):
         softmax.check_softmax(case, kernel, device)
     elif isinstance(case, SamplingCase):

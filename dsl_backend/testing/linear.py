@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.gemm.reference import halves
 from dsl_backend.linear import api, reference
 from dsl_backend.testing.numerics import assert_within_budget
 
@@ -91,7 +92,7 @@ def tensors(case: LinearCase, device: str) -> Tensors:
         plant(x)
     weight = normal(case.weight_rows, case.k, gain=case.k**-0.5)
     if case.special_weights:
-        for place, rows in enumerate(reference.halves(weight, case.interleaved) if case.activation else (weight,)):
+        for place, rows in enumerate(halves(weight, case.interleaved) if case.activation else (weight,)):
             plant(rows, each=len(KINDS) ** place)
     out = strided(torch.full((case.rows, case.n), SENTINEL, dtype=case.dtype), case.pad_out, 0, device)
     residual = None

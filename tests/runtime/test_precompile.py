@@ -105,7 +105,7 @@ class TestFamilies:
         serve(self_test_kernels.precompile_specs)
         with pytest.raises(InvalidInput, match="family 'x' is not one of self-test"):
             precompile_specs(shape_of(CONFIG), SM90, ["x"])
-        with pytest.raises(InvalidInput, match="family 'x' is not one of attention, linear, sampling, softmax"):
+        with pytest.raises(InvalidInput, match="family 'x' is not one of attention, experts, linear"):
             families.load("x")
 
 

@@ -6,47 +6,16 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from dsl_backend.gemm.activation import Geglu
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.spec import Rows
+from dsl_backend.gemm.triton.tiles import activated, dot, kind_of
 from dsl_backend.linear.kernel import Launch
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime.target import Target, triton_interpreted
+from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-INTERPRETED = tl.constexpr(triton_interpreted())
-NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)
 # Tiles of a column of tiles that run at the same time, so that their weights are in L2.
 GROUP = 8
-
-
-@triton.jit
-def dot(a, b, acc):
-    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is converted."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of float32 tiles. LIMIT None clamps nothing; comparisons keep NaN, which a minimum may lose."""
-    if LIMIT is not None:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if KIND == 1:
-        return gate * sigmoid(ALPHA * gate) * (up + BETA)
-    elif KIND == 2:
-        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
-    else:
-        # (1 + tanh(u)) / 2 is sigmoid(2 u).
-        return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
 
 
 @triton.jit
@@ -113,15 +82,6 @@ def gemm_kernel(
     tl.store(out_ptr + row[:, None] * out_stride + column[None, :], gate.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def kind_of(spec: LinearSpec) -> tuple[int, float, float, float | None]:
-    """The activation as the kernel's constants: kind, alpha, beta, limit."""
-    if spec.activation is None:
-        return NONE, 1.0, 0.0, None
-    if isinstance(spec.activation, Geglu):
-        return GEGLU_TANH if spec.activation.tanh else GEGLU, 1.0, 0.0, None
-    return SWIGLU, spec.activation.alpha, spec.activation.beta, spec.activation.limit
-
-
 def part_stride(spec: LinearSpec, row_stride: int) -> tuple[int, int]:
     """(from a gate row to the next one, from a gate row to its up row), of rows `row_stride` apart."""
     if spec.interleaved:
@@ -149,7 +109,7 @@ def linear(spec: LinearSpec, operands: GemmOperands) -> None:
     tile_m = 64 if spec.batch_invariant else min(128, max(16, triton.next_power_of_2(rows)))
     # Two accumulators a tile: half as wide.
     tile_n, tile_k = (64 if spec.parts == 2 or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
-    kind, alpha, beta, limit = kind_of(spec)
+    kind, alpha, beta, limit = kind_of(spec.activation)
     row_stride, part = part_stride(spec, weight.stride(0))
     bias_stride, bias_part = part_stride(spec, 1)
     gemm_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(spec.n, tile_n),)](

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts on tensors: plan a layer once, run it for every step.
+
+    plan = api.plan(spec, device)
+    out = api.run(plan, x, w13, w2, topk_weights, topk_ids)
+
+The routing stays on the device: neither call reads it, so that `run` may be captured in a CUDA graph. An argument that
+does not fit raises InvalidInput; a problem that no kernel serves raises Unsupported with all objections. An expert
+number that is no expert's is skipped, as padding (-1) is: it is a value, which no host reads.
+"""
+
+import torch
+
+from dsl_backend import checks
+from dsl_backend.checks import require, short
+from dsl_backend.errors import InvalidInput
+from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.plan import ExpertsPlan
+from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.workspace import Workspace
+
+__all__ = [
+    "SWIGLU_OAI",
+    "Activation",
+    "ExpertsPlan",
+    "ExpertsSpec",
+    "Geglu",
+    "RouterWeights",
+    "Swiglu",
+    "Workspace",
+    "plan",
+    "run",
+]
+
+# Layouts of operands to remember; a served model has one for each number of tokens.
+LAYOUTS = 1 << 14
+
+
+def plan(
+    spec: ExpertsSpec,
+    device: torch.device | str,
+    *,
+    workspace: Workspace | None = None,
+    kernel: str | None = None,
+) -> ExpertsPlan:
+    """Choose the kernel of a layer.
+
+    Args:
+        workspace: scratch to share with other plans of the same stream; a new one by default. Layers of a model should
+            share one: it grows to two rows for each token and expert.
+        kernel: a name from the dispatch table; no other kernel is taken. By default the best that serves the spec.
+
+    Raises:
+        InvalidInput: an argument does not fit.
+        Unsupported: no kernel serves the spec on the device.
+    """
+    checks.instance("spec", spec, ExpertsSpec)
+    checks.kernel(kernel)
+    device = checks.device("device", device)
+    if device.type == "cuda":
+        device = torch.device("cuda", targets.cuda_index(device))
+    if workspace is not None:
+        checks.instance("workspace", workspace, Workspace)
+        require(workspace.device == device, f"workspace is on {workspace.device}, the plan on {device}")
+    return ExpertsPlan(spec, targets.detect(device), workspace or Workspace(device), kernel)
+
+
+def run(
+    plan: ExpertsPlan,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The experts' weighted sum for each token; shapes as `ExpertsOperands` has them, with rows of x and out at any
+    stride.
+
+    Args:
+        out: written in place and returned; it overlaps no other tensor. New by default. A token without an expert of
+            this rank gets zeros.
+
+    Raises:
+        InvalidInput: an argument does not fit the plan's spec, or a tensor requires a gradient while gradients are on;
+            the message names it. That out overlaps another tensor is not looked at.
+    """
+    checks.instance("plan", plan, ExpertsPlan)
+    if out is None:
+        checks.tensor("x", x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    operands = ExpertsOperands(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out)
+    layout = tuple(map(facts_of, operands))
+    if layout not in plan.layouts:
+        check(plan, operands)
+        if len(plan.layouts) >= LAYOUTS:
+            plan.layouts.clear()
+        plan.layouts.add(layout)
+    if x.shape[0]:
+        plan.run(operands)
+    return out
+
+
+def facts_of(tensor: torch.Tensor | None) -> object:
+    """All facts of a tensor that the checks depend on; its values are not among them."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor)
+    gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, gradient
+
+
+def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
+    """Raises InvalidInput where a tensor does not fit the plan."""
+    spec, given = plan.spec, operands
+    checks.tensor("x", given.x)
+    tokens = given.x.shape[0] if given.x.dim() else 0
+    require(tokens <= MAX_TOKENS, f"x has {tokens} rows: {MAX_TOKENS} are the most")
+    experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    weighted = spec.router_weights is not RouterWeights.NONE
+    wanted: tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...] = (
+        ("x", (tokens, hidden), spec.dtype),
+        ("w13", (experts, 2 * width, hidden), spec.dtype),
+        ("w2", (experts, hidden, width), spec.dtype),
+        ("topk_weights", (tokens, spec.topk) if weighted else None, torch.float32),
+        ("topk_ids", (tokens, spec.topk), spec.ids_dtype),
+        ("w13_bias", (experts, 2 * width) if spec.w13_bias else None, spec.dtype),
+        ("w2_bias", (experts, hidden) if spec.w2_bias else None, spec.dtype),
+        ("expert_map", None if spec.global_experts is None else (spec.global_experts,), torch.int32),
+        ("out", (tokens, hidden), spec.dtype),
+    )
+    for name, shape, dtype in wanted:
+        check_tensor(name, getattr(given, name), shape, dtype, plan.device)
+    for name in ("topk_weights", "topk_ids", "w13_bias", "w2_bias"):
+        tensor = getattr(given, name)
+        require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
+    checks.apart("out", given.out)
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises InvalidInput unless it is as wanted, with neighbours side by side; without a shape it must be None."""
+    if shape is None:
+        require(tensor is None, f"{name} is given, and the plan's spec has none")
+        return
+    if tensor is None:
+        raise InvalidInput(f"{name} is None: a tensor is needed")
+    checks.tensor(name, tensor)
+    if tensor.shape != shape:
+        raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}: {list(shape)} is needed")
+    if tensor.dtype != dtype:
+        raise InvalidInput(f"{name} is {short(tensor.dtype)}: {short(dtype)} is needed")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}, the plan on {device}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
+    checks.no_gradient(name, tensor)

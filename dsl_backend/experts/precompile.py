@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CuTe DSL kernels the experts of a model need, for compiling them before it is served."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dsl_backend.checks import short
+from dsl_backend.errors import InvalidInput
+from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.gemm.spec import DTYPES
+from dsl_backend.runtime.model import ModelShape, text_of
+from dsl_backend.runtime.precompile import PrecompileSpec
+from dsl_backend.runtime.target import Target
+
+LAYER = "routed experts"
+# Names of the number of experts, of an expert's columns, and of a token's experts, in models' configurations.
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+TOPK = ("num_experts_per_tok", "moe_topk", "top_k")
+# By the names of transformers. A model whose configuration names none has SiLU.
+ACTIVATIONS: Mapping[Any, Activation] = {"gelu": Geglu(), "gelu_pytorch_tanh": Geglu(tanh=True)}
+
+
+def first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """The first of these entries that is a positive number."""
+    found = (config.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
+    """The experts of a model as a rank of tensor parallelism has them; a text says why they are no spec.
+
+    None where the model has no experts.
+    """
+    text, dtype = text_of(model.config), getattr(torch, model.dtype)
+    experts, width, topk = (first(text, names) for names in (EXPERTS, WIDTHS, TOPK))
+    if experts is None or topk is None:
+        return None
+    if width is None:
+        return "the model's configuration does not say how wide they are"
+    if dtype not in DTYPES:
+        return f"dtype {model.dtype} is not one of {', '.join(map(short, DTYPES))}"
+    is_gpt_oss = text.get("model_type") == "gpt_oss"
+    activation = ACTIVATIONS.get(text.get("hidden_activation") or text.get("hidden_act"), Swiglu())
+    try:
+        return ExpertsSpec(
+            num_experts=experts,
+            hidden_size=model.hidden_size,
+            intermediate_size=width // model.tensor_parallel,
+            topk=topk,
+            dtype=dtype,
+            activation=SWIGLU_OAI if is_gpt_oss else activation,
+            interleaved=is_gpt_oss,
+            w13_bias=is_gpt_oss,
+            w2_bias=is_gpt_oss,
+        )
+    except InvalidInput as error:
+        return str(error)
+
+
+def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernels of a model's experts, for any number of tokens."""
+    return iter(())
+
+
+def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
+    """Layer -> why CuTe DSL's kernels do not serve it."""
+    found = spec_of(model)
+    if found is None:
+        return {}
+    return {LAYER: [found if isinstance(found, str) else "experts have no CuTe DSL kernel"]}

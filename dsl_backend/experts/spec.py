@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer of experts is, as far as kernels and dispatch specialise on it."""
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from dsl_backend import checks
+from dsl_backend.checks import short
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
+from dsl_backend.gemm.spec import DTYPES
+
+MAX_EXPERTS, MAX_TOPK, MAX_TOKENS = 512, 16, 1 << 17
+# Of a model, over all ranks: what an expert map has entries for.
+MAX_GLOBAL_EXPERTS = 1 << 14
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+class RouterWeights(enum.Enum):
+    """Where the router's weight of a token and an expert is multiplied in."""
+
+    OUTPUT = "output"  # into what the expert returns
+    INPUT = "input"  # into what the expert is given; top-k of 1 (Llama 4)
+    NONE = "none"  # nowhere: the caller did, or will
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """out [tokens, hidden]: the sum over a token's experts of weight * (activation(x @ w13^T + b13) @ w2^T + b2).
+
+    Products, activation and sum are float32. The activation's result and each expert's result are rounded to `dtype`.
+
+    Attributes:
+        num_experts: E, those whose weights this rank has.
+        hidden_size: H, columns of x and of the output.
+        intermediate_size: I, columns of the activation's output.
+        topk: experts that a token is routed to.
+        dtype: of x, weights, biases and the output.
+        interleaved: gate and up rows of w13 alternate, instead of all gate rows first.
+        w13_bias, w2_bias: whether there are any.
+        router_weights: where the router's weights are multiplied in.
+        global_experts: entries of the expert map, from the router's expert numbers to this rank's; None without a map.
+        ids_dtype: of the router's expert numbers.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    topk: int
+    dtype: torch.dtype
+    activation: Activation = field(default_factory=Swiglu)
+    interleaved: bool = False
+    w13_bias: bool = False
+    w2_bias: bool = False
+    router_weights: RouterWeights = RouterWeights.OUTPUT
+    global_experts: int | None = None
+    ids_dtype: torch.dtype = torch.int32
+
+    def __post_init__(self) -> None:
+        checks.integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        checks.integer("hidden_size", self.hidden_size, 1)
+        checks.integer("intermediate_size", self.intermediate_size, 1, checks.MOST // 2)
+        checks.integer("topk", self.topk, 1, MAX_TOPK)
+        checks.dtype("dtype", self.dtype, DTYPES)
+        checks.dtype("ids_dtype", self.ids_dtype, ID_DTYPES)
+        for name in ("interleaved", "w13_bias", "w2_bias"):
+            checks.flag(name, getattr(self, name))
+        checks.require(
+            isinstance(self.activation, (Swiglu, Geglu)),
+            f"activation is {self.activation!r}: Swiglu(...) or Geglu(...) is needed",
+        )
+        checks.member("router_weights", self.router_weights, RouterWeights)
+        checks.require(
+            self.router_weights is not RouterWeights.INPUT or self.topk == 1,
+            f"topk {self.topk}: router weights on the input need a topk of 1",
+        )
+        if self.global_experts is not None:
+            checks.integer("global_experts", self.global_experts, 1, MAX_GLOBAL_EXPERTS)
+
+    def __str__(self) -> str:
+        facts = (
+            ("interleaved", self.interleaved),
+            ("biases", self.w13_bias or self.w2_bias),
+            ("an expert map", self.global_experts is not None),
+            (f"router weights on {self.router_weights.value}", self.router_weights is not RouterWeights.OUTPUT),
+        )
+        extras = [text for text, has in facts if has]
+        sizes = f"{self.hidden_size} to {self.intermediate_size}, top {self.topk}, {short(self.dtype)}"
+        return f"{' + '.join([f'{self.activation} of {self.num_experts} experts', *extras])} of {sizes}"

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts by three kernels: both products over tiles of one expert's tokens, and the sum over a token's experts."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.kernel import Launch
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.gemm.triton.tiles import activated, dot, kind_of
+from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
+
+
+@triton.jit
+def product_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    out_ptr,
+    pairs_ptr,
+    starts_ptr,
+    tile_starts_ptr,
+    x_stride,
+    expert_stride,
+    row_stride,
+    part_stride,
+    bias_stride,
+    bias_row,
+    bias_part,
+    experts,
+    n,
+    k,
+    SHARE: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEARCH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Row p of out for each pair p (a token and one of its experts) of a tile, from row p // SHARE of x."""
+    tile = tl.program_id(0)
+    column = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+    if tile >= tl.load(tile_starts_ptr + experts):
+        return
+    # The last expert whose tiles begin at this one or before it.
+    low, high = 0, experts
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        before = tl.load(tile_starts_ptr + middle) <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    expert = low.to(tl.int64)
+    first = tl.load(starts_ptr + expert) + (tile - tl.load(tile_starts_ptr + expert)) * M
+    place = first + tl.arange(0, M)
+    in_rows, in_columns = place < tl.load(starts_ptr + expert + 1), column < n
+    pair = tl.load(pairs_ptr + place, mask=in_rows, other=0).to(tl.int64)
+    inner = tl.arange(0, K)
+    x_ptrs = x_ptr + (pair // SHARE)[:, None] * x_stride + inner[None, :]
+    gate_ptrs = weight_ptr + expert * expert_stride + tl.minimum(column, n - 1)[None, :] * row_stride + inner[:, None]
+    gate = tl.zeros((M, N), tl.float32)
+    up = tl.zeros((M, N), tl.float32)
+    for start in range(0, k, K):
+        mask = inner < k - start
+        x = tl.load(x_ptrs + start, mask=in_rows[:, None] & mask[None, :], other=0.0)
+        gate = dot(x, tl.load(gate_ptrs + start, mask=mask[:, None], other=0.0), gate)
+        if KIND != 0:
+            up = dot(x, tl.load(gate_ptrs + part_stride + start, mask=mask[:, None], other=0.0), up)
+    if SCALED:
+        scale = tl.load(scale_ptr + pair, mask=in_rows, other=0.0)
+        gate *= scale[:, None]
+        up *= scale[:, None]
+    if BIAS:
+        bias_ptrs = bias_ptr + expert * bias_stride + column * bias_row
+        gate += tl.load(bias_ptrs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if KIND != 0:
+            up += tl.load(bias_ptrs + bias_part, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if KIND != 0:
+        gate = activated(gate, up, KIND, ALPHA, BETA, LIMIT)
+    inside = in_rows[:, None] & in_columns[None, :]
+    tl.store(out_ptr + pair[:, None] * n + column[None, :], gate.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    made_ptr,
+    weights_ptr,
+    ids_ptr,
+    out_ptr,
+    out_stride,
+    n,
+    TOPK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A token's experts added up in the order of its slots; ids are negative where there is none."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    total = tl.zeros((N,), tl.float32)
+    for slot in range(TOPK):
+        pair = token * TOPK + slot
+        if tl.load(ids_ptr + pair) >= 0:
+            made = tl.load(made_ptr + pair * n + column, mask=column < n, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                made *= tl.load(weights_ptr + pair)
+            total += made
+    tl.store(out_ptr + token * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=column < n)
+
+
+class Routing(NamedTuple):
+    """Which pairs of a token and a slot each expert has, on the device.
+
+    Attributes:
+        ids: [M, k], this rank's experts; negative where there is none.
+        pairs: [M k], those of expert 0 first; those of no expert last.
+        starts: [E + 1], of the experts' pairs. tile_starts: [E + 1], of their tiles.
+    """
+
+    ids: torch.Tensor
+    pairs: torch.Tensor
+    starts: torch.Tensor
+    tile_starts: torch.Tensor
+
+
+def routed(spec: ExpertsSpec, operands: ExpertsOperands, tile_m: int) -> Routing:
+    """Sorts the pairs by expert with torch's operators, which read nothing on the host."""
+    ids, experts = operands.topk_ids.int(), spec.num_experts
+    if operands.expert_map is not None:
+        known = (ids >= 0) & (ids < operands.expert_map.shape[0])
+        ids = torch.where(known, operands.expert_map[torch.where(known, ids, 0)], -1)
+    ids = torch.where((ids >= 0) & (ids < experts), ids, -1)
+    order = torch.where(ids < 0, experts, ids).flatten()
+    values, pairs = torch.sort(order, stable=True)
+    every = torch.arange(experts + 1, dtype=torch.int32, device=ids.device)
+    starts = torch.searchsorted(values, every, out_int32=True)
+    tiles = (starts.diff() + tile_m - 1) // tile_m
+    tile_starts = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
+    return Routing(ids, pairs.int(), starts, tile_starts)
+
+
+def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
+    """The kernels for any number of tokens."""
+    return partial(experts, spec, workspace)
+
+
+def tile_of(spec: ExpertsSpec, tokens: int) -> int:
+    """Rows of a tile: about what an expert has."""
+    return min(128, max(16, triton.next_power_of_2(tokens * spec.topk // spec.num_experts)))
+
+
+def product(
+    spec: ExpertsSpec,
+    routing: Routing,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+    tile_m: int,
+    gated: bool,
+) -> None:
+    """The first product and its activation (gated), or the second one."""
+    experts, pairs = spec.num_experts, routing.pairs.numel()
+    n, k = out.shape[1], x.shape[1]
+    turns = 2 if gated and spec.interleaved else 1
+    kind, alpha, beta, limit = kind_of(spec.activation if gated else None)
+    tile_n, tile_k = (64 if gated or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
+    tiles = pairs // tile_m + min(experts, pairs)
+    product_kernel[(tiles, triton.cdiv(n, tile_n))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if scale is None else scale,
+        out,
+        routing.pairs,
+        routing.starts,
+        routing.tile_starts,
+        x.stride(0),
+        weight.stride(0),
+        turns * weight.stride(1),
+        weight.stride(1) if turns == 2 else n * weight.stride(1),
+        0 if bias is None else bias.stride(0),
+        turns,
+        1 if turns == 2 else n,
+        experts,
+        n,
+        k,
+        SHARE=spec.topk if gated else 1,
+        KIND=kind,
+        ALPHA=alpha,
+        BETA=beta,
+        LIMIT=limit,
+        BIAS=bias is not None,
+        SCALED=scale is not None,
+        SEARCH=experts.bit_length(),
+        M=tile_m,
+        N=tile_n,
+        K=tile_k,
+        num_warps=8 if tile_m * tile_n >= 8192 else 4,
+        num_stages=3,
+    )
+
+
+def experts(spec: ExpertsSpec, workspace: Workspace, operands: ExpertsOperands) -> None:
+    """Writes operands.out."""
+    tokens, hidden, width = operands.x.shape[0], spec.hidden_size, spec.intermediate_size
+    pairs, tile_m = tokens * spec.topk, tile_of(spec, tokens)
+    routing = routed(spec, operands, tile_m)
+    # Elements of 2 bytes in a buffer of 4.
+    scratch = workspace.partials(pairs * (hidden + width) // 2 + 1).view(spec.dtype)
+    inner = scratch[: pairs * width].view(pairs, width)
+    made = scratch[pairs * width : pairs * (width + hidden)].view(pairs, hidden)
+    weights, where = operands.topk_weights, spec.router_weights
+    scale = weights if where is RouterWeights.INPUT else None
+    product(spec, routing, operands.x, operands.w13, operands.w13_bias, scale, inner, tile_m, True)
+    product(spec, routing, inner, operands.w2, operands.w2_bias, None, made, tile_m, False)
+    combine_kernel[(tokens, triton.cdiv(hidden, 1024))](
+        made,
+        made if weights is None else weights,
+        routing.ids,
+        operands.out,
+        operands.out.stride(0),
+        hidden,
+        TOPK=spec.topk,
+        WEIGHTED=where is RouterWeights.OUTPUT,
+        N=min(1024, triton.next_power_of_2(hidden)),
+    )

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products and gated activations of tiles."""
+
+import triton
+import triton.language as tl
+
+from dsl_backend.gemm.activation import Activation, Geglu
+from dsl_backend.runtime.target import triton_interpreted
+
+INTERPRETED = tl.constexpr(triton_interpreted())
+NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """The sum acc + a @ b in float32. Triton's interpreter multiplies bfloat16 as integers: there it is converted."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of float32 tiles. LIMIT None clamps nothing; comparisons keep NaN, which a minimum may lose."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if KIND == 1:
+        return gate * sigmoid(ALPHA * gate) * (up + BETA)
+    elif KIND == 2:
+        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        # (1 + tanh(u)) / 2 is sigmoid(2 u).
+        return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+
+
+def kind_of(activation: Activation | None) -> tuple[int, float, float, float | None]:
+    """An activation as kernels' constants: kind, alpha, beta, limit."""
+    if activation is None:
+        return NONE, 1.0, 0.0, None
+    if isinstance(activation, Geglu):
+        return GEGLU_TANH if activation.tanh else GEGLU, 1.0, 0.0, None
+    return SWIGLU, activation.alpha, activation.beta, activation.limit

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of experts, their dispatch, and the kernels that run on any host."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.experts import api, dispatch, precompile, reference
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.runtime import model
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.experts import BF16, CASES, PLAIN, ExpertsCase, check_experts, judge, random_case, tensors
+
+needs_triton = pytest.mark.skipif(
+    not (torch.cuda.is_available() or targets.triton_interpreted()),
+    reason="no CUDA device, and TRITON_INTERPRET is off",
+)
+KERNELS = ["reference", pytest.param("triton", marks=needs_triton)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, kernel: str, device: torch.device) -> None:
+    check_experts(CASES[name], kernel, str(device))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fuzz(kernel: str, device: torch.device) -> None:
+    # Interpreted kernels take seconds each.
+    for seed in range(6 if kernel == "triton" and device.type == "cpu" else 30):
+        check_experts(random_case(random.Random(seed), 100), kernel, str(device))
+
+
+def run(case: ExpertsCase, **changes: Any) -> torch.Tensor:
+    """The default kernel's result, with some of its arguments replaced."""
+    given = tensors(case, "cpu")._asdict() | changes
+    plan = api.plan(case.spec, "cpu", kernel="reference")
+    return api.run(plan, **given)
+
+
+def test_it_is_a_mixture_of_experts() -> None:
+    """Against loops over tokens and slots, which share nothing with the reference."""
+    given = tensors(PLAIN, "cpu")
+    assert given.topk_weights is not None
+    right = torch.zeros(PLAIN.tokens, PLAIN.hidden)
+    for token in range(PLAIN.tokens):
+        for slot in range(PLAIN.topk):
+            expert = int(given.topk_ids[token, slot])
+            gate, up = (given.w13[expert].float() @ given.x[token].float()).chunk(2)
+            made = given.w2[expert].float() @ (functional.silu(gate) * up)
+            right[token] += given.topk_weights[token, slot] * made
+    torch.testing.assert_close(run(PLAIN).float(), right, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 6, 2**31 - 1])
+def test_numbers_that_are_no_experts_are_skipped(bad: int) -> None:
+    given = tensors(PLAIN, "cpu")
+    assert given.topk_weights is not None
+    ids, weights = given.topk_ids.clone(), given.topk_weights.clone()
+    ids[2, 1], weights[2, 1] = bad, torch.nan
+    ids[4] = bad
+    out = run(PLAIN, topk_ids=ids)
+    same = run(PLAIN, topk_ids=torch.where(ids == bad, -1, ids), topk_weights=weights)
+    assert torch.equal(out, same)
+    assert out.isfinite().all()
+    assert not out[4].any()
+
+
+def test_a_map_that_names_no_expert_is_skipped() -> None:
+    case = replace(PLAIN, mapped=True)
+    given = tensors(case, "cpu")
+    assert given.expert_map is not None
+    beyond = given.expert_map.clone()
+    beyond[beyond < 0] = case.num_experts
+    assert torch.equal(run(case), run(case, expert_map=beyond))
+
+
+def test_nothing_to_do() -> None:
+    case = replace(PLAIN, tokens=0)
+    assert run(case).shape == (0, case.hidden)
+
+
+def test_the_judge_finds_a_token_that_is_missing() -> None:
+    given = tensors(PLAIN, "cpu")
+    given.out.copy_(reference.exact(PLAIN.spec, given, torch.float32))
+    judge(PLAIN, given)
+    given.out[3] = 0
+    with pytest.raises(AssertionError, match="in rows 3"):
+        judge(PLAIN, given)
+
+
+def spec(**changes: Any) -> ExpertsSpec:
+    return replace(PLAIN.spec, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0: an integer from 1 to 512 is needed"),
+        ({"num_experts": 513}, "num_experts is 513: an integer from 1 to 512"),
+        ({"topk": 17}, "topk is 17: an integer from 1 to 16"),
+        ({"hidden_size": 0}, "hidden_size is 0: an integer from 1"),
+        ({"intermediate_size": 2**30}, "intermediate_size is 1073741824: an integer from 1"),
+        ({"dtype": torch.float32}, "dtype is float32: one of float16, bfloat16"),
+        ({"ids_dtype": torch.int16}, "ids_dtype is int16: one of int32, int64"),
+        ({"activation": "silu"}, r"activation is 'silu': Swiglu\(...\) or Geglu\(...\) is needed"),
+        ({"interleaved": 1}, "interleaved is 1: True or False"),
+        ({"router_weights": "input"}, "router_weights is 'input': one of"),
+        ({"router_weights": RouterWeights.INPUT}, "topk 3: router weights on the input need a topk of 1"),
+        ({"global_experts": 0}, "global_experts is 0: an integer from 1"),
+    ],
+)
+def test_specs_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        spec(**changes)
+
+
+X = torch.zeros(9, 72, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": X[:, :40]}, r"x has shape \(9, 40\): \[9, 72\] is needed"),
+        ({"x": X.half()}, "x is float16: bfloat16 is needed"),
+        ({"x": X[0]}, r"x has shape \(72,\): \[72, 72\] is needed"),
+        ({"x": torch.zeros(1, 72, dtype=BF16).expand(2**17 + 1, 72)}, "x has 131073 rows: 131072 are the most"),
+        ({"x": torch.zeros(72, 9, dtype=BF16).T}, "x has stride 9 in its last dimension: 1 is needed"),
+        ({"x": None}, "x is None: a tensor is needed"),
+        ({"w13": torch.zeros(6, 40, 72, dtype=BF16)}, r"w13 has shape \(6, 40, 72\): \[6, 80, 72\] is needed"),
+        ({"w2": torch.zeros(6, 40, 72, dtype=BF16)}, r"w2 has shape \(6, 40, 72\): \[6, 72, 40\] is needed"),
+        ({"w2": torch.zeros(6, 72, 40, dtype=BF16).requires_grad_()}, "w2 requires a gradient"),
+        ({"topk_ids": torch.zeros(9, 3, dtype=torch.int64)}, "topk_ids is int64: int32 is needed"),
+        ({"topk_ids": torch.zeros(3, 9, dtype=torch.int32).T}, "topk_ids has stride 9 in its last dimension"),
+        ({"topk_ids": torch.zeros(9, 6, dtype=torch.int32)[:, ::2]}, "topk_ids has stride 2 in its last dimension"),
+        ({"topk_ids": torch.zeros(9, 6, dtype=torch.int32)[:, :3]}, "topk_ids is not contiguous"),
+        ({"topk_weights": None}, "topk_weights is None: a tensor is needed"),
+        ({"topk_weights": torch.zeros(9, 3, dtype=BF16)}, "topk_weights is bfloat16: float32 is needed"),
+        ({"w13_bias": torch.zeros(6, 80, dtype=BF16)}, "w13_bias is given, and the plan's spec has none"),
+        ({"expert_map": torch.zeros(6, dtype=torch.int32)}, "expert_map is given, and the plan's spec has none"),
+        ({"out": torch.zeros(9, 80, dtype=BF16)}, r"out has shape \(9, 80\): \[9, 72\] is needed"),
+        ({"out": torch.zeros(1, 72, dtype=BF16).expand(9, 72)}, "its rows overlap in memory"),
+        ({"out": X.to("meta")}, "out is on meta, the plan on cpu"),
+        ({"w13": [[1.0]]}, "w13 is a list: a tensor is needed"),
+    ],
+)
+def test_operands_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        run(PLAIN, **changes)
+
+
+def test_plans_are_checked() -> None:
+    with pytest.raises(InvalidInput, match="kernel is 1: a name from the dispatch table"):
+        api.plan(PLAIN.spec, "cpu", kernel=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="experts has no kernel 'fast': choose one of"):
+        api.plan(PLAIN.spec, "cpu", kernel="fast")
+    with pytest.raises(InvalidInput, match="device is 'gpu'"):
+        api.plan(PLAIN.spec, "gpu")
+    with pytest.raises(InvalidInput, match="workspace is on meta, the plan on cpu"):
+        api.plan(PLAIN.spec, "cpu", workspace=Workspace(torch.device("meta")))
+    with pytest.raises(InvalidInput, match="spec is None: an ExpertsSpec is needed"):
+        api.plan(None, "cpu")  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_not_served_by_the_reference() -> None:
+    with pytest.raises(Unsupported, match="is for CPUs, this is sm_90a"):
+        dispatch.choose(PLAIN.spec, from_arch("sm_90a"), "reference")
+
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+}
+
+
+def test_experts_of_a_model() -> None:
+    found = precompile.spec_of(model.shape_of(QWEN, tensor_parallel=2))
+    assert found == ExpertsSpec(num_experts=128, hidden_size=2048, intermediate_size=384, topk=8, dtype=BF16)
+
+
+def test_a_model_without_experts_has_none() -> None:
+    dense = {name: value for name, value in QWEN.items() if "expert" not in name}
+    assert precompile.spec_of(model.shape_of(dense)) is None
+    assert precompile.served_by_others(model.shape_of(dense), from_arch("sm_90a")) == {}
+
+
+def test_a_model_whose_experts_are_unusual_says_why() -> None:
+    shape = model.shape_of({**QWEN, "num_experts": 1024})
+    assert precompile.served_by_others(shape, from_arch("sm_90a")) == {
+        precompile.LAYER: ["num_experts is 1024: an integer from 1 to 512 is needed"]
+    }
