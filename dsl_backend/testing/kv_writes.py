@@ -2,27 +2,19 @@
 """Cases of writing keys and values into a paged cache, judged byte by byte."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import Target
-from dsl_backend.testing.inputs import (
-    K_SCALE,
-    V_SCALE,
-    Layout,
-    empty_like_cache,
-    normal,
-    not_a_number,
-    scale_of,
-)
+from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number, scale_of
 
 BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WriteCase:
     """One write, by value.
 
@@ -41,6 +33,7 @@ class WriteCase:
     """
 
     id: str = ""
+    _: KW_ONLY
     why: str = ""
     tier: str = "smoke"
     tokens: int = 9
@@ -79,57 +72,46 @@ class WriteCase:
 
 
 WRITES: tuple[WriteCase, ...] = (
-    WriteCase(id="bf16", why="a plain copy, bit by bit"),
-    WriteCase(id="fp16", dtype=FP16, dim=72, dim_v=72, heads=3, why="heads and head sizes that are no powers of two"),
-    WriteCase(id="specials", specials=True, why="NaN, infinities and subnormals are copied like anything else"),
-    WriteCase(id="fp8", fp8=True, why="division by two different scales, rounded to nearest even"),
-    WriteCase(id="fp8-fp16", fp8=True, dtype=FP16, why="from float16"),
-    WriteCase(id="fp8-saturated", fp8=True, gain=60.0, why="values past 448 saturate, on both sides"),
-    WriteCase(id="fp8-subnormal", fp8=True, gain=2e-4, why="e4m3's subnormal numbers, and what rounds to zero"),
-    WriteCase(id="fp8-specials", fp8=True, specials=True, why="NaN stays NaN, infinities saturate"),
-    WriteCase(id="fp8-by-head", heads=3, fp8=True, scales_by_head=True, why="each head is divided by its own scales"),
-    WriteCase(id="e5m2", fp8=True, fp8_dtype=E5M2, why="rounded to two bits, to nearest even"),
+    WriteCase("bf16", why="a plain copy, bit by bit"),
+    WriteCase("fp16", dtype=FP16, dim=72, dim_v=72, heads=3, why="heads and head sizes that are no powers of two"),
+    WriteCase("specials", specials=True, why="NaN, infinities and subnormals are copied like anything else"),
+    WriteCase("fp8", fp8=True, why="division by two different scales, rounded to nearest even"),
+    WriteCase("fp8-fp16", fp8=True, dtype=FP16, why="from float16"),
+    WriteCase("fp8-saturated", fp8=True, gain=60.0, why="values past 448 saturate, on both sides"),
+    WriteCase("fp8-subnormal", fp8=True, gain=2e-4, why="e4m3's subnormal numbers, and what rounds to zero"),
+    WriteCase("fp8-specials", fp8=True, specials=True, why="NaN stays NaN, infinities saturate"),
+    WriteCase("fp8-by-head", heads=3, fp8=True, scales_by_head=True, why="each head is divided by its own scales"),
+    WriteCase("e5m2", fp8=True, fp8_dtype=E5M2, why="rounded to two bits, to nearest even"),
     WriteCase(
-        id="e5m2-fp16", heads=3, fp8=True, fp8_dtype=E5M2, scales_by_head=True, dtype=FP16, why="scales of each head"
+        "e5m2-fp16", heads=3, fp8=True, fp8_dtype=E5M2, scales_by_head=True, dtype=FP16, why="scales of each head"
     ),
-    WriteCase(id="e5m2-saturated", fp8=True, fp8_dtype=E5M2, gain=6e3, why="values past 57344 saturate, on both sides"),
-    WriteCase(id="e5m2-subnormal", fp8=True, fp8_dtype=E5M2, gain=1e-6, why="e5m2's subnormal numbers, and zero"),
-    WriteCase(id="e5m2-specials", fp8=True, fp8_dtype=E5M2, specials=True, why="NaN stays NaN, infinities saturate"),
-    WriteCase(id="all-skipped", skipped=9, why="a step of padding writes nothing"),
-    WriteCase(id="beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),
-    WriteCase(id="beyond-fp8", beyond=3, fp8=True, page=48, layout=Layout.PADDED, why="the same; a page of any size"),
-    WriteCase(id="no-tokens", tokens=0, skipped=0, why="an empty step"),
-    WriteCase(id="one-token", tokens=1, skipped=0, padding_tokens=0, heads=1, why="smallest step"),
-    WriteCase(id="dims-differ", dim=192, dim_v=128, heads=1, why="keys longer than values"),
+    WriteCase("e5m2-saturated", fp8=True, fp8_dtype=E5M2, gain=6e3, why="values past 57344 saturate, on both sides"),
+    WriteCase("e5m2-subnormal", fp8=True, fp8_dtype=E5M2, gain=1e-6, why="e5m2's subnormal numbers, and zero"),
+    WriteCase("e5m2-specials", fp8=True, fp8_dtype=E5M2, specials=True, why="NaN stays NaN, infinities saturate"),
+    WriteCase("all-skipped", skipped=9, why="a step of padding writes nothing"),
+    WriteCase("beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),
+    WriteCase("beyond-fp8", beyond=3, fp8=True, page=48, layout=Layout.PADDED, why="the same; a page of any size"),
+    WriteCase("no-tokens", tokens=0, skipped=0, why="an empty step"),
+    WriteCase("one-token", tokens=1, skipped=0, padding_tokens=0, heads=1, why="smallest step"),
+    WriteCase("dims-differ", dim=192, dim_v=128, heads=1, why="keys longer than values"),
+    WriteCase("narrow", dim=16, dim_v=8, heads=1, tokens=200, pages=14, why="a block for many tokens, not all there"),
+    WriteCase("uneven", dim=96, dim_v=72, heads=13, why="a token's rows end amid a warp and amid a block"),
+    WriteCase("wide", dim=512, dim_v=256, heads=32, fused=True, why="a token for many blocks"),
+    WriteCase("wide-fp8", dim=128, dim_v=128, heads=32, fp8=True, fused=True, why="the same in e4m3"),
+    WriteCase("page-528", page=528, pages=2, tokens=20, why="slots far into a page that is no power of two"),
+    WriteCase("heads-first", layout=Layout.HEADS_FIRST, fused=True, why="heads outside of a page's tokens"),
+    WriteCase("separate", layout=Layout.SEPARATE, fused=True, why="two tensors"),
+    WriteCase("padded", layout=Layout.PADDED, fused=True, fp8=True, why="room between rows stays as it was"),
+    WriteCase("latent", latent=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
     WriteCase(
-        id="narrow", dim=16, dim_v=8, heads=1, tokens=200, pages=14, why="a block for many tokens, not all there"
-    ),
-    WriteCase(id="uneven", dim=96, dim_v=72, heads=13, why="a token's rows end amid a warp and amid a block"),
-    WriteCase(id="wide", dim=512, dim_v=256, heads=32, fused=True, why="a token for many blocks"),
-    WriteCase(id="wide-fp8", dim=128, dim_v=128, heads=32, fp8=True, fused=True, why="the same in e4m3"),
-    WriteCase(id="page-528", page=528, pages=2, tokens=20, why="slots far into a page that is no power of two"),
-    WriteCase(id="heads-first", layout=Layout.HEADS_FIRST, fused=True, why="heads outside of a page's tokens"),
-    WriteCase(id="separate", layout=Layout.SEPARATE, fused=True, why="two tensors"),
-    WriteCase(id="padded", layout=Layout.PADDED, fused=True, fp8=True, why="room between rows stays as it was"),
-    WriteCase(id="latent", latent=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
-    WriteCase(
-        id="latent-fused", latent=True, heads=1, dim=512, dim_v=64, fused=True, tokens=40, why="others lie between rows"
+        "latent-fused", latent=True, heads=1, dim=512, dim_v=64, fused=True, tokens=40, why="others lie between rows"
     ),
     WriteCase(
-        id="latent-fp8",
-        latent=True,
-        heads=1,
-        dim=512,
-        dim_v=64,
-        fp8=True,
-        layout=Layout.PADDED,
-        why="MLA's row in e4m3",
+        "latent-fp8", latent=True, heads=1, dim=512, dim_v=64, fp8=True, layout=Layout.PADDED, why="MLA's row in e4m3"
     ),
+    WriteCase("real-prefill", tier="gpu", tokens=4096, pages=600, heads=8, dim=128, dim_v=128, why="a prompt's keys"),
     WriteCase(
-        id="real-prefill", tier="gpu", tokens=4096, pages=600, heads=8, dim=128, dim_v=128, why="a prompt's keys"
-    ),
-    WriteCase(
-        id="real-fp8",
+        "real-fp8",
         tier="gpu",
         tokens=4096,
         pages=600,
