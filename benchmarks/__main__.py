@@ -20,7 +20,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         dest="sources",
         default=[],
         action="append",
-        help="make the page from the JSON of an earlier run; may be repeated",
+        help="make the page or the held-out rows' summary from the JSON of an earlier run; may be repeated",
     )
     parser.add_argument("--rows", help="regular expression for row ids, in any group (default: the group table)")
     parser.add_argument("--peers", help="comma-separated names, all, or none")
@@ -36,6 +36,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--held-out", action="store_true", help="rows that nothing is tuned for; what is slower than a peer first"
     )
+    parser.add_argument("--commit", help="commit of the code, if it is not in a git checkout")
     parser.add_argument("--limit-seconds", type=float, help="start no row after so many seconds")
     parser.add_argument("--list", action="store_true", dest="only_list", help="print rows and providers, run nothing")
     return parser.parse_args(arguments)

@@ -27,7 +27,8 @@ class Options:
     Attributes:
         report_path: the HTML page with charts to write. With it, the default rows also include the sweeps and the
             smallest rows.
-        sources: `json_path` files of earlier runs. The page is made from them, and nothing is measured.
+        sources: `json_path` files of earlier runs. The page, or the summary of held-out rows, is made from them, and
+            nothing is measured.
         rows: a regular expression that selects rows of any group by id; by default the rows of the group `table`.
         peers: comma-separated names, `all` or `none`; by default the peers that compile nothing of their own.
         kernels: comma-separated names of this package's kernels, each a column; by default what dispatch chooses.
@@ -37,6 +38,7 @@ class Options:
         flush: overwrite the last-level cache before each replay.
         held_out: measure the held-out rows instead of the operators' own; without operators, those of all.
         limit_seconds: start no row after so many seconds. Every operator gets a share of them.
+        commit: of the code, if it is not in a git checkout.
         only_list: print the rows and providers, and measure nothing.
         device: `cuda`; or `cpu`, whose times say nothing about a GPU.
     """
@@ -53,6 +55,7 @@ class Options:
     seed: int = 0
     held_out: bool = False
     limit_seconds: float | None = None
+    commit: str | None = None
     only_list: bool = False
     device: str = "cuda"
 
@@ -155,11 +158,6 @@ def main(
     names = [op] if isinstance(op, str) else list(op)
     try:
         check_options(names, known, options)
-        if options.report_path is not None and options.sources:
-            records = [record for source in options.sources for record in measured.read(source)]
-            kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
-            write_page(kept, options.report_path, console)
-            return 0
         if options.held_out and not names:
             names = list(held_out.PEERS)
         chosen = [known[name] for name in names or known]
@@ -167,6 +165,11 @@ def main(
         selections = [selection for operator in chosen if (selection := select_columns(operator, options)).cases]
         if not selections:
             raise ValueError(f"no row of {', '.join(names or known)} matches {options.rows!r}")
+        if options.sources:
+            records = [record for source in options.sources for record in measured.read(source)]
+            kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
+            show_results(kept, selections, options, console)
+            return 0
         if options.only_list:
             for selection in selections:
                 selection.print(console)
@@ -187,7 +190,7 @@ def measure_all(
 ) -> int:
     """Measures all selections and writes the page if one is asked for; returns the exit status."""
     until = None if options.limit_seconds is None else time.monotonic() + options.limit_seconds
-    gathered = facts.gather(device)
+    gathered = facts.gather(device, options.commit)
     names = ("page_size", "seconds", "flush", "held_out", "limit_seconds")
     lines.write({"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}})
     settings = runner.Settings(
@@ -206,14 +209,24 @@ def measure_all(
         failed |= selection.failed(lines) or ended is not None
         if ended is not None:
             break
-    if options.held_out:
-        report.say(console, report.machine("held-out rows on " + gathered["device"], gathered))
-        listed = {selection.operator.name: selection.cases for selection in selections}
-        for line in summary.lines(listed, [entry for entry in lines.entries if entry["kind"] == "row"]):
-            report.say(console, line)
-    if options.report_path is not None:
-        write_page(lines.entries, options.report_path, console)
+    show_results(lines.entries, selections, options, console)
     return 1 if failed else 0
+
+
+def show_results(
+    records: Sequence[measured.Record], selections: Sequence["Selection"], options: Options, console: Console
+) -> None:
+    """Prints the summary of held-out rows and writes the page, as far as they are asked for."""
+    if options.held_out:
+        listed = {selection.operator.name: selection.cases for selection in selections}
+        environments, sections = measured.gather(records)
+        for environment in {str(one["device"]): one for one in environments}.values():
+            rows = [row for one in sections if one.device == environment["device"] for row in one.rows.values()]
+            report.say(console, report.machine(f"held-out rows on {environment['device']}", environment))
+            for line in summary.lines(listed, rows):
+                report.say(console, line)
+    if options.report_path is not None:
+        write_page(records, options.report_path, console)
 
 
 def share_of(selections: Sequence["Selection"], until: float | None) -> float | None:
@@ -263,8 +276,8 @@ def check_options(names: Sequence[str], known: Mapping[str, Any], options: Optio
         raise ValueError(f"{', '.join(without)} has no held-out rows: choose from {', '.join(held_out.PEERS)}")
     if not names and options.report_path is None and not options.only_list and not options.held_out:
         raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
-    if options.sources and options.report_path is None:
-        raise ValueError("--from needs --report: name the page to make from these files")
+    if options.sources and options.report_path is None and not options.held_out:
+        raise ValueError("--from needs --report or --held-out: say what to make from these files")
     if options.report_path is not None and importlib.util.find_spec("plotly") is None:
         raise ValueError("a report needs plotly: pip install 'dsl-backend[bench]'")
 

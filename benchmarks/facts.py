@@ -45,14 +45,18 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip().partition("\n")[0] or None
 
 
-def gather(device: torch.device) -> dict[str, Any]:
-    """The facts of this machine, ready for JSON."""
+def gather(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """The facts of this machine, ready for JSON.
+
+    Args:
+        commit: of the code, if it is not in a git checkout.
+    """
     here = str(pathlib.Path(__file__).resolve().parent)
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(device),
         "python": platform.python_version(),
-        "commit": output_of("git", "-C", here, "rev-parse", "HEAD"),
+        "commit": commit or output_of("git", "-C", here, "rev-parse", "HEAD"),
         "modified": bool(output_of("git", "-C", here, "status", "--porcelain", "--untracked-files=no")),
         "versions": {package: version(package) for package in PACKAGES},
         "torch_cuda": torch.version.cuda,

@@ -186,9 +186,10 @@ def print_problems(console: Console, rows: Sequence[Row], ended: str | None) -> 
 
 
 def machine(title: str, gathered: Mapping[str, Any]) -> str:
-    """A title with the driver, the versions and the date of a run."""
+    """A title with the commit, the driver, the versions and the date of a run."""
     versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
-    return f"{title}; driver {gathered.get('driver')}; {versions}; {gathered['date']}"
+    commit = str(gathered.get("commit") or "unknown")[:9] + ("+" if gathered.get("modified") else "")
+    return f"{title}; commit {commit}; driver {gathered.get('driver')}; {versions}; {gathered['date']}"
 
 
 def print_final(

@@ -116,6 +116,7 @@ def bench(
         typer.Option("--held-out", help="Rows that nothing is tuned for; prints what is slower than a peer first."),
     ] = False,
     limit_seconds: Annotated[float | None, typer.Option(min=0.0, help="Start no row after so many seconds.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of the code, if it is not in a git checkout.")] = None,
     only_list: Annotated[
         bool,
         typer.Option("--list", help="Print the rows and peers, of all operations where none is named; run nothing."),
@@ -134,6 +135,7 @@ def bench(
         flush=flush,
         held_out=held_out,
         limit_seconds=limit_seconds,
+        commit=commit,
         only_list=only_list,
         device=device,
     )

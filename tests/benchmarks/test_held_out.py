@@ -8,6 +8,7 @@ import pathlib
 import time
 from typing import Any
 
+import example_rows
 import pytest
 import torch
 from rich.console import Console
@@ -141,9 +142,10 @@ def bench(path: pathlib.Path | None = None, op: tuple[str, ...] = ("softmax",), 
 def test_a_run(tmp_path: pathlib.Path) -> None:
     """Every provider of both rows is launched once by another process, then timed by this one."""
     path = tmp_path / "rows.jsonl"
-    status, text = bench(path)
+    status, text = bench(path, commit="abc")
     environment, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert (environment["held_out"], environment["limit_seconds"]) == (True, None)
+    assert environment["commit"] == "abc"
     assert [(row["operator"], row["id"]) for row in rows] == [
         ("softmax", "random-07-4x336"),
         ("softmax", "random-20-6x864"),
@@ -152,6 +154,18 @@ def test_a_run(tmp_path: pathlib.Path) -> None:
     assert ": 4 of 4 launches ran\n" in text
     assert "softmax random     2 of 2 rows, geometric mean " in text
     assert text.index("Slower than the best peer: ") < text.index("The best peer's time divided by dsl's")
+
+
+def test_the_summary_is_made_again_from_a_file(tmp_path: pathlib.Path) -> None:
+    """Of a run that did not finish, too; nothing is measured."""
+    path = tmp_path / "rows.jsonl"
+    measured = row("softmax", "07-4x336", dsl=10.0, quack=5.0)
+    path.write_text("".join(json.dumps(one) + "\n" for one in (example_rows.environment(), measured)))
+    status, text = bench(sources=[path], device="cuda")
+    assert status == 0
+    assert text.splitlines()[0].startswith("held-out rows on NVIDIA H200; commit 012345678; driver 580.1; torch 2.11.0")
+    assert " 0.50x  softmax random-07-4x336: 10.00 us, quack 5.00 us\n" in text
+    assert "softmax: 1 rows were not measured in time: random-20-6x864 to random-20-6x864" in text
 
 
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> list[compile_ahead.Task]:
