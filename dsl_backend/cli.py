@@ -206,13 +206,7 @@ def tune(
     found = importlib.import_module(f"{benchmarks().__name__}.tune")
     attempt(
         lambda: found.main(
-            family,
-            classes,
-            json,
-            model=model,
-            tensor_parallel=tensor_parallel,
-            seconds=seconds,
-            only_list=only_list,
+            family, classes, json, model=model, tensor_parallel=tensor_parallel, seconds=seconds, only_list=only_list
         )
     )
 

@@ -372,11 +372,7 @@ def examine(arch: str | None = None, additional: str | None = None) -> Report:
 
 
 def examined(arch: str | None, problems: list[Problem]) -> Report:
-    """The report.
-
-    Args:
-        problems: problems that were found before, which the report lists too.
-    """
+    """The report, which also lists `problems` that were found before."""
     target = target_of(arch, problems)
     plugin = plugin_report()
     known = families.load_all()

@@ -39,11 +39,7 @@ class Variable(Generic[T]):
     meaning: str
 
     def read(self) -> T:
-        """The current value.
-
-        Raises:
-            InvalidInput: the text is not accepted.
-        """
+        """The current value. Raises InvalidInput: the text is not accepted."""
         text = os.environ.get(self.name, "")
         if not text:
             return self.default
@@ -104,11 +100,7 @@ TUNED_CONFIGS = Variable[pathlib.Path | None](
     "Prefer the tuned configurations in this file, as `dsl-backend tune` writes it.",
 )
 SAMPLER = Variable(
-    "DSL_BACKEND_SAMPLER",
-    True,
-    switch,
-    "0 or 1",
-    "Sample tokens with dsl kernels if vLLM's attention backend is dsl.",
+    "DSL_BACKEND_SAMPLER", True, switch, "0 or 1", "Sample tokens with dsl kernels if vLLM's attention backend is dsl."
 )
 LINEAR = Variable(
     "DSL_BACKEND_LINEAR",

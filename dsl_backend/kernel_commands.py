@@ -136,11 +136,7 @@ def facts_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def opened() -> cache.DiskCache | None:
-    """The existing cache; None if there is none.
-
-    Raises:
-        InvalidInput: it is not private.
-    """
+    """The existing cache; None if there is none. Raises InvalidInput: it is not private."""
     try:
         return cache.existing()
     except cache.Rejected as reason:

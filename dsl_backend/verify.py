@@ -172,11 +172,7 @@ class Screen:
 
 
 def usable(options: Options) -> Report:
-    """Checks the options against this machine; returns the doctor's report.
-
-    Raises:
-        InvalidInput: an option is not valid, or there is no GPU.
-    """
+    """Checks the options against this machine; returns the doctor's report. Raises InvalidInput: one is not valid."""
     if options.device not in ("cuda", "cpu"):
         raise InvalidInput(f"device {options.device!r} is not accepted: use cuda, or cpu")
     if options.device == "cpu":
@@ -200,11 +196,7 @@ def usable(options: Options) -> Report:
 
 
 def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> list[Tally]:
-    """An empty tally for each kernel of each family in the doctor's report.
-
-    Args:
-        kernels: the names of the kernels to include; empty for all.
-    """
+    """An empty tally for each kernel of each family in the doctor's report; of `kernels` alone if any are named."""
     made = []
     for name in families:
         operations = [

@@ -45,13 +45,7 @@ class Planner:
         Unsupported: no kernel serves the spec on the target.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        workspace: Workspace,
-        kernel: str | None = None,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, kernel: str | None = None) -> None:
         checks.instance("spec", spec, AttentionSpec)
         checks.instance("target", target, Target)
         checks.instance("workspace", workspace, Workspace)
@@ -92,10 +86,7 @@ class Planner:
         limit = self.short[2].max_query_len_served()
         if limit is None or batch.max_query_len <= limit:
             return AttentionPlan(self.spec, batch, (self.part(self.short, batch, 0, batch.max_query_len),), self)
-        parts = (
-            self.part(self.long, batch, limit + 1, batch.max_query_len),
-            self.part(self.short, batch, 0, limit),
-        )
+        parts = (self.part(self.long, batch, limit + 1, batch.max_query_len), self.part(self.short, batch, 0, limit))
         return AttentionPlan(self.spec, batch, parts, self)
 
     def for_unaligned(self, error: Misaligned) -> "Planner":

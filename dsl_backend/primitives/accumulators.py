@@ -70,9 +70,7 @@ def cvt_f16x2(low: cutlass.Float32, high: cutlass.Float32, dtype: cutlass.Conste
     """
     name = cutlass.const_expr("bf16x2" if dtype is cutlass.BFloat16 else "f16x2")
     return cute.arch.inline_ptx(
-        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[cutlass.Int32],
-        read_only_args=[low, high],
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[cutlass.Int32], read_only_args=[low, high]
     )
 
 

@@ -16,11 +16,7 @@ PAIR_BYTES = 8
 
 
 def warp_reduce(state: MaxSum, lanes: int) -> MaxSum:
-    """Reduce over aligned groups of lanes. All lanes of the warp call it.
-
-    Args:
-        lanes: of a group; a power of two up to 32.
-    """
+    """Reduce over aligned groups of lanes, a power of two up to 32. All lanes of the warp call it."""
     if lanes == 1:
         return state
     maximum = cute.arch.warp_reduction(state.maximum, cute.arch.fmax, threads_in_group=lanes)

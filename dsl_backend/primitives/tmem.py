@@ -25,11 +25,7 @@ def split_columns(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def load(
-    base: cute.Pointer,
-    first: cutlass.Int32 | int,
-    registers: cute.Tensor,
-    thread: cutlass.Int32,
-    most: int = 32,
+    base: cute.Pointer, first: cutlass.Int32 | int, registers: cute.Tensor, thread: cutlass.Int32, most: int = 32
 ) -> None:
     """Load columns from `first` on of the thread's lane into registers [count]. In flight until the caller waits."""
     for start, width in split_columns(cute.size(registers), most):
@@ -57,11 +53,7 @@ def load_rows(base: cute.Pointer, first: cutlass.Int32 | int, registers: cute.Te
 
 
 def store(
-    registers: cute.Tensor,
-    base: cute.Pointer,
-    first: cutlass.Int32 | int,
-    thread: cutlass.Int32,
-    most: int = 32,
+    registers: cute.Tensor, base: cute.Pointer, first: cutlass.Int32 | int, thread: cutlass.Int32, most: int = 32
 ) -> None:
     """Store registers [count] into columns from `first` on of the thread's lane. In flight until the caller waits."""
     for start, width in split_columns(cute.size(registers), most):

@@ -394,11 +394,7 @@ def size_of(path: Path) -> int:
 
 
 def read(path: Path, descriptor: int) -> tuple[Entry, bytes]:
-    """The entry of an open file, and its object file.
-
-    Raises:
-        Rejected: it is not the file of this user, not whole, or not what was written.
-    """
+    """The entry of an open file, and its object file. Raises Rejected: it is another user's, cut off, or changed."""
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid():
         raise Rejected(f"it belongs to user {found.st_uid}")
@@ -425,11 +421,7 @@ def read(path: Path, descriptor: int) -> tuple[Entry, bytes]:
 
 
 def existing() -> DiskCache | None:
-    """The cache as it is; None where there is none yet.
-
-    Raises:
-        Rejected: the folder is not private, or cannot be looked at.
-    """
+    """The cache; None where there is none yet. Raises Rejected: the folder is not private, or cannot be looked at."""
     path = folder()
     try:
         require_private(path)
@@ -441,11 +433,7 @@ def existing() -> DiskCache | None:
 
 
 def open_cache() -> DiskCache:
-    """The cache, made where there is none.
-
-    Raises:
-        Rejected: it is switched off, or cannot be made, or is not private.
-    """
+    """The cache, made where there is none. Raises Rejected: it is switched off, cannot be made, or is not private."""
     if not envs.CACHE.read():
         raise Rejected(f"{envs.CACHE.name} switches it off")
     path = folder()

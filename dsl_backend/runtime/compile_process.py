@@ -39,11 +39,7 @@ class Result(enum.Enum):
 
 
 class CompileProcess:
-    """The parent's side. A thread that starts one must outlive it.
-
-    Raises:
-        OSError: no process can be started.
-    """
+    """The parent's side. A thread that starts one must outlive it. Raises OSError: no process can be started."""
 
     def __init__(self) -> None:
         code = CODE.format(path=sys.path, parent=os.getpid())

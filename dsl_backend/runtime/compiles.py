@@ -88,13 +88,7 @@ class Compiles:
         return self.count(Source.DISK, Phase.SERVING)
 
     def record(
-        self,
-        kernel: str,
-        digest: str,
-        source: Source,
-        seconds: float,
-        size_bytes: int,
-        unkept: str | None = None,
+        self, kernel: str, digest: str, source: Source, seconds: float, size_bytes: int, unkept: str | None = None
     ) -> Event:
         """Add an event; one that makes requests wait is logged as a warning."""
         event = Event(kernel, digest, source, self.phase, seconds, size_bytes, unkept)

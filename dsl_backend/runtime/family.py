@@ -77,11 +77,7 @@ class Family:
 
 
 def load(name: str) -> Family:
-    """The family of a name.
-
-    Raises:
-        InvalidInput: there is none.
-    """
+    """The family of a name. Raises InvalidInput: there is none."""
     if name not in NAMES:
         raise InvalidInput(f"family {name!r} is not one of {', '.join(NAMES)}")
     family: Family = importlib.import_module(f"dsl_backend.{name}.family").FAMILY
@@ -93,11 +89,7 @@ def load_all() -> tuple[Family, ...]:
 
 
 def chosen(only: Sequence[str] = ()) -> list[Family]:
-    """The families of these names; all where none are given.
-
-    Raises:
-        InvalidInput: there is no such family.
-    """
+    """The families of these names; all where none are given. Raises InvalidInput: there is no such family."""
     known = {family.name: family for family in load_all()}
     unknown = [name for name in only if name not in known]
     if unknown:

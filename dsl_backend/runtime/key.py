@@ -193,11 +193,7 @@ def is_ours(module: str) -> bool:
 
 
 def existing(module: str) -> Path:
-    """The file of a module of this package.
-
-    Raises:
-        InvalidInput: there is none.
-    """
+    """The file of a module of this package. Raises InvalidInput: there is none."""
     file = file_of(module)
     if file is None:
         raise InvalidInput(f"kernels of {module} cannot be compiled: it has no source file")
@@ -212,11 +208,7 @@ def file_of(module: str) -> Path | None:
 
 
 def files_of_root(root: str) -> dict[str, Path]:
-    """Name -> file, for all of another package, or for a module of its own.
-
-    Raises:
-        InvalidInput: it has no file.
-    """
+    """Name -> file, for all of another package, or for a module. Raises InvalidInput: it has no file."""
     module = sys.modules.get(root) or importlib.import_module(root)
     file = getattr(module, "__file__", None)
     if file is None:

@@ -104,11 +104,7 @@ def run(todo: Sequence[PrecompileSpec], jobs: int | None = None) -> Iterator[Out
 
 
 class Pool:
-    """Processes that compile specs.
-
-    Args:
-        jobs: how many at most; each is started when there is a spec for it.
-    """
+    """Processes that compile specs: at most `jobs`, each started when there is a spec for it."""
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs

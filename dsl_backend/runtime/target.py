@@ -44,11 +44,7 @@ class Target:
         return self.sm_count - self.spare_sms
 
     def sparing(self, sms: int) -> "Target":
-        """The same device, with this number of SMs left free for other kernels.
-
-        Raises:
-            InvalidInput: none would be left for it.
-        """
+        """The same device, with so many SMs left free for other kernels. Raises InvalidInput: none would be left."""
         most = max(self.sm_count - 1, 0)
         sms = checks.integer("spare_sms", sms, -checks.MOST)
         if not 0 <= sms <= most:
@@ -86,11 +82,7 @@ class Target:
         return [f"{OTHER_GPUS}{', '.join(served)}, this is {self.arch}{note}"]
 
     def by_kernel_arch(self, choices: Mapping[str, Chosen]) -> Chosen:
-        """The choice for the CuTe DSL kernels that serve the target.
-
-        Raises:
-            InvalidInput: none of the choices is for them.
-        """
+        """The choice for the CuTe DSL kernels that serve the target. Raises InvalidInput: none is for them."""
         if self.kernel_arch is None or self.kernel_arch not in choices:
             raise InvalidInput("; ".join(self.arch_objections(*choices)))
         return choices[self.kernel_arch]
@@ -155,11 +147,7 @@ def of_capability(capability: tuple[int, int]) -> Target:
 
 
 def cuda_index(device: torch.device) -> int:
-    """The index of a CUDA device; of the current one if it has none.
-
-    Raises:
-        InvalidInput: this torch, or this machine, has no such device.
-    """
+    """The index of a CUDA device; of the current one if it has none. Raises InvalidInput: no such device is here."""
     index: int | None = device.index
     if index is not None:
         return index

@@ -52,11 +52,7 @@ def missing() -> list[str]:
 
 
 def require() -> None:
-    """Raise an error if CuTe DSL is missing.
-
-    Raises:
-        InvalidInput: it or TVM-FFI is not installed.
-    """
+    """Raise InvalidInput if CuTe DSL or TVM-FFI is not installed."""
     if missing():
         raise InvalidInput("; ".join(missing()))
 
@@ -140,11 +136,7 @@ def exported(function: Any) -> bytes:
 
 
 def loaded(descriptor: int) -> Callable[..., Any]:
-    """The function of an open object file.
-
-    Raises:
-        Exception: of CuTe DSL, of many types, if it is not an object file.
-    """
+    """The function of an open object file. Raises many types of CuTe DSL's errors if it is not an object file."""
     from cutlass import cute
 
     # By descriptor, so that the file that was checked is the one that is loaded.

@@ -85,11 +85,7 @@ class CapturedFlags:
             self._rows = torch.zeros(CAPTURED_STREAMS, count, dtype=torch.int32, device=self.device)
 
     def of(self, row: int, count: int) -> torch.Tensor:
-        """[at least count] int32 of a stream.
-
-        Raises:
-            InvalidInput: the buffer is too small, or there are more streams than rows.
-        """
+        """[at least count] int32 of a stream. Raises InvalidInput: too small, or more streams than rows."""
         if row >= CAPTURED_STREAMS:
             raise InvalidInput(f"launches were captured on {row + 1} streams: {CAPTURED_STREAMS} are the most")
         if self._rows.shape[1] < count:
@@ -103,11 +99,7 @@ class CapturedFlags:
 
 
 class CapturedWorkspace(Workspace):
-    """Scratch of launches that are captured on one stream.
-
-    Args:
-        flags: of all such streams. row: the index of this stream.
-    """
+    """Scratch of launches that are captured on one stream, whose row in `flags` of all such streams is `row`."""
 
     def __init__(self, device: torch.device, flags: CapturedFlags, row: int) -> None:
         super().__init__(device)

@@ -77,11 +77,7 @@ class RowConfig:
         return elements * spec.dtype.itemsize // 4 + 32 if self.recompute else elements + 16
 
     def objections(self, spec: SoftmaxSpec, smem_bytes: int) -> list[str]:
-        """Why this configuration does not serve a problem; empty if it does.
-
-        Args:
-            smem_bytes: that a CTA may have.
-        """
+        """Why this configuration does not serve a problem where a CTA may have `smem_bytes`; empty if it does."""
         reasons = []
         widest = ACCESS_BYTES // max(spec.dtype.itemsize, spec.out_dtype.itemsize)
         if spec.vector % self.vector or self.vector > widest:

@@ -25,7 +25,5 @@ FAMILY = Family(
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
     served_by_others=precompile.served_by_others,
-    checks={
-        "softmax": Check("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),)),
-    },
+    checks={"softmax": Check("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),))},
 )

@@ -16,14 +16,7 @@ from dsl_backend.testing.numerics import assert_within_budget
 
 F16, BF16 = torch.float16, torch.bfloat16
 SENTINEL = 77.0
-ACTIVATIONS: tuple[Activation | None, ...] = (
-    None,
-    Swiglu(),
-    SWIGLU_OAI,
-    Geglu(),
-    Geglu(tanh=True),
-    Swiglu(limit=1.0),
-)
+ACTIVATIONS: tuple[Activation | None, ...] = (None, Swiglu(), SWIGLU_OAI, Geglu(), Geglu(tanh=True), Swiglu(limit=1.0))
 
 
 @dataclass(frozen=True, kw_only=True)

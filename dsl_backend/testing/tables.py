@@ -41,11 +41,7 @@ def names(family: str, device: str, *, quick: bool, random: int, seed: int) -> l
 
 
 def find(family: str, name: str, device: str) -> Problem:
-    """A problem by its name.
-
-    Raises:
-        InvalidInput: the family has none of that name.
-    """
+    """A problem by its name. Raises InvalidInput: the family has none of that name."""
     drawn = RANDOM.fullmatch(name)
     if drawn:
         return problem(family, int(drawn[1]), int(drawn[2]), TINY if device == "cpu" else REAL, SPECS)

@@ -429,11 +429,7 @@ def context_chunk(chunk: Any, prefill: Any) -> ContextChunk:
         )
     context = prefill.chunked_context
     return ContextChunk(
-        chunk,
-        prefill.query_start_loc,
-        context.cu_seq_lens[chunk],
-        prefill.max_query_len,
-        context.max_seq_lens[chunk],
+        chunk, prefill.query_start_loc, context.cu_seq_lens[chunk], prefill.max_query_len, context.max_seq_lens[chunk]
     )
 
 

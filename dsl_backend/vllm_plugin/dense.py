@@ -59,11 +59,7 @@ class DSLAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
@@ -198,12 +194,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
     supports_draft_decode_metadata_update: bool = True
 
     def __init__(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-        **_: Any,
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **_: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
@@ -224,10 +215,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             self.planners.prepare_writes(planner.spec)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> DSLMetadata:
         self.planners.begin_step()
         common = common_attn_metadata
@@ -260,10 +248,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         return self.build(0, common)
 
     def update_block_table(
-        self,
-        metadata: DSLMetadata,
-        blk_table: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, metadata: DSLMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> DSLMetadata:
         """The same step for another group of layers, with plans of its own on this builder's planners."""
         other = copy.copy(metadata)
@@ -278,11 +263,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
 
 
 class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
-    """One layer's attention.
-
-    Raises:
-        ValueError: no kernel serves the layer; with every reason.
-    """
+    """One layer's attention. Raises ValueError: no kernel serves the layer; with every reason."""
 
     def __init__(
         self,
@@ -376,12 +357,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         return keys, values
 
     def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Write a step's keys and values to the cache, if the layer has one."""
         if self.packed or kv_cache.numel() == 0 or slot_mapping.numel() == 0:

@@ -40,11 +40,7 @@ class Planners:
             reset_all()
 
     def of(self, spec: AttentionSpec) -> Planner:
-        """The spec's planner.
-
-        Raises:
-            Unsupported: no kernel serves the spec, or not the one asked for.
-        """
+        """The spec's planner. Raises Unsupported: no kernel serves the spec, or not the one asked for."""
         planner = self._of.get(spec)
         if planner is None:
             planner = self._of[spec] = Planner(spec, self.target, self.workspace, self.kernel)
@@ -52,11 +48,7 @@ class Planners:
         return planner
 
     def prepare_writes(self, spec: AttentionSpec) -> None:
-        """Compile the kernel that writes keys and values of the spec to the cache, if it has one.
-
-        Raises:
-            Unsupported: no kernel serves the spec.
-        """
+        """Compile the kernel that writes the spec's keys and values, if any. Raises Unsupported: none serves it."""
         if spec.page_size is not None:
             api.writer(spec, self.device, kernel_for(Operation.WRITE_KV, self.kernel)).prepare()
 

@@ -52,11 +52,7 @@ def current_target() -> Target:
 
 
 def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values in a cache of vLLM's `--kv-cache-dtype`.
-
-    Raises:
-        ValueError: no kernel serves it.
-    """
+    """The dtype of a cache of vLLM's `--kv-cache-dtype`. Raises ValueError: no kernel serves it."""
     if kv_cache_dtype in (None, "auto"):
         return dtype
     if kv_cache_dtype not in KV_DTYPES:
@@ -113,12 +109,7 @@ def page_size_unit(target: Target) -> int:
 
 
 def configuration_reasons(
-    *,
-    generic: list[str],
-    head_dims: tuple[int, int],
-    latent: bool,
-    selection: Mapping[str, Any],
-    kernel: str | None,
+    *, generic: list[str], head_dims: tuple[int, int], latent: bool, selection: Mapping[str, Any], kernel: str | None
 ) -> list[str]:
     """Every reason against what vLLM's selection asks for.
 

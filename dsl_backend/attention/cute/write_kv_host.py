@@ -47,12 +47,7 @@ def key_of(spec: AttentionSpec) -> WriteKey:
     dim, dim_v = spec.written_dims
     assert spec.page_size is not None
     return WriteKey(
-        dtype=short(spec.dtype),
-        kv=spec.kv,
-        heads=spec.heads_kv,
-        dim=dim,
-        dim_v=dim_v,
-        page_size=spec.page_size,
+        dtype=short(spec.dtype), kv=spec.kv, heads=spec.heads_kv, dim=dim, dim_v=dim_v, page_size=spec.page_size
     )
 
 

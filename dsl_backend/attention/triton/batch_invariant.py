@@ -246,15 +246,7 @@ def load_partial(partial, row, ROWS, LAYER):
 
 
 @triton.jit(do_not_specialize=[*SCALE_STRIDES, "rows_of_partial"])
-def combine_kernel(
-    outputs,
-    score_mod,
-    v_scale_stride,
-    scratch,
-    rows_of_partial,
-    LAYER,
-    SPLITS,
-):
+def combine_kernel(outputs, score_mod, v_scale_stride, scratch, rows_of_partial, LAYER, SPLITS):
     """Combine the splits of each row that has several work tiles, as a program does that processes a row tile whole."""
     if SPLITS.overlap:
         # Before any exit: a kernel that ends early would let the next one start beside the first.
@@ -281,11 +273,7 @@ class BatchInvariant:
     """Batch-invariant attention of one layer spec, for queries of any length; see the module."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        workspace: Workspace,
-        config: BatchInvariantConfig | None = None,
+        self, spec: AttentionSpec, target: Target, workspace: Workspace, config: BatchInvariantConfig | None = None
     ) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or BatchInvariantConfig.default(spec, target)

@@ -38,16 +38,7 @@ def query_tiles(request, inside, step, LAYER, TILES):
 
 @triton.jit(do_not_specialize=[*STEP_ARGUMENTS, *SCALE_STRIDES])
 def prefill_kernel(
-    tensors,
-    requests,
-    score_mod,
-    k_scale_stride,
-    v_scale_stride,
-    num_requests,
-    min_seqlen_q,
-    max_seqlen_q,
-    LAYER,
-    TILES,
+    tensors, requests, score_mod, k_scale_stride, v_scale_stride, num_requests, min_seqlen_q, max_seqlen_q, LAYER, TILES
 ):
     HEADS: tl.constexpr = LAYER.heads_kv * LAYER.group
     step = Step(requests, num_requests, min_seqlen_q, max_seqlen_q)
@@ -76,11 +67,7 @@ class Prefill:
     """Attention of long queries for one layer spec; see the module."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        workspace: Workspace,
-        config: PrefillConfig | None = None,
+        self, spec: AttentionSpec, target: Target, workspace: Workspace, config: PrefillConfig | None = None
     ) -> None:
         self.spec, self.target = spec, target
         self.config = config or PrefillConfig.default(spec, target)

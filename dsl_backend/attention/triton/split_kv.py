@@ -123,15 +123,7 @@ def split_kv_kernel(
 
 @triton.jit(do_not_specialize=SCALE_STRIDES)
 def combine_kernel(
-    outputs,
-    score_mod,
-    v_scale_stride,
-    scratch,
-    LAYER,
-    TILES,
-    SPLITS,
-    COLUMNS: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
+    outputs, score_mod, v_scale_stride, scratch, LAYER, TILES, SPLITS, COLUMNS: tl.constexpr, AT_A_TIME: tl.constexpr
 ):
     """Combine the splits of the row tile whose range program program_id(0) of the first kernel began, if it was split.
 
@@ -188,11 +180,7 @@ class SplitKV:
     """Split-KV attention of one layer spec; see the module."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        workspace: Workspace,
-        config: SplitKVConfig | None = None,
+        self, spec: AttentionSpec, target: Target, workspace: Workspace, config: SplitKVConfig | None = None
     ) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self._config = config

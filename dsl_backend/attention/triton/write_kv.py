@@ -71,17 +71,7 @@ def cached_row(cache, page, token, head):
 # A cache's number of pages is no reason for a kernel of its own.
 @triton.jit(do_not_specialize=["pages", *SCALE_STRIDES])
 def write_kv_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    k_scale_stride,
-    v_scale_stride,
-    pages,
-    LAYOUT,
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, k_scale_stride, v_scale_stride, pages, LAYOUT
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -95,11 +95,7 @@ def match(parent: nn.Module, activation: str, owners: Counter[int], target: Targ
 
 
 def spec_of(layer: Any, activation: Any, interleaved: bool) -> LinearSpec:
-    """The spec of a projection and its activation, with this rank's sizes.
-
-    Raises:
-        InvalidInput: its dtype or its size is not one of any kernel.
-    """
+    """The spec of a projection and its activation, on this rank. Raises InvalidInput: no kernel has such a layer."""
     from vllm import envs as theirs
 
     rows, k = layer.weight.shape
