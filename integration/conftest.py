@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return written[name]
 
     return write
+
+
+def parameters(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The parameters of the selected tests in the file of a fixture's user, so that it starts no engine for others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params if hasattr(item, "callspec") else {} for item in items]
 
 
 @pytest.hookimpl(wrapper=True)

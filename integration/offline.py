@@ -52,6 +52,9 @@ class Job:
         engine: further arguments of vllm.LLM.
         sampling: further arguments of each prompt's vllm.SamplingParams; greedy by default.
         environment: further variables.
+        before: prompts that are answered first, in a batch of their own, and not reported.
+        sleep: whether the engine sleeps and wakes up before it answers `prompts`.
+        patches: functions as `module:name` that are called in the engine's process before it starts.
     """
 
     model: str
@@ -62,6 +65,9 @@ class Job:
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: tuple[dict[str, Any], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    before: tuple[tuple[int, ...], ...] = ()
+    sleep: bool = False
+    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,14 @@ class Answer:
         prompt_best: the log-probability of the likeliest token at the same positions.
         tokens: generated ids.
         logprobs: for each generated token, id -> log-probability of the likeliest few.
+        cached_tokens: tokens of the prompt whose keys and values were cached.
     """
 
     prompt_logprobs: list[float]
     prompt_best: list[float]
     tokens: list[int]
     logprobs: list[dict[int, float]]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,11 @@ class Outcome:
         return self.given
 
 
-def run(jobs: Sequence[Job]) -> list[Outcome]:
+def run(jobs: Sequence[Job], **variables: str) -> list[Outcome]:
     """The outcome of every job, in order.
+
+    Args:
+        variables: environment variables that vLLM's modules read when they are imported; see also Job.environment.
 
     Raises:
         RuntimeError: the process that runs them failed.
@@ -112,7 +123,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
         # Progress is printed here; the output of each engine is kept with its job.
         status = subprocess.run(
             [sys.executable, "-m", "integration.offline", name],
-            env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **variables),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             check=False,
@@ -133,6 +144,7 @@ def outcome(stem: Path) -> Outcome:
             prompt_best=one["prompt_best"],
             tokens=one["tokens"],
             logprobs=[{int(token): value for token, value in step.items()} for step in one["logprobs"]],
+            cached_tokens=one["cached_tokens"],
         )
         for one in json.loads(stem.with_suffix(".json").read_text())
     ]
@@ -160,18 +172,26 @@ def answer(job: Job) -> list[Answer]:
         SamplingParams(**usual | {"prompt_logprobs": 1} | sampling)
         for sampling in job.sampling or [{} for _ in job.prompts]
     ]
+    if job.before:
+        filling = SamplingParams(max_tokens=1, temperature=0)
+        llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.before], filling, use_tqdm=False)
+    if job.sleep:
+        llm.sleep(level=1)
+        llm.wake_up()
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in job.prompts], params, use_tqdm=False)
     answers = []
     for prompt, output in zip(job.prompts, outputs, strict=True):
         completion = output.outputs[0]
         # The first token has no log-probability.
-        steps = [(token, step) for token, step in zip(prompt, output.prompt_logprobs or [], strict=True) if step]
+        asked = output.prompt_logprobs or [None] * len(prompt)
+        steps = [(token, step) for token, step in zip(prompt, asked, strict=True) if step]
         answers.append(
             Answer(
                 prompt_logprobs=[step[token].logprob for token, step in steps],
                 prompt_best=[max(entry.logprob for entry in step.values()) for _, step in steps],
                 tokens=list(completion.token_ids),
                 logprobs=[{t: entry.logprob for t, entry in step.items()} for step in completion.logprobs or []],
+                cached_tokens=output.num_cached_tokens or 0,
             )
         )
     return answers
@@ -189,6 +209,9 @@ def in_fork(stem: Path, job: Job) -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)
     os.environ |= job.environment
+    for patch in job.patches:
+        module, _, name = patch.partition(":")
+        getattr(importlib.import_module(module), name)()
     stem.with_suffix(".json").write_text(json.dumps([asdict(one) for one in answer(job)]))
 
 

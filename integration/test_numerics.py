@@ -13,7 +13,7 @@ import pytest
 
 from integration import offline
 from integration.compare import ROUNDING, VISIBLE, generated_errors, prompt_errors, prompts, rms
-from integration.conftest import Checkpoint
+from integration.conftest import Checkpoint, parameters
 from integration.environment import device
 from integration.models import MODELS, Model
 from integration.offline import Job, Outcome
@@ -56,6 +56,7 @@ class Setting:
 
     Attributes:
         also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
+        sleep: the engine answers all prompts, sleeps and wakes up before it answers them again.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Setting:
     dtypes: tuple[str, ...] = device().dtypes
     also_theirs: bool = False
     cuda_only: bool = False
+    sleep: bool = False
     why: str
 
     @property
@@ -121,7 +123,16 @@ SETTINGS = (
         cuda_only=True,
         why="graphs of whole steps, prompts among them",
     ),
+    Setting(
+        id="sleep",
+        engine={"enforce_eager": False, "enable_sleep_mode": True},
+        cases=("llama", "deepseek_v2"),
+        cuda_only=True,
+        sleep=True,
+        why="weights, cache and the kernels' counters are unmapped and mapped again, under graphs",
+    ),
 )
+PLAIN = SETTINGS[0]
 
 
 def comparisons() -> list[tuple[Case, Setting, str]]:
@@ -139,25 +150,41 @@ Results = dict[tuple[str, ...], Outcome]
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint: Checkpoint) -> Results:
-    """Every engine's outcome: (case, "truth" | "without"), (case, setting, dtype, "theirs" | "dsl")."""
+def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Results:
+    """The outcomes that the selected tests need.
+
+    By (case, "truth" | "without") and (case, setting, dtype, "theirs" | "dsl").
+    """
     here = device()
     jobs: dict[tuple[str, ...], Job] = {}
 
-    def add(key: tuple[str, ...], folder: str, backend: str, dtype: str, engine: dict[str, Any]) -> None:
-        jobs[key] = Job(model=folder, backend=backend, dtype=dtype, prompts=prompts(), engine=engine)
+    def add(key: tuple[str, ...], folder: str, backend: str, dtype: str, setting: Setting = PLAIN) -> None:
+        before = prompts() if setting.sleep else ()
+        jobs[key] = Job(
+            model=folder,
+            backend=backend,
+            dtype=dtype,
+            prompts=prompts(),
+            engine=setting.engine,
+            before=before,
+            sleep=setting.sleep,
+        )
 
-    for case in CASES:
-        truth, truth_dtype = here.mla_truth if case.mla else here.dense_truth
-        without = str(checkpoint(f"{case.id}-without", case.without(case.model)))
-        add((case.id, "without"), without, truth, truth_dtype, {})
-        add((case.id, "truth"), str(checkpoint(case.id, case.model)), truth, truth_dtype, {})
-    for case, setting, dtype in comparisons():
+    for chosen in parameters(request):
+        case = chosen["case"]
         folder = str(checkpoint(case.id, case.model))
-        add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting.engine)
-        if setting.also_theirs and dtype != "float32" and setting.has_peer:
+        truth, truth_dtype = here.mla_truth if case.mla else here.dense_truth
+        add((case.id, "truth"), folder, truth, truth_dtype)
+        if "setting" not in chosen:
+            without = str(checkpoint(f"{case.id}-without", case.without(case.model)))
+            add((case.id, "without"), without, truth, truth_dtype)
+            continue
+        setting, dtype = chosen["setting"], chosen["dtype"]
+        add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting)
+        compared = setting if setting.also_theirs else PLAIN
+        if dtype != "float32" and compared.has_peer:
             theirs = {"deepseek_v2": here.mla, "bloom": here.alibi}.get(case.id, here.dense)
-            add((case.id, setting.id, dtype, "theirs"), folder, theirs, dtype, setting.engine)
+            add((case.id, compared.id, dtype, "theirs"), folder, theirs, dtype, compared)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
@@ -185,7 +212,7 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
         return
     if not setting.has_peer:
         pytest.skip(f"vLLM's {device().dense} cannot run with {setting.engine} on this machine")
-    theirs = results[case.id, setting.id if setting.also_theirs else "plain", dtype, "theirs"].answers
+    theirs = results[case.id, setting.id if setting.also_theirs else PLAIN.id, dtype, "theirs"].answers
     their_errors, our_errors = prompt_errors(theirs, truth), prompt_errors(ours, truth)
     assert rms(our_errors) <= 2 * rms(their_errors)
     tolerance = 2 * max(their_errors)
