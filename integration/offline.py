@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dsl_backend.testing.processes import child_environment
+from benchmarks.processes import child_environment
 from integration.environment import ROOT, device
 
 JOB_S = 300

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsl_backend.testing.processes import child_environment, free_port, stop_group
+from benchmarks.processes import child_environment, free_port, stop_group
 from integration.environment import ROOT, device
 
 START_S = 420

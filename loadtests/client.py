@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsl_backend.testing.processes import ROOT, free_port, stop_group
+from benchmarks.processes import ROOT, free_port, stop_group
 from loadtests import records
 from loadtests.exposure import KEY
 from loadtests.figures import Figures, summarize, window_of

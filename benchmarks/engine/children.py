@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsl_backend.testing.processes import ROOT, child_environment, free_port, stop_group
-
+from ..processes import ROOT, child_environment, free_port, stop_group
 from . import load, models
 from .extension import WorkerFacts, objection
 from .scenarios import Scenario

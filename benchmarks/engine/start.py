@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsl_backend.testing.processes import child_environment, free_port, stop_group
-
+from ..processes import child_environment, free_port, stop_group
 from .children import POLL_S, Settings, ask, cause, serve_command, start
 from .models import SHAPES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from server_stand_in import serving
 
-from dsl_backend.testing.processes import free_port
+from benchmarks.processes import free_port
 from loadtests import compare, remote
 from loadtests.remote import UrlError
 
