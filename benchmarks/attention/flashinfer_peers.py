@@ -4,10 +4,10 @@
 import torch
 
 from ..case import Launch, Limits
-from ..check import BF16_LIMITS
+from ..check import BF16_LIMITS, FP8_LIMITS
 from .inputs import Inputs, pages_of
 from .problems import Problem
-from .vllm_dense import missing
+from .vllm_dense import e4m3_only, missing
 
 WORKSPACE_BYTES = 394 << 20  # vLLM's default
 XQA_PAGES = (16, 32, 64, 128)
@@ -40,17 +40,17 @@ class ByName:
     default = False
 
     def objections(self, problem: Problem) -> list[str]:
-        reasons = missing("flashinfer")
-        if problem.is_fp8_kv:
-            reasons.append("is compared on 16-bit keys only")
-        return reasons
+        return missing("flashinfer")
 
     def limits(self, problem: Problem) -> Limits:
-        return BF16_LIMITS
+        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
 
 
 class Paged(ByName):
-    """FLASHINFER as vLLM uses it: decode on tensor cores in a CUDA graph, and its prefill for longer queries."""
+    """FLASHINFER as vLLM uses it: decode on tensor cores in a CUDA graph, and its prefill for longer queries.
+
+    With fp8 keys the queries stay 16 bits wide, as vLLM has them outside TensorRT-LLM's kernels.
+    """
 
     name = "FLASHINFER"
 
@@ -122,7 +122,7 @@ class XQA(ByName):
     name = "XQA"
 
     def objections(self, problem: Problem) -> list[str]:
-        reasons = super().objections(problem)
+        reasons = super().objections(problem) + e4m3_only(problem)
         if max(problem.q_lens) > 1:
             reasons.append("decodes one query a request without a mask tensor")
         if problem.page_size not in XQA_PAGES:
@@ -158,6 +158,10 @@ class Latent(ByName):
     """FlashInfer's MLA decode, by default FA3's on Hopper."""
 
     name = "FLASHINFER_MLA"
+
+    def objections(self, problem: Problem) -> list[str]:
+        reasons = super().objections(problem)
+        return [*reasons, "has MLA kernels for fp8 keys on SM100 only"] if problem.is_fp8_kv else reasons
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from dsl_backend.attention.spec import Batch
+from dsl_backend.quant.format import is_fp8
 
 from .problems import Problem
 
@@ -63,7 +64,7 @@ def starts_of(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Standard normal values of any dtype. Fp8 is made in slices, because it is rounded from a wider tensor."""
-    if dtype != torch.float8_e4m3fn:
+    if not is_fp8(dtype):
         return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator)
     result = torch.empty(shape, dtype=dtype, device=generator.device)
     step = max(1, shape[0] // 16)
@@ -122,7 +123,7 @@ def split(problem: Problem, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def movable(rows: torch.Tensor) -> torch.Tensor:
     """The same bytes in a dtype that torch can index."""
-    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    return rows.view(torch.uint8) if is_fp8(rows.dtype) else rows
 
 
 def tokens_of(problem: Problem, inputs: Inputs, rows: torch.Tensor, request: int) -> torch.Tensor:

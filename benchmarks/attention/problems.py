@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
+from dsl_backend.quant.format import is_fp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Problem:
 
     @property
     def is_fp8_kv(self) -> bool:
-        return self.kv_dtype == torch.float8_e4m3fn
+        return is_fp8(self.kv_dtype)
 
     @property
     def traffic_bytes(self) -> int:
@@ -158,6 +159,7 @@ def latent(
     kv_lens: Sequence[int],
     *,
     page_size: int = 16,
+    kv_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> Problem:
     """Absorbed MLA with DeepSeek's sizes: all heads share one latent row of 512 and a rope part of 64."""
@@ -170,6 +172,7 @@ def latent(
         kv_lens=tuple(kv_lens),
         page_size=page_size,
         latent=True,
+        kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
         scale=192**-0.5,
     )

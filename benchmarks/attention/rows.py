@@ -10,6 +10,8 @@ from .problems import Problem, WriteProblem, dense, latent, packed
 
 K = 1024
 FP8 = torch.float8_e4m3fn
+# Group -> storage type of keys and values. `--rows fp8` selects both groups.
+FP8_GROUPS = {"fp8": FP8, "fp8-e5m2": torch.float8_e5m2}
 # (batch, keys): one user with short and very long contexts, a few users, many users, and the largest batches.
 DECODE_SHAPES = ((1, 8 * K), (1, 128 * K), (8, 8 * K), (64, 1 * K), (64, 8 * K), (256, 2 * K))
 # (head_dim, query heads, key heads): 8B models, gpt-oss, and one of eight tensor-parallel ranks of a 70B model.
@@ -70,7 +72,7 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
             cases.append(case(f"{heads(*h)}-b{batch}", problem, "ragged"))
     cases += [row((64, 64, 8), b, 8 * K, "window128", window_left=127) for b in (8, 64)]
     cases += [row(main, b, 32 * K, "window4k", window_left=4 * K - 1) for b in (1, 16)]
-    cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in DECODE_SHAPES]
+    cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in DECODE_SHAPES]
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in DECODE_SHAPES]
     cases += [row((512, 16, 2), b, 8 * K, "hd512") for b in (1, 8, 64)]
     cases += [row(main, b, k, f"q{q}", q=q) for q in (1, 2, 4, 8) for b, k in ((8, 8 * K), (64, 4 * K))]
@@ -103,7 +105,7 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
     cases.append(case(f"{heads(*main)}-63x1+2k", mixed, "mixed"))
     cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
     cases += [row((64, 64, 8), *shape, "window128", window_left=127) for shape in PREFILL_SHAPES[1:]]
-    cases += [row(main, *shape, "fp8", kv_dtype=FP8) for shape in PREFILL_SHAPES]
+    cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in PREFILL_SHAPES]
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in PREFILL_SHAPES]
     cases += [row((512, 16, 2), *shape, "hd512") for shape in PREFILL_SHAPES]
     cases.append(case("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
@@ -124,6 +126,9 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
         for batch, keys in LATENT_SHAPES:
             problem = latent(h, [1] * batch, [keys] * batch, page_size=page, batch_invariant=True)
             cases.append(case(f"h{h}-b{batch}-k{length(keys)}", problem, "invariant"))
+            for name, kind in FP8_GROUPS.items():
+                problem = latent(h, [1] * batch, [keys] * batch, page_size=page, kv_dtype=kind)
+                cases.append(case(f"h{h}-b{batch}-k{length(keys)}", problem, name))
     for h in (16, 128):
         problem = latent(h, [1] * 64, zipf_lengths(64, seed=3), page_size=page)
         cases.append(case(f"h{h}-b64", problem, "ragged"))

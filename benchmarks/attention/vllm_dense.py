@@ -9,6 +9,7 @@ previous operation, is not timed.
 import importlib.util
 
 import torch
+from dsl_backend.checks import short
 
 from ..case import Launch, Limits
 from ..check import BF16_LIMITS, FP8_LIMITS
@@ -30,12 +31,19 @@ def missing(package: str) -> list[str]:
     return reasons if torch.cuda.is_available() else [*reasons, "needs a CUDA device"]
 
 
+def e4m3_only(problem: Problem) -> list[str]:
+    """Why a kernel of vLLM does not read the keys, whose only fp8 type on NVIDIA GPUs is e4m3."""
+    if problem.is_fp8_kv and problem.kv_dtype != torch.float8_e4m3fn:
+        return [f"reads fp8 keys as e4m3, these are {short(problem.kv_dtype)}"]
+    return []
+
+
 def window(problem: Problem) -> tuple[int, int]:
     return (-1, -1) if problem.window_left is None else (problem.window_left, 0)
 
 
 def queries(problem: Problem, inputs: Inputs) -> list[torch.Tensor]:
-    """Each layer's queries as vLLM passes them to the backend: e4m3 if the cache is e4m3."""
+    """Each layer's queries as vLLM passes them to the backend: fp8 if the cache is."""
     quantized = problem.kv_dtype if problem.is_fp8_kv else problem.dtype
     return [layer.q.to(quantized) for layer in inputs.layers]
 
@@ -47,7 +55,7 @@ class TritonAttention:
     default = True
 
     def objections(self, problem: Problem) -> list[str]:
-        return missing("vllm")
+        return missing("vllm") + e4m3_only(problem)
 
     def limits(self, problem: Problem) -> Limits:
         return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
@@ -107,16 +115,13 @@ class FlashAttention:
         self.version, self.name, self.default = version, f"FA{version}", default
 
     def objections(self, problem: Problem) -> list[str]:
-        reasons = missing("vllm")
-        if reasons:
-            return reasons
+        reasons = ["only FA3 serves fp8 keys"] if problem.is_fp8_kv and self.version != 3 else e4m3_only(problem)
+        if absent := missing("vllm"):
+            return absent + reasons
         from vllm.vllm_flash_attn import fa_version_unsupported_reason
 
         reason = fa_version_unsupported_reason(self.version)
-        reasons = [reason] if reason else []
-        if problem.is_fp8_kv and self.version != 3:
-            reasons.append("only FA3 serves fp8 keys")
-        return reasons
+        return [reason, *reasons] if reason else reasons
 
     def limits(self, problem: Problem) -> Limits:
         return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS

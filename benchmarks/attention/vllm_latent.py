@@ -8,10 +8,10 @@ the two parts of the query; that is not timed.
 import torch
 
 from ..case import Launch, Limits
-from ..check import BF16_LIMITS
+from ..check import BF16_LIMITS, FP8_LIMITS
 from .inputs import Inputs, repage
 from .problems import Problem
-from .vllm_dense import CAPTURE_SIZES, FLASH_SPLITS_IN_GRAPHS, missing
+from .vllm_dense import CAPTURE_SIZES, FLASH_SPLITS_IN_GRAPHS, e4m3_only, missing, queries
 
 # TritonMLAImpl's constants.
 TRITON_KEYS_PER_SPLIT = 512
@@ -29,10 +29,10 @@ class TritonMLA:
         reasons = missing("vllm")
         if max(problem.q_lens) > 1:
             reasons.append("decodes one query a request")
-        return reasons
+        return reasons + e4m3_only(problem)
 
     def limits(self, problem: Problem) -> Limits:
-        return BF16_LIMITS
+        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
@@ -76,13 +76,13 @@ class FlashAttnMLA:
     default = True
 
     def objections(self, problem: Problem) -> list[str]:
-        reasons = missing("vllm")
-        if reasons:
-            return reasons
+        reasons = ["vLLM's FA3 for MLA does not read fp8 keys"] if problem.is_fp8_kv else []
+        if absent := missing("vllm"):
+            return absent + reasons
         from vllm.vllm_flash_attn import fa_version_unsupported_reason
 
         reason = fa_version_unsupported_reason(3)
-        return [reason] if reason else []
+        return [reason, *reasons] if reason else reasons
 
     def limits(self, problem: Problem) -> Limits:
         return BF16_LIMITS
@@ -143,6 +143,7 @@ class FlashMLA:
         reasons = missing("vllm")
         if len(set(problem.q_lens)) > 1:
             reasons.append("needs the same number of queries in every request")
+        reasons += e4m3_only(problem)
         if reasons:
             return reasons
         from vllm.v1.attention.ops.flashmla import is_flashmla_dense_supported
@@ -151,9 +152,36 @@ class FlashMLA:
         return [reason] if reason else []
 
     def limits(self, problem: Problem) -> Limits:
-        return BF16_LIMITS
+        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
+
+    def prepare_fp8(self, problem: Problem, inputs: Inputs) -> Launch:
+        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
+
+        table, caches = repage(problem, inputs, FLASHMLA_PAGE)
+        q_len, q = problem.q_lens[0], queries(problem, inputs)
+        schedule, splits = get_mla_metadata_dense_fp8(inputs.batch.seq_lens, q_len * problem.heads_q, 1)
+
+        def run(index: int) -> torch.Tensor:
+            result, _ = flash_mla_with_kvcache_fp8(
+                q=q[index].view(problem.requests, q_len, problem.heads_q, problem.head_dim),
+                k_cache=caches[index].unsqueeze(-2),
+                block_table=table,
+                cache_seqlens=inputs.batch.seq_lens,
+                head_dim_v=problem.head_dim_v,
+                tile_scheduler_metadata=schedule,
+                num_splits=splits,
+                softmax_scale=problem.scale,
+                causal=True,
+                descale_q=inputs.one,
+                descale_k=inputs.one,
+            )
+            return result
+
+        return Launch(run, lambda result: result.flatten(0, 1))
 
     def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
+        if problem.is_fp8_kv:
+            return self.prepare_fp8(problem, inputs)
         from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
         table, caches = repage(problem, inputs, FLASHMLA_PAGE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.attention import rows
+from benchmarks.attention import flashinfer_peers, rows, vllm_dense, vllm_latent
 from benchmarks.attention.problems import WriteProblem, dense, keys_seen, latent, packed, twice_pairs
 from benchmarks.case import TABLE, Case, select
 from benchmarks.devices import CEILINGS, floor_us
@@ -116,6 +116,35 @@ def test_ids_are_unique_and_every_operator_has_a_tiny_row(operator: str) -> None
 def test_further_groups_cover_ragged_windows_fp8_and_short_queries() -> None:
     groups = {case.group for case in benchmarks.operators()["decode"].cases()}
     assert {"ragged", "window128", "window4k", "fp8", "q1", "q2", "q4", "q8", "tiny", TABLE} <= groups
+
+
+@pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode"])
+def test_fp8_rows_have_both_formats(operator: str) -> None:
+    chosen = select(benchmarks.operators()[operator].cases(), "fp8")
+    found = {case.group: case.problem.kv_dtype for case in chosen}
+    assert found == {"fp8": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
+    assert all(case.problem.is_fp8_kv for case in chosen)
+
+
+@pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode"])
+def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (vllm_dense, vllm_latent, flashinfer_peers):
+        monkeypatch.setattr(module, "missing", lambda _: ["needs a CUDA device"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cases = select(benchmarks.operators()[operator].cases(), "fp8")
+    said = {}
+    for case in cases:
+        for peer in benchmarks.operators()[operator].peers:
+            reasons = [reason for reason in peer.objections(case.problem) if "fp8" in reason]
+            said.setdefault(peer.name, {})[case.group] = reasons
+    for name, by_group in said.items():
+        if name == "FLASHINFER":
+            assert by_group == {"fp8": [], "fp8-e5m2": []}
+        else:
+            assert by_group["fp8-e5m2"], name
+    served = {name for name, by_group in said.items() if not by_group["fp8"]}
+    dense = {"TRITON_ATTN", "FA3", "FLASHINFER"} | ({"XQA"} if operator == "decode" else set())
+    assert served == ({"TRITON_MLA", "FLASHMLA"} if operator == "mla-decode" else dense)
 
 
 def test_the_page_size_reaches_the_problems() -> None:
