@@ -17,7 +17,7 @@ from dsl_backend.checks import short
 from dsl_backend.errors import by_reason
 from dsl_backend.quant.format import FP8
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, Judged
+from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only
 from dsl_backend.runtime.target import Target
 
 Objections = Callable[[AttentionSpec, Target], list[str]]
@@ -39,21 +39,23 @@ def stored_types(spec: AttentionSpec) -> list[str]:
     return [f"keys of {short(spec.kv_dtype)} are none of {short(spec.dtype)}, {', '.join(kind.name for kind in FP8)}"]
 
 
+def float_types(spec: AttentionSpec) -> list[str]:
+    """The dtypes that every GPU kernel accepts: of queries, and of stored keys and values."""
+    if spec.dtype in (torch.float16, torch.bfloat16):
+        return stored_types(spec)
+    return [f"dtype {short(spec.dtype)} is not one of float16, bfloat16", *stored_types(spec)]
+
+
+def storage(spec: AttentionSpec) -> list[str]:
+    """The dtypes and page sizes that every GPU kernel that attends accepts."""
+    if spec.page_size is None or spec.page_size % 16 == 0:
+        return float_types(spec)
+    return [*float_types(spec), f"page size {spec.page_size} is not a multiple of 16"]
+
+
 def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
     """What every Triton kernel of this family needs."""
-    reasons = []
-    if target.is_cpu and not target.interpreted:
-        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
-    if not target.is_cpu and target.capability is not None and target.capability < (7, 5):
-        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    if spec.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    elif spec.dtype == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
-        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
-    reasons += stored_types(spec)
-    if spec.page_size is not None and spec.page_size % 16:
-        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
-    return reasons
+    return dispatch.triton_objections(target, spec.dtype) + storage(spec)
 
 
 def dense_head_dims(spec: AttentionSpec) -> list[str]:
@@ -92,25 +94,9 @@ def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
     return triton_common(spec, target) + latent_only(spec)
 
 
-def cpu_only(spec: AttentionSpec, target: Target) -> list[str]:
-    """The reference computes on the host, and would read lengths from a GPU at every step."""
-    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
-
-
-def cute_storage(spec: AttentionSpec) -> list[str]:
-    """The dtypes and page sizes that the CuTe DSL kernels accept."""
-    reasons = []
-    if spec.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    reasons += stored_types(spec)
-    if spec.page_size is not None and spec.page_size % 16:
-        reasons.append(f"page size {spec.page_size} is not a multiple of 16")
-    return reasons
-
-
 def cute_mla(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernels of absorbed MLA need."""
-    return [*toolkit.missing(), *cute_storage(spec), *latent_only(spec)]
+    return [*toolkit.missing(), *storage(spec), *latent_only(spec)]
 
 
 # Head sizes whose values are split: a split must have the swizzled chunks of queries, since outputs reuse their smem.
@@ -119,7 +105,7 @@ WIDE_DIMS = (384, 512)
 
 def cute_dense(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM."""
-    reasons = [*toolkit.missing(), *cute_storage(spec)]
+    reasons = [*toolkit.missing(), *storage(spec)]
     unit = 16 if spec.is_fp8_kv else 8
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
@@ -134,10 +120,7 @@ def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     """What the CuTe DSL kernel that writes keys and values needs; it has no instruction of one SM alone."""
     if reasons := target.arch_objections("sm90", "sm100"):
         return reasons
-    reasons = [*toolkit.missing()]
-    if spec.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"dtype {short(spec.dtype)} is not one of float16, bfloat16")
-    reasons += stored_types(spec)
+    reasons = [*toolkit.missing(), *float_types(spec)]
     for name, dim in zip(("key", "value"), spec.written_dims, strict=True):
         if dim % 8:
             reasons.append(f"{name}s of {dim} elements are not a multiple of 8")

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a linear layer on a target: a table of reasons, best kernel first."""
 
-import torch
-
 from dsl_backend.gemm.configs import ARCH_KERNELS, candidates
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, Judged
+from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "linear"
@@ -30,18 +28,11 @@ def cute(spec: LinearSpec, target: Target) -> list[str]:
 
 
 def triton(spec: LinearSpec, target: Target) -> list[str]:
-    reasons = spec.dtypes.objections()
-    if target.is_cpu and not target.interpreted:
-        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
-    if target.capability is not None and target.capability < (7, 5):
-        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    if spec.dtypes.x == torch.bfloat16 and not target.is_cpu and not target.native_bf16:
-        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
-    return reasons
+    return spec.dtypes.objections() + triton_objections(target, spec.dtypes.x)
 
 
-def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
-    reasons = [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+def reference(spec: LinearSpec, target: Target) -> list[str]:
+    reasons = cpu_only(spec, target)
     if spec.batch_invariant:
         reasons.append("is not batch invariant: torch sums in an order that depends on the number of rows")
     return reasons
@@ -50,7 +41,7 @@ def cpu_only(spec: LinearSpec, target: Target) -> list[str]:
 TABLE = (
     Entry("cute", "linear sm90/sm100", "dsl_backend.linear.cute.host:bind", cute),
     Entry("triton", "linear triton", "dsl_backend.linear.triton.gemm:bind", triton),
-    Entry("reference", "linear reference", "dsl_backend.linear.reference:bind", cpu_only),
+    Entry("reference", "linear reference", "dsl_backend.linear.reference:bind", reference),
 )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from dsl_backend.errors import InvalidInput, Unsupported, by_reason
 from dsl_backend.runtime.target import Target
 
@@ -63,6 +65,23 @@ class Entry(Generic[Spec]):
     def load(self) -> Any:
         module, _, name = self.kernel.partition(":")
         return getattr(importlib.import_module(module), name)
+
+
+def triton_objections(target: Target, *dtypes: torch.dtype) -> list[str]:
+    """Why Triton kernels on tensors of these dtypes do not serve a target; empty where they do."""
+    reasons = []
+    if target.is_cpu and not target.interpreted:
+        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
+    if target.capability is not None and target.capability < (7, 5):
+        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
+    if torch.bfloat16 in dtypes and not target.is_cpu and not target.native_bf16:
+        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
+    return reasons
+
+
+def cpu_only(spec: Any, target: Target) -> list[str]:
+    """Objections of a reference, which computes on the host."""
+    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
 
 
 Judged = list[tuple[Entry[Spec], list[str]]]

@@ -2,7 +2,7 @@
 """The sampler's kernels, best first, and what each one does not serve."""
 
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, Judged
+from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ClusterConfig, widest_vector
 from dsl_backend.sampling.spec import SamplingSpec
@@ -23,17 +23,7 @@ def cute(spec: SamplingSpec, target: Target) -> list[str]:
 
 
 def triton(spec: SamplingSpec, target: Target) -> list[str]:
-    reasons = []
-    if target.is_cpu and not target.interpreted:
-        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
-    if not target.is_cpu and target.capability is not None and target.capability < (7, 5):
-        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    return reasons
-
-
-def cpu_only(spec: SamplingSpec, target: Target) -> list[str]:
-    """It sorts and allocates memory at every step."""
-    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+    return triton_objections(target)
 
 
 # One class serves SM90 and SM100: SM100 has no instruction that would make it faster.
@@ -42,11 +32,6 @@ TABLE = (
     Entry("triton", "sampling program-per-row triton", "dsl_backend.sampling.triton.host:TritonSampler", triton),
     Entry("reference", "sampling reference", "dsl_backend.sampling.reference:ReferenceSampler", cpu_only),
 )
-
-
-def judge(spec: SamplingSpec, target: Target) -> Judged[SamplingSpec]:
-    """Every entry with its objections, best entry first."""
-    return dispatch.judge(TABLE, spec, target)
 
 
 def choose(spec: SamplingSpec, target: Target, kernel: str | None = None) -> Entry[SamplingSpec]:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, Judged
+from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax.configs import default_config
 from dsl_backend.softmax.spec import SoftmaxSpec
@@ -39,18 +39,7 @@ def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
 
 
 def triton(spec: SoftmaxSpec, target: Target) -> list[str]:
-    reasons = []
-    if target.is_cpu and not target.interpreted:
-        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
-    if target.capability is not None and target.capability < (7, 5):
-        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    if torch.bfloat16 in (spec.dtype, spec.out_dtype) and not target.is_cpu and not target.native_bf16:
-        reasons.append(f"bfloat16 needs compute capability 8.0 or newer, this is {target.arch}: use float16")
-    return reasons
-
-
-def cpu_only(spec: SoftmaxSpec, target: Target) -> list[str]:
-    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+    return triton_objections(target, spec.dtype, spec.out_dtype)
 
 
 # One class serves SM90 and SM100: SM100 has no instruction that would make it faster.
@@ -60,11 +49,6 @@ TABLE = (
     Entry("triton", "softmax triton", "dsl_backend.softmax.triton.kernel:softmax", triton),
     Entry("reference", "softmax reference", "dsl_backend.softmax.reference:softmax", cpu_only),
 )
-
-
-def judge(spec: SoftmaxSpec, target: Target) -> Judged[SoftmaxSpec]:
-    """Every entry with its objections, best entry first."""
-    return dispatch.judge(TABLE, spec, target)
 
 
 def choose(spec: SoftmaxSpec, target: Target, kernel: str | None = None) -> Entry[SoftmaxSpec]:

@@ -147,8 +147,9 @@ def test_which_kernel_serves(arch: str, kernel: str) -> None:
 @pytest.mark.parametrize(("width", "title"), [(151936, "softmax one-pass"), (600_000, "softmax two-pass")])
 def test_rows_wider_than_a_cluster_are_read_twice(width: int, title: str) -> None:
     spec = SoftmaxSpec(width=width, dtype=BF16, out_dtype=BF16, vector=8)
-    judged = dispatch.judge(spec, targets.from_arch("sm_90a"))
-    assert [entry.title for entry, reasons in judged if entry.name == "cute" and not reasons] == [f"{title} sm90/sm100"]
+    target = targets.from_arch("sm_90a")
+    serving = [entry.title for entry in dispatch.TABLE if entry.name == "cute" and not entry.objections(spec, target)]
+    assert serving == [f"{title} sm90/sm100"]
 
 
 def test_old_gpus_have_no_bfloat16() -> None:
