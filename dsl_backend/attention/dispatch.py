@@ -17,10 +17,8 @@ from dsl_backend.checks import short
 from dsl_backend.errors import by_reason
 from dsl_backend.quant.format import FP8
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only
+from dsl_backend.runtime.dispatch import Entry, Judged, Variant, cpu_only
 from dsl_backend.runtime.target import Target
-
-Objections = Callable[[AttentionSpec, Target], list[str]]
 
 
 class Operation(enum.Enum):
@@ -129,15 +127,23 @@ def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     return reasons
 
 
-def on(kernel_arch: str, needs: Callable[[AttentionSpec], list[str]], default: Heuristic) -> Objections:
-    """Objections of a kernel of one architecture: the architecture, its needs, then those of its configuration."""
+def cute(
+    kernel_arch: str,
+    title: str,
+    kernel: str,
+    needs: Callable[[AttentionSpec], list[str]],
+    default: Heuristic,
+    variants_of: Callable[[AttentionSpec, Target], list[Variant]],
+) -> Entry[AttentionSpec]:
+    """A kernel of one architecture. It objects to other ones, then by its needs, then by its configuration's."""
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
         if reasons := target.arch_objections(kernel_arch):
             return reasons
         return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
-    return objections
+    path = f"dsl_backend.attention.cute.{kernel_arch}.{kernel}"
+    return Entry("cute", f"{title} {kernel_arch}", path, objections, variants_of)
 
 
 def reference(title: str) -> Entry[AttentionSpec]:
@@ -147,56 +153,22 @@ def reference(title: str) -> Entry[AttentionSpec]:
 TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # Kernels in CuTe DSL, one for each SM, come first; with fp8 keys too (H200: 1.4 to 3.75 times as fast as Triton).
     Operation.PREFILL: (
-        Entry(
-            "cute",
-            "dense-prefill sm90",
-            "dsl_backend.attention.cute.sm90.dense_host:Prefill",
-            on("sm90", cute_dense, sm90.default_config),
-            variants.SM90_PREFILL,
-        ),
-        Entry(
-            "cute",
-            "dense-prefill sm100",
-            "dsl_backend.attention.cute.sm100.dense_host:Prefill",
-            on("sm100", cute_dense, sm100.default_config),
-            variants.SM100_PREFILL,
-        ),
+        cute("sm90", "dense-prefill", "dense_host:Prefill", cute_dense, sm90.default_config, variants.SM90_PREFILL),
+        cute("sm100", "dense-prefill", "dense_host:Prefill", cute_dense, sm100.default_config, variants.SM100_PREFILL),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
     ),
     Operation.DECODE: (
-        Entry(
-            "cute",
-            "dense-decode sm90",
-            "dsl_backend.attention.cute.sm90.dense_host:SplitKV",
-            on("sm90", cute_dense, sm90.default_split_config),
-            variants.SM90_DECODE,
-        ),
-        Entry(
-            "cute",
-            "dense-decode sm100",
-            "dsl_backend.attention.cute.sm100.dense_host:SplitKV",
-            on("sm100", cute_dense, sm100.default_split_config),
-            variants.SM100_DECODE,
+        cute("sm90", "dense-decode", "dense_host:SplitKV", cute_dense, sm90.default_split_config, variants.SM90_DECODE),
+        cute(
+            "sm100", "dense-decode", "dense_host:SplitKV", cute_dense, sm100.default_split_config, variants.SM100_DECODE
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),
     ),
     Operation.MLA_DECODE: (
-        Entry(
-            "cute",
-            "mla-decode sm90",
-            "dsl_backend.attention.cute.sm90.mla_host:MlaSplitKV",
-            on("sm90", cute_mla, mla_sm90.default_mla_config),
-            variants.SM90_MLA,
-        ),
-        Entry(
-            "cute",
-            "mla-decode sm100",
-            "dsl_backend.attention.cute.sm100.mla_host:MlaSplitKV",
-            on("sm100", cute_mla, mla_sm100.default_mla_config),
-            variants.SM100_MLA,
-        ),
+        cute("sm90", "mla-decode", "mla_host:MlaSplitKV", cute_mla, mla_sm90.default_mla_config, variants.SM90_MLA),
+        cute("sm100", "mla-decode", "mla_host:MlaSplitKV", cute_mla, mla_sm100.default_mla_config, variants.SM100_MLA),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),
     ),

@@ -22,7 +22,6 @@ COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 # LLVM counts the lines of inline assembly as lines of the source, from that of the call on; the call's stands before.
 ASSEMBLY = re.compile(r"// begin inline asm\n.*?// end inline asm", re.DOTALL)
 PLACE = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.MULTILINE)
-PUNCTUATION = frozenset("{}()[]<>,;:+-|!@=_")
 
 
 def _blank(match: re.Match[str]) -> str:

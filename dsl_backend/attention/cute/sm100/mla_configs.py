@@ -14,8 +14,8 @@ DV_TILE = 128  # columns of V of one PV MMA, in a CTA
 S_STAGES = 2  # S of the next tile is computed while the softmax of this one runs
 ROW_STATS = 2  # float32 of a row that warps exchange
 TWO_CTA_STATS = 3  # float32 of half a row: a maximum for each S stage, and row_sum
-# The first warp of each role: a warpgroup for softmax, single warps, and a warpgroup that dequantizes fp8.
-SOFTMAX_WARP, MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 0, 4, 5, 6, 8
+# The first warp of each role behind the softmax warpgroup: single warps, and a warpgroup that dequantizes fp8.
+MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 4, 5, 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
