@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems against the oracle: `dsl-backend verify --families decode --random 300 --seed 1`.
+"""Random problems against the oracle: `dsl-backend verify --families decode --problems 300 --seed 1`.
 
 A problem follows from the family, the seed and its index alone. Triton compiles once a layer spec; `specs` bounds how
 many there are.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixed handful of the fuzzer's problems; `dsl-backend verify --random` runs as many as one likes."""
+"""A fixed handful of the fuzzer's problems; `dsl-backend verify --problems` runs as many as one likes."""
 
 import pytest
 import torch
