@@ -185,6 +185,14 @@ def _filters_come_alone() -> bool:
     return "vocab_size" not in inspect.signature(SamplingStates.get_top_k_top_p).parameters
 
 
+@functools.cache
+def verification_is_a_method() -> bool:
+    """Whether the V2 model runner's rejection sampler has a method for what this package does in its place."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    return hasattr(RejectionSampler, "_verify")
+
+
 def providers_are_asked() -> bool:
     return importlib.util.find_spec("vllm.model_executor.warmup.cutedsl_warmup") is not None
 
@@ -307,6 +315,14 @@ DIFFERENCES: tuple[Entry, ...] = (
         "top-p alone, which chooses among vLLM's own kernels",
         remove_when="the oldest supported vLLM is 0.33",
         needed=_filters_come_alone,
+    ),
+    Entry(
+        name="verification_of_whole_batches",
+        what="sampler.v2_verification.WholeBatchRejectionSampler",
+        why="0.26's V2 rejection sampler verifies and gathers results in one method; later ones verify a part of a "
+        "batch at a time in _verify, which this package replaces",
+        remove_when="the oldest supported vLLM has RejectionSampler._verify",
+        needed=lambda: not verification_is_a_method(),
     ),
     Entry(
         name="eager_monitor",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the samplers of model runners whose attention dsl serves.
 
-vLLM has two model runners, V1 and V2, with a sampler each. What a sampler does to logits before the temperature
-(allowed tokens, bad words, logit bias, penalties, grammars, thinking budgets) stays vLLM's. Temperature, filters and
-draw become one launch of this package's kernel.
+vLLM has two model runners, V1 and V2, with a sampler each, and with a rejection sampler if the model speculates. What
+they do to logits before the temperature (allowed tokens, bad words, logit bias, penalties, grammars, thinking budgets)
+stays vLLM's. Temperature, filters and draw become one launch of this package's kernel, and drafts are verified by what
+it draws.
 
 A runner's sampler is replaced at its first use, which is while vLLM measures memory: kernels are compiled and scratch
 is allocated there. The decision is made once for an engine and not for each batch, because a request with a seed must
@@ -24,6 +25,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import dispatch
 from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.vllm_plugin import options
+from dsl_backend.vllm_plugin.sampler import verification
 
 V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 # The methods of the runners' classes that use their sampler.
@@ -76,20 +78,27 @@ def decide(runner: Any, module: str) -> None:
         info_once(f"vLLM's own sampler draws the tokens: {envs.SAMPLER.name} is off")
         return
     # Here, because each imports its runner's modules.
-    ours = importlib.import_module("dsl_backend.vllm_plugin.sampler." + ("v1" if module == V1 else "v2"))
+    name = "dsl_backend.vllm_plugin.sampler." + ("v1" if module == V1 else "v2")
+    ours = importlib.import_module(name)
     reasons = reasons_against(runner) + ours.reasons_against(runner)
+    verifies = getattr(runner, "rejection_sampler", None) is not None
+    if verifies:
+        theirs = importlib.import_module(f"{name}_verification")
+        reasons += theirs.reasons_against(runner)
     if reasons:
         info_once(f"vLLM's own sampler draws the tokens: {'; '.join(reasons)}")
         return
     ours.DSLSampler.replace(runner)
+    if verifies:
+        theirs.DSLRejectionSampler.replace(runner)
 
 
 def reasons_against(runner: Any) -> list[str]:
     """Why a runner of either kind keeps vLLM's sampler: settings that this package's sampler does not serve."""
     config, model = runner.vllm_config, runner.vllm_config.model_config
-    reasons = []
+    reasons: list[str] = []
     if config.speculative_config is not None:
-        reasons.append("vLLM's sampler verifies drafts, and a seed must give the same tokens with a draft and without")
+        reasons += verification.reasons_against(config.speculative_config, model.get_vocab_size(), runner.device)
     if getattr(model, "use_fp64_gumbel", False):
         reasons.append("noise in float64 was asked for (use_fp64_gumbel)")
     if model.logprobs_mode == "processed_logits":

@@ -9,6 +9,14 @@ from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
 # Filters that keep a bounded number of a row's logits.
 BOUNDS = ("top_k", "min_p")
+# What a plan's workspace and log-probabilities may take, 4 bytes for each logit of its rows; vLLM's bound too.
+PLAN_BYTES = 1 << 30
+
+
+def rows_at_once(max_requests: int, max_drafts: int, vocab: int) -> int:
+    """Rows of one launch. Requests with drafts have a row for each draft and one more."""
+    bound = max(PLAN_BYTES // (4 * vocab), max_requests, 1 + max_drafts)
+    return min(max_requests * (1 + max_drafts), bound)
 
 
 class RowSampler:
@@ -19,7 +27,7 @@ class RowSampler:
     kernels use other algorithms where the number of candidates is bounded.
 
     Args:
-        max_rows: of a step.
+        max_rows: of a launch. Steps of more rows are drawn in parts.
         dtypes: that logits may have beside the first step's.
         logprobs: whether log-probabilities may be asked for.
     """
@@ -55,10 +63,25 @@ class RowSampler:
             Views that the next step overwrites.
         """
         rows = logits.shape[0]
+        if rows > self.max_rows:
+            return self.draw_in_parts(logits, {"seeds": seeds, "positions": positions, **filters}, logprobs)
         bounded = any(filters.get(name) is not None for name in BOUNDS)
         given = {name: off[:rows] for name, off in self.off.items() if bounded or name not in BOUNDS}
         given |= {name: tensor for name, tensor in filters.items() if tensor is not None}
         return api.run(self.plan(logits, logprobs), logits, Parameters(seeds=seeds, positions=positions, **given))
+
+    def draw_in_parts(
+        self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], logprobs: bool
+    ) -> Sampled:
+        parts = []
+        for begin in range(0, logits.shape[0], self.max_rows):
+            part = slice(begin, begin + self.max_rows)
+            given = {name: tensor if tensor is None else tensor[part] for name, tensor in parameters.items()}
+            drawn = self.draw(logits[part], logprobs=logprobs, **given)  # type: ignore[arg-type]
+            # The next part overwrites them.
+            parts.append((drawn.tokens.clone(), None if drawn.logprobs is None else drawn.logprobs.clone()))
+        tokens, values = zip(*parts, strict=True)
+        return Sampled(torch.cat(tokens), torch.cat(values) if logprobs else None)
 
     def plan(self, logits: torch.Tensor, logprobs: bool) -> api.SamplingPlan:
         key = (logits.shape[1], logits.dtype, logprobs)

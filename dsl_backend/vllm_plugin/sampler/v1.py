@@ -9,6 +9,7 @@ from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.sampler import verification
 from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
 
 
@@ -70,8 +71,11 @@ class DSLSampler(Sampler):
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.runner = weakref.proxy(runner)
+        speculation = runner.vllm_config.speculative_config
         sampler.rows = RowSampler(
-            runner.max_num_reqs, runner.device, logprobs=sampler.logprobs_mode == "processed_logprobs"
+            verification.max_rows(runner),
+            runner.device,
+            logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
         )
         sampler.seeds = RowSeeds(runner.max_num_reqs, runner.device)
 

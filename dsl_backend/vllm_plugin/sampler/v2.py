@@ -12,7 +12,9 @@ import torch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+from dsl_backend.sampling.spec import Sampled
 from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.sampler import verification
 from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
 
 # vLLM 0.26 passes fewer. `sample` and `apply_sampling_params` take what they share in the same order.
@@ -49,19 +51,31 @@ class DSLSampler(Sampler):
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.sampling_states.__class__ = DSLSamplingStates
+        speculation = runner.vllm_config.speculative_config
         sampler.rows = RowSampler(
-            sampler.sampling_states.max_num_reqs,
+            verification.max_rows(runner),
             runner.device,
             # Logits are as the model computes them, or in float32 where vLLM has processed them.
             dtypes=(torch.float32,),
-            logprobs=sampler.logprobs_mode == "processed_logprobs",
+            logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
         )
 
     def sample(self, *args: Any, return_logprobs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [rows] int64; and the logits, or the log-probabilities that they were drawn by where asked for."""
-        step = dict(zip(NAMES, args, strict=False))
+        logprobs = return_logprobs and self.logprobs_mode == "processed_logprobs"
+        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs)
+        # The tokens are read on another stream while the next step draws.
+        return drawn.tokens.clone(), logits if drawn.logprobs is None else drawn.logprobs
+
+    def draw(self, step: dict[str, Any], logprobs: bool) -> tuple[Sampled, torch.Tensor]:
+        """What was drawn for each row, in buffers that the next step overwrites, and the processed logits.
+
+        Args:
+            step: the arguments of `sample`, by name.
+        """
         requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
-        logits = self.apply_sampling_params(*args, skip_top_k_top_p=True)
+        given = (step[name] for name in NAMES if name != "return_logprobs")
+        logits = self.apply_sampling_params(*given, skip_top_k_top_p=True)
         states = self.sampling_states
         top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
         drawn = self.rows.draw(
@@ -72,10 +86,9 @@ class DSLSampler(Sampler):
             top_k=top_k,
             top_p=top_p,
             min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
-            logprobs=return_logprobs and self.logprobs_mode == "processed_logprobs",
+            logprobs=logprobs,
         )
-        # The tokens are read on another stream while the next step draws.
-        return drawn.tokens.clone(), logits if drawn.logprobs is None else drawn.logprobs
+        return drawn, logits
 
 
 def reasons_against(runner: Any) -> list[str]:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of drafts as functions on tensors, after the sampler has drawn a token for every row.
+
+    verifier = plan(VerificationSpec(max_drafts=5, vocab=128256), max_requests=64, max_rows=384, device="cuda")
+    parameters = Parameters(seeds=seeds, positions=positions, top_k=top_k, top_p=top_p)
+    drawn = api.run(sampler, logits, parameters)
+    tokens, counts = run(verifier, drawn, parameters, Drafts(inputs=inputs, cu_rows=cu_rows))
+
+`verification_reference.py` has the definition. Every kernel gives the same tokens for the same drawn tokens and
+log-probabilities, bit for bit.
+"""
+
+from typing import Protocol
+
+import torch
+
+from dsl_backend import checks
+from dsl_backend.checks import require
+from dsl_backend.runtime.target import Target, cuda_index, detect
+from dsl_backend.sampling import verification_dispatch
+from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.verification_spec import (
+    NO_TOKEN,
+    Distributions,
+    Drafts,
+    Known,
+    VerificationSpec,
+    Verified,
+)
+
+__all__ = [
+    "NO_TOKEN",
+    "Distributions",
+    "Drafts",
+    "Known",
+    "VerificationPlan",
+    "VerificationSpec",
+    "Verified",
+    "plan",
+    "run",
+]
+
+
+class Kernel(Protocol):
+    """Verifies the drafts of steps of up to max_rows rows. It owns its workspace."""
+
+    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None: ...
+
+    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
+        """Verify the drafts of at least one request."""
+        ...
+
+
+class VerificationPlan:
+    """The kernel and the buffers that steps share. Steps that use the same plan must be ordered on one stream."""
+
+    def __init__(
+        self,
+        spec: VerificationSpec,
+        target: Target,
+        max_requests: int,
+        max_rows: int,
+        device: torch.device,
+        kernel: str | None = None,
+    ) -> None:
+        entry = verification_dispatch.choose(spec, target, kernel)
+        self.spec, self.max_requests, self.max_rows, self.device = spec, max_requests, max_rows, device
+        self.kernel_title = entry.title
+        self.kernel: Kernel = entry.load()(spec, target, max_rows, device)
+        self.results = Verified(
+            torch.empty(max_requests, spec.max_drafts + 1, dtype=spec.token_dtype, device=device),
+            torch.empty(max_requests, dtype=torch.int32, device=device),
+        )
+
+
+def plan(
+    spec: VerificationSpec,
+    max_requests: int,
+    max_rows: int,
+    device: torch.device | str,
+    kernel: str | None = None,
+) -> VerificationPlan:
+    """Plan steps of up to max_requests requests and max_rows rows. All memory is allocated here.
+
+    Args:
+        kernel: `cute`, `triton` or `reference`; no other kernel is used. By default the best that serves the spec on
+            the device.
+
+    Raises:
+        InvalidInput: a bound is below 1, or there is no such device or kernel.
+        Unsupported: no kernel serves the spec, or not the requested one. The message has every objection.
+    """
+    checks.instance("spec", spec, VerificationSpec)
+    checks.kernel(kernel)
+    max_requests = checks.integer("max_requests", max_requests, 1)
+    max_rows, device = checks.integer("max_rows", max_rows, 1), checks.device("device", device)
+    target = detect(device)
+    if device.type == "cuda":
+        device = torch.device("cuda", cuda_index(device))
+    return VerificationPlan(spec, target, max_requests, max_rows, device, kernel)
+
+
+def run(plan: VerificationPlan, drawn: Sampled, parameters: Parameters, drafts: Drafts) -> Verified:
+    """Verify a step's drafts. It does not synchronize with the GPU or allocate memory.
+
+    Args:
+        drawn: what the sampler drew from the rows' logits; with log-probabilities where distributions are known.
+        parameters: that the sampler drew with. Without distributions they are not read.
+
+    Returns:
+        Views of the plan's buffers, which its next step overwrites.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride or device does not match.
+    """
+    checks.instance("plan", plan, VerificationPlan)
+    checks.instance("drafts", drafts, Drafts)
+    checks.tensor("tokens", drawn.tokens)
+    rows = drawn.tokens.shape[0]
+    require(rows <= plan.max_rows, f"{rows} rows exceed the plan's max_rows, {plan.max_rows}")
+    drafts.check(plan.spec, rows, plan.device)
+    require(
+        drafts.requests <= plan.max_requests,
+        f"{drafts.requests} requests exceed the plan's max_requests, {plan.max_requests}",
+    )
+    if plan.spec.known is not Known.TOKENS:
+        require(drawn.logprobs is not None, "the ratio test needs the sampler's log-probabilities: logprobs=True")
+        parameters.check(rows, plan.device)
+    out = Verified(*(tensor[: drafts.requests] for tensor in plan.results))
+    if drafts.requests:
+        plan.kernel.launch(drawn, parameters, drafts, out)
+    return out

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of verification in eager torch.
+
+The sampler has drawn a token for each row as if there were no drafts. A request's rows are looked at in order, up to
+the first draft that is not accepted. The request gets the drafts before it, and one token more.
+
+Where only the drafts' tokens are known:
+
+- a draft is accepted if it equals the token drawn for its row, and that token is the one more.
+
+So a request gets the tokens that it would get without drafts, bit for bit, whatever the drafts are. The distribution
+is the target's for any drafter that does not know the sampler's random numbers.
+
+Where the distribution q of a draft d is known, p is that of the row after temperature and filters. Both are integers
+in units of 2**-40, from which all follows exactly:
+
+- d is accepted if floor(U * q(d) / 2**62) < p(d), which has the probability min(1, p(d) / q(d));
+- else the token is drawn from max(p - q, 0), as the sampler draws (`reference.draw`);
+- after the last draft, after a draft that is no token, and where max(p - q, 0) is zero, the token is the drawn one;
+- a greedy row has no q: as above, its draft is accepted if it equals the drawn token.
+
+The random bits U of the test and those of the second draw are not the sampler's at that position: their counters are
+`position + RATIO_TEST` and `position + RESIDUAL` (verification_random.py).
+"""
+
+import torch
+
+from dsl_backend.runtime.target import Target
+from dsl_backend.sampling import fixed_point, reference
+from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.verification_random import RATIO_TEST, RESIDUAL
+from dsl_backend.sampling.verification_spec import NO_TOKEN, Distributions, Drafts, Known, VerificationSpec, Verified
+
+ONE = 1 << fixed_point.PROB_BITS
+HIGHEST_62 = (1 << 62) - 1
+
+
+def target_probs(logprobs: torch.Tensor) -> torch.Tensor:
+    """P in units of 2**-40, int64, from log-probabilities."""
+    below_zero = logprobs.neg().clamp(0.0, fixed_point.MAX_DISTANCE)
+    return reference.fixed_point_probs((below_zero * 2.0**fixed_point.DISTANCE_BITS).long())
+
+
+def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: Known) -> torch.Tensor:
+    """Q in units of 2**-40, int64. values: [rows, draft vocab]."""
+    if known is Known.PROBABILITIES:
+        return (values.nan_to_num(0.0).clamp(0.0, 1.0) * float(ONE)).long()
+    z, _, _ = reference.scaled_logits(values, temperature)
+    prob = reference.fixed_point_probs(reference.distances(z))
+    # 2**62 / sum in units of 2**-40, by one division in float64.
+    scale = (2.0**102 / prob.sum(-1, keepdim=True).double()).long().clamp(max=HIGHEST_62)
+    return reference.multiply_high(prob, scale)
+
+
+def bits_at(parameters: Parameters, offset: int) -> torch.Tensor:
+    return reference.philox(parameters.seeds, parameters.positions + offset)
+
+
+def ratio_test(
+    p: torch.Tensor, q: torch.Tensor, draft: torch.Tensor, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether each row's draft is accepted, the token of max(p - q, 0); -1 where that is zero).
+
+    Args:
+        draft: [rows], ids of the vocabulary.
+    """
+    q_full = torch.zeros_like(p)
+    q_full[:, : q.shape[1]] = q
+    at_draft = draft.unsqueeze(1)
+    limit = reference.multiply_high(bits_at(parameters, RATIO_TEST), q_full.gather(1, at_draft).squeeze(1))
+    residual = (p - q_full).clamp(min=0)
+    residual_sum = residual.sum(-1)
+    target = reference.multiply_high(bits_at(parameters, RESIDUAL), residual_sum)
+    token = (residual.cumsum(-1) <= target.unsqueeze(1)).sum(-1)
+    return limit < p.gather(1, at_draft).squeeze(1), token.where(residual_sum > 0, NO_TOKEN)
+
+
+def row_results(
+    drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether each row's draft is accepted, the token where it is not).
+
+    A draft is the next row's input; the one of a request's last row is meaningless, and so is its acceptance.
+    """
+    tokens = drawn.tokens.long()
+    draft = drafts.inputs.long().roll(-1)
+    equal = draft == tokens
+    known = drafts.distributions
+    if known is None:
+        return equal, tokens
+    assert drawn.logprobs is not None, "checked by run"
+    valid = (draft >= 0) & (draft < spec.vocab)
+    accepted, token = ratio_of_rows(drawn.logprobs, parameters, known, draft.where(valid, 0), spec.known)
+    greedy = torch.zeros_like(valid)
+    if parameters.temperature is not None:
+        greedy = ~(parameters.temperature >= fixed_point.GREEDY_TEMPERATURE)
+    accepted = torch.where(greedy, equal, accepted & valid)
+    return accepted, torch.where(greedy | ~valid | (token == NO_TOKEN), tokens, token)
+
+
+def ratio_of_rows(
+    logprobs: torch.Tensor, parameters: Parameters, known: Distributions, draft: torch.Tensor, kind: Known
+) -> tuple[torch.Tensor, torch.Tensor]:
+    index = known.index.long().clamp(0, len(known.values) - 1)
+    q = draft_probs(known.values[index], parameters.temperature, kind)
+    return ratio_test(target_probs(logprobs), q, draft, parameters)
+
+
+def verify(
+    drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [requests, max_drafts + 1] int64 and counts [requests] int32."""
+    tokens = drawn.tokens.long()
+    step = torch.arange(spec.max_drafts + 1, device=tokens.device)
+    if not len(tokens):
+        return step.new_full((drafts.requests, len(step)), NO_TOKEN), drafts.cu_rows[1:] * 0
+    accepted, token_if_not = row_results(drawn, parameters, drafts, spec)
+    first, end = drafts.cu_rows[:-1].long(), drafts.cu_rows[1:].long()
+    num_drafts = (end - first - 1).clamp(max=spec.max_drafts).unsqueeze(1)
+    rows = (first.unsqueeze(1) + step).clamp(max=len(tokens) - 1)
+    is_draft = step < num_drafts
+    # The number of leading ones.
+    num_accepted = (is_draft & accepted[rows]).long().cumprod(-1).sum(-1, keepdim=True)
+    last_row = (first.unsqueeze(1) + num_accepted).clamp(max=len(tokens) - 1)
+    last = torch.where(num_accepted < num_drafts, token_if_not[last_row], tokens[last_row])
+    out = torch.where(step < num_accepted, drafts.inputs.long().roll(-1)[rows], NO_TOKEN)
+    out = torch.where((step == num_accepted) & (num_drafts >= 0), last, out)
+    return out, ((num_accepted + 1) * (num_drafts >= 0)).squeeze(1).int()
+
+
+class ReferenceVerifier:
+    """The definition as a kernel, for CPUs."""
+
+    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
+        self.spec = spec
+
+    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
+        tokens, counts = verify(drawn, parameters, drafts, self.spec)
+        out.tokens.copy_(tokens)
+        out.counts.copy_(counts)

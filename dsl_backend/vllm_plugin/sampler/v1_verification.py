@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rejection sampler of vLLM's V1 model runner, with drafts verified by what the plain sampler draws."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.verification import Distributions, Drafts, Known
+from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.sampler.v1 import DSLSampler, min_p_of
+from dsl_backend.vllm_plugin.sampler.verification import Verifier, draws_drafts
+
+
+class DSLRejectionSampler(RejectionSampler):
+    """vLLM's V1 rejection sampler. One launch draws the tokens of all rows, another one verifies.
+
+    Attributes:
+        sampler: vLLM's sampler with this package's draw, which is in the runner too.
+        verifier: verifies the drafts.
+        row_ids: int32, from 0 on.
+    """
+
+    sampler: DSLSampler
+    verifier: Verifier
+    row_ids: torch.Tensor
+
+    @classmethod
+    def replace(cls, runner: Any) -> None:
+        """Change the class of a runner's rejection sampler to this one."""
+        own = runner.rejection_sampler
+        own.__class__ = cls
+        own.verifier = Verifier(runner, torch.int32)
+        max_rows = own.verifier.max_requests * (1 + own.verifier.max_drafts)
+        own.row_ids = torch.arange(max_rows, dtype=torch.int32, device=runner.device)
+        vocab = runner.vllm_config.model_config.get_vocab_size()
+        own.verifier.prepare(vocab, None, Known.TOKENS)
+        if draws_drafts(runner.vllm_config.speculative_config):
+            own.verifier.prepare(vocab, torch.zeros(1, vocab, device=runner.device), Known.PROBABILITIES)
+
+    def forward(
+        self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
+    ) -> SamplerOutput:
+        """Tokens int32 [requests, longest drafts + 1], -1 after a request's last one; and log-probabilities."""
+        step = sampling_metadata
+        rows, vocab = logits.shape
+        ids = self.row_ids[:rows]
+        request = torch.searchsorted(metadata.cu_num_sampled_tokens, ids, right=True)
+        parameters = self.parameters(metadata, step, request)
+        asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
+        drawn = self.draw(self.processed(logits, step, metadata), step, request, parameters, asked or draft_probs is not None)
+        inputs = torch.full_like(ids, -1).index_copy_(
+            0, (metadata.target_logits_indices + 1).long(), metadata.draft_token_ids.to(ids.dtype)
+        )
+        distributions = None
+        if draft_probs is not None:
+            # Their rows are the drafts of all requests one after another.
+            distributions = Distributions(values=draft_probs[:, :vocab], index=ids - request)
+        drafts = Drafts(
+            inputs=inputs,
+            cu_rows=torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0)),
+            distributions=distributions,
+        )
+        known = Known.TOKENS if draft_probs is None else Known.PROBABILITIES
+        verified = self.verifier.verify(drawn, parameters, drafts, vocab, known)
+        tokens = verified.tokens[:, : metadata.max_spec_len + 1].clone(memory_format=torch.contiguous_format)
+        return SamplerOutput(tokens, self.logprobs_of(tokens, logits, drawn, step, metadata))
+
+    def parameters(self, metadata: Any, step: Any, request: torch.Tensor) -> Parameters:
+        """Seeds, positions and temperature of each row."""
+        sampler = self.sampler
+        seeds = sampler.seeds.of(compat.seeds_of(step.generators), len(metadata.num_draft_tokens))
+        # None where all requests are greedy.
+        temperature = torch.zeros(len(request), device=request.device)
+        return Parameters(
+            seeds=seeds[request],
+            positions=sampler.runner.positions[metadata.logits_indices],
+            temperature=temperature if step.temperature is None else step.temperature[request],
+        )
+
+    def draw(
+        self, logits: torch.Tensor, step: Any, request: torch.Tensor, parameters: Parameters, logprobs: bool
+    ) -> Sampled:
+        """A token for each row, as if there were no drafts."""
+        filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
+        return self.sampler.rows.draw(
+            logits,
+            parameters.seeds,
+            parameters.positions,
+            temperature=parameters.temperature,
+            logprobs=logprobs,
+            **{name: None if values is None else values[request] for name, values in filters.items()},
+        )
+
+    def processed(self, logits: torch.Tensor, step: Any, metadata: Any) -> torch.Tensor:
+        """The logits after all that vLLM does before the temperature, in memory of their own; or as they are.
+
+        vLLM processes the last rows of requests apart from the others, as if they had no drafts before them. For a
+        minimum length this is too strict. Here the last row is processed as one more draft's.
+        """
+        holder = getattr(step, "thinking_budget_state_holder", None)
+        has_budgets = holder is not None and holder.has_tracked_requests()
+        if not has_budgets and not changes_logits(step):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        counts = [drafts + 1 for drafts in metadata.num_draft_tokens]
+        changes: dict[str, Any] = {"spec_token_ids": padded(step.spec_token_ids, counts)}
+        if has_budgets:
+            changes["thinking_budget_state_holder"] = None
+        logits = self.apply_logits_processors(
+            logits,
+            dataclasses.replace(step, **changes),
+            dataclasses.replace(metadata, num_draft_tokens=counts),
+        )
+        if has_budgets:
+            apply_thinking_budgets(holder, logits, step, metadata)
+        return logits
+
+    def logprobs_of(
+        self, tokens: torch.Tensor, logits: torch.Tensor, drawn: Sampled, step: Any, metadata: Any
+    ) -> LogprobsTensors | None:
+        """vLLM's own, from the model's logits or from the log-probabilities that the tokens were drawn with."""
+        if step.max_num_logprobs is None:
+            return None
+        values = drawn.logprobs if self.is_processed_logprobs_mode else logits
+        assert values is not None, "drawn with log-probabilities"
+        return self._get_logprobs_tensors(
+            step.max_num_logprobs,
+            metadata,
+            logits,
+            values[metadata.target_logits_indices],
+            values[metadata.bonus_logits_indices],
+            tokens,
+        )
+
+
+def changes_logits(step: Any) -> bool:
+    """Whether vLLM changes a step's logits before the temperature, other than by thinking budgets."""
+    processors = step.logitsprocs.non_argmax_invariant
+    return (
+        not step.no_penalties
+        or bool(step.bad_words_token_ids)
+        or step.allowed_token_ids_mask is not None
+        # With speculation vLLM has only the one of minimum lengths.
+        or any(getattr(processor, "min_toks", True) for processor in processors)
+    )
+
+
+def padded(drafts: list[list[int]] | None, counts: list[int]) -> list[list[int]]:
+    """The drafts of each request, as many as it has rows. The last one is not read.
+
+    Args:
+        drafts: vLLM's, which go on past the batch where requests have left it.
+    """
+    known = [*(drafts or []), *([] for _ in counts)]
+    return [(one[: count - 1] + [0] * count)[:count] for one, count in zip(known, counts, strict=False)]
+
+
+def apply_thinking_budgets(holder: Any, logits: torch.Tensor, step: Any, metadata: Any) -> None:
+    """As vLLM does: last rows first, then those of drafts."""
+    holder.update_state(step.output_token_ids, step.spec_token_ids, repeat_indices=None)
+    for rows, are_last in ((metadata.bonus_logits_indices, True), (metadata.target_logits_indices, False)):
+        logits[rows] = holder.apply_to_logits(logits[rows], are_last, step.spec_token_ids)
+
+
+def reasons_against(runner: Any) -> list[str]:
+    """A rejection sampler that is not vLLM's own."""
+    own = type(runner.rejection_sampler)
+    return [] if own is RejectionSampler else [f"{own.__name__} is not a known rejection sampler"]
