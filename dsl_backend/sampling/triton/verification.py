@@ -96,7 +96,7 @@ def test_ratios(
         # What accept_drafts does with this row's draft if it is not accepted: 1 is to draw from the rest.
         rest = (greedy == 0) & is_token
         if rest:
-            values = drafts.values + tl.load(drafts.index + row).to(tl.int64) * stride
+            values = drafts.distributions + tl.load(drafts.distribution_ids + row).to(tl.int64) * stride
             row_max = tl.full([], 0.0, tl.float32)
             scale = tl.full([], 0, tl.int64)
             if not PROBABILITIES:
@@ -181,7 +181,7 @@ def accept_drafts(
     if RATIO:
         if tl.sum(tl.where((step == num_accepted) & (step < num_drafts), state, 0)) == 1:
             row = first + num_accepted
-            values = drafts.values + tl.load(drafts.index + row).to(tl.int64) * stride
+            values = drafts.distributions + tl.load(drafts.distribution_ids + row).to(tl.int64) * stride
             temperature = 1.0
             if parameters.temperature is not None:
                 temperature = tl.load(parameters.temperature + row)

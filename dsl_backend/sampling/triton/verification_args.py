@@ -12,12 +12,15 @@ class Drawn(NamedTuple):
 
 
 class RowDrafts(NamedTuple):
-    """Pointers to `verification_spec.Drafts`, and to the values and index of its distributions."""
+    """Pointers to `verification_spec.Drafts`, and to the values and index of its distributions.
+
+    Triton's tuples have attributes `values` and `index` of their own.
+    """
 
     inputs: Any
     cu_rows: Any
-    values: Any
-    index: Any
+    distributions: Any
+    distribution_ids: Any
 
 
 class Workspace(NamedTuple):
