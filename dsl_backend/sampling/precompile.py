@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CuTe DSL kernels that the sampler of a model needs, to compile them before the model is served."""
+"""The CuTe DSL kernels that a model's sampler and its verification need, to compile them before it is served."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,10 @@ from dsl_backend.checks import short
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
-from dsl_backend.sampling import dispatch
+from dsl_backend.sampling import dispatch, verification_dispatch
 from dsl_backend.sampling.configs import cluster_configs, widest_vector
 from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.sampling.verification_spec import VerificationSpec
 
 # vLLM's largest default of --max-num-seqs.
 MAX_ROWS = 1024
@@ -24,7 +25,7 @@ def layer_specs(model: ModelShape) -> Iterator[SamplingSpec]:
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
-    """A kernel for each cluster size."""
+    """A kernel for each cluster size, and one for the drafts of each of vLLM's runners."""
     for spec in layer_specs(model):
         if dispatch.cute(spec, target):
             continue
@@ -33,6 +34,13 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 
         for config in cluster_configs(spec, target, MAX_ROWS, widest_vector(spec)):
             yield PrecompileSpec("sampling", host.build, host.key_of(spec, config), target)
+    for token_dtype in (torch.int64, torch.int32):
+        verified = VerificationSpec(max_drafts=1, vocab=model.vocab_size, token_dtype=token_dtype)
+        if verification_dispatch.cute(verified, target):
+            continue
+        from dsl_backend.sampling.cute import verification_host
+
+        yield PrecompileSpec("sampling", verification_host.build, verification_host.key_of(verified), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -113,7 +113,15 @@ def test_ratios(
 
 @triton.jit
 def draw_from_rest(
-    logprobs, values, row, target_bits, V, draft_V, PROBABILITIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logprobs,
+    values,
+    row,
+    target_bits,
+    V,
+    draft_V,
+    PROBABILITIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The token drawn from max(p - q, 0); NO_ID where that is zero.
 

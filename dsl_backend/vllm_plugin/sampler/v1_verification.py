@@ -51,7 +51,9 @@ class DSLRejectionSampler(RejectionSampler):
         request = torch.searchsorted(metadata.cu_num_sampled_tokens, ids, right=True)
         parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
-        drawn = self.draw(self.processed(logits, step, metadata), step, request, parameters, asked or draft_probs is not None)
+        drawn = self.draw(
+            self.processed(logits, step, metadata), step, request, parameters, asked or draft_probs is not None
+        )
         inputs = torch.full_like(ids, -1).index_copy_(
             0, (metadata.target_logits_indices + 1).long(), metadata.draft_token_ids.to(ids.dtype)
         )
@@ -122,7 +124,7 @@ class DSLRejectionSampler(RejectionSampler):
     def logprobs_of(
         self, tokens: torch.Tensor, logits: torch.Tensor, drawn: Sampled, step: Any, metadata: Any
     ) -> LogprobsTensors | None:
-        """vLLM's own, from the model's logits or from the log-probabilities that the tokens were drawn with."""
+        """Those of vLLM, from the model's logits or from the log-probabilities that the tokens were drawn with."""
         if step.max_num_logprobs is None:
             return None
         values = drawn.logprobs if self.is_processed_logprobs_mode else logits
