@@ -2,7 +2,7 @@
 """The kernels that verify drafts, best first, and what each one does not serve."""
 
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry
+from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.verification_spec import Known, VerificationSpec
 
@@ -21,17 +21,7 @@ def cute(spec: VerificationSpec, target: Target) -> list[str]:
 
 
 def triton(spec: VerificationSpec, target: Target) -> list[str]:
-    reasons = []
-    if target.is_cpu and not target.interpreted:
-        reasons.append("runs on a CUDA device, this is a CPU (TRITON_INTERPRET=1 interprets it)")
-    if not target.is_cpu and target.capability is not None and target.capability < (7, 5):
-        reasons.append(f"needs compute capability 7.5 or newer, this is {target.arch}")
-    return reasons
-
-
-def cpu_only(spec: VerificationSpec, target: Target) -> list[str]:
-    """It allocates memory at every step."""
-    return [] if target.is_cpu else [f"is for CPUs, this is {target.arch}"]
+    return triton_objections(target)
 
 
 TABLE = (

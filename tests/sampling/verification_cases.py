@@ -73,7 +73,8 @@ def random_step(
     spec = VerificationSpec(
         max_drafts=max(ROWS) - 1, vocab=vocab, known=known, draft_dtype=draft_dtype, token_dtype=token_dtype
     )
-    moved = Parameters(**{name: None if one is None else one.to(device) for name, one in vars(parameters).items()})
+    given = {name: one for name, one in vars(parameters).items() if one is not None}
+    moved = Parameters(**{name: one.to(device) for name, one in given.items()})
     drafts = Drafts(inputs=inputs.int().to(device), cu_rows=cu_rows_of(ROWS, device), distributions=distributions)
     return Step(spec, Sampled(tokens.to(device), logprobs.to(device)), moved, drafts)
 

@@ -144,6 +144,12 @@ def test_the_switch(made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert "vLLM's own sampler draws the tokens: DSL_BACKEND_SAMPLER is off" in caplog.text
 
 
+def speculation(**changes: Any) -> SimpleNamespace:
+    """As much of vLLM's speculative config as is read."""
+    usual = {"num_speculative_tokens": 3, "rejection_sample_method": "standard", "draft_sample_method": "greedy"}
+    return SimpleNamespace(**usual | changes)
+
+
 class Foreign(SamplerV1):
     """Of somebody else's."""
 
@@ -151,7 +157,11 @@ class Foreign(SamplerV1):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"speculative_config": SimpleNamespace()}, "vLLM's sampler verifies drafts"),
+        ({"speculative_config": speculation(rejection_sample_method="block")}, "rejection_sample_method block"),
+        ({"speculative_config": speculation(rejection_sample_method="synthetic")}, "rejection_sample_method synthetic"),
+        ({"speculative_config": speculation(rejection_sample_method="fly")}, "rejection_sample_method fly"),
+        ({"speculative_config": speculation(enable_adaptive_verification=True)}, "enable_adaptive_verification"),
+        ({"speculative_config": speculation(num_speculative_tokens=129)}, "max_drafts is 129"),
         ({"model": {"use_fp64_gumbel": True}}, "use_fp64_gumbel"),
         ({"logprobs_mode": "processed_logits"}, "processed_logits returns"),
         ({"model": {"return_sampling_mask": True}}, "return_sampling_mask"),
