@@ -72,11 +72,14 @@ class Outputs(NamedTuple):
 
     Attributes:
         lse: natural logarithm of the softmax's denominator, float32; None where nobody asks for it.
+        partials: float32; None where key ranges are not split.
+        fold_workspace: float32, where a CTA keeps the splits that it has combined; None without fixed splits.
     """
 
     out: cute.Tensor  # (total_q, head_q, head_dim_v)
     lse: cute.Tensor | None  # (total_q, head_q)
     partials: cute.Tensor | None
+    fold_workspace: cute.Tensor | None = None
 
 
 def int32s(count: int) -> list[cutlass.Int32]:

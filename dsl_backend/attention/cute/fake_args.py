@@ -10,6 +10,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, int32s
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.protocol import COUNTERS
@@ -21,7 +22,8 @@ SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cut
 
 def fake_args(key: LayerKey, tensors: DenseTensors | MlaTensors) -> tuple[Any, ...]:
     """What a kernel's `__call__` takes."""
-    partials = fake_vector(cutlass.Float32, cute.sym_int(), ALIGNMENT) if key.split or key.tiles_per_split else None
+    has_partials = key.split or key.has_fold_workspace
+    partials = fake_vector(cutlass.Float32, cute.sym_int(), ALIGNMENT) if has_partials else None
     return (
         tensors,
         *fake_outputs(key),
@@ -90,12 +92,9 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
 
 def fake_scheduler_workspace(key: LayerKey) -> Any:
     """What a tile scheduler keeps in global memory; see `args.py`."""
-    if key.split and key.tiles_per_split:
-        return make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=ALIGNMENT)
-    if key.split and not key.max_splits:
-        return make_fake_tensor(
-            cutlass.Int32, (cute.sym_int(), SPLIT_RANGE_FIELDS), (SPLIT_RANGE_FIELDS, 1), assumed_align=ALIGNMENT
-        )
+    if key.split:
+        fields = FIXED_SPLIT_RANGE_FIELDS if key.tiles_per_split else SPLIT_RANGE_FIELDS
+        return make_fake_tensor(cutlass.Int32, (cute.sym_int(), fields), (fields, 1), assumed_align=ALIGNMENT)
     return make_fake_tensor(cutlass.Int32, (COUNTERS,), (1,), assumed_align=4) if key.dynamic_scheduler else None
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
-from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.fake_args import ALIGNMENT
+from dsl_backend.attention.cute.fixed_splits import tiles_per_split
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
+from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, ScoreModKey
-from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded, v_splits
+from dsl_backend.attention.cute.sizes import fold_workspace_size, packed_gqa_heads, padded, partial_size, v_splits
 from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
@@ -28,13 +28,10 @@ from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-# Splits of a request's key range, where a request is split by its own length. More splits take more scratch for every
-# request, and more time in the combine kernel.
-MAX_SPLITS = 32
-# Scratch for the partial results of one token and one head block: 64 heads of 512 columns get 8 splits.
-MAX_SPLITS_BYTES = 1 << 20
-# Scratch for all partial results of splits at fixed keys. A request that finds no room is not split.
-MAX_PARTIALS_BYTES = 128 << 20
+# Scratch of a batch-invariant layer: partial results, and the fold workspace of each CTA (up to 18 MB on 132 SMs). All
+# layers and batches have the same, so that it never grows. If a batch may leave more partial results, no key range is
+# split: with 16 heads of MLA, from 60 requests of 64k keys on.
+FIXED_SPLIT_SCRATCH_BYTES = 192 << 20
 
 
 def window(width: int | None) -> int:
@@ -49,7 +46,6 @@ def facts_of(
     sinks: torch.dtype | None,
     pack_gqa: int,
     split: bool,
-    max_splits: int,
     tiles_per_split: int,
 ) -> dict[str, Any]:
     """The fields of a LayerKey."""
@@ -67,7 +63,6 @@ def facts_of(
         "has_window_right": spec.window_right is not None,
         "lse": lse,
         "split": split,
-        "max_splits": max_splits,
         "tiles_per_split": tiles_per_split,
         "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
@@ -137,6 +132,7 @@ class LayerKernel:
         default: chooses the configuration for a spec, unless a tuned one is on record.
         split: whether key ranges are split among CTAs.
         dynamic_scheduler: whether CTAs take query tiles by a counter in the workspace.
+        has_fold_workspace: whether CTAs keep the splits that they have combined in global memory.
     """
 
     build: Build
@@ -148,7 +144,8 @@ class LayerKernel:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.config = config or config_of(spec, target, self.default)
         self.num_ctas, self.pack_gqa, self.tile_m = self.sizes()
-        self.dynamic_scheduler = self.key(lse=False, sinks=None).dynamic_scheduler
+        key = self.key(lse=False, sinks=None)
+        self.dynamic_scheduler, self.has_fold_workspace = key.dynamic_scheduler, key.has_fold_workspace
         if self.dynamic_scheduler:
             # Now, and not while a graph is captured.
             workspace.flags(COUNTERS)
@@ -181,50 +178,22 @@ class LayerKernel:
         return padded(self.spec.head_dim_v // self.v_splits)
 
     @property
-    def max_splits(self) -> int:
-        """The most splits of a request's key range, by its own length; 0 for an even split of the batch's key tiles."""
-        if self.tiles_per_split or not (self.split and self.spec.batch_invariant):
-            return 0
-        affordable = MAX_SPLITS_BYTES // (4 * self.pack_gqa * self.columns)
-        return max(1, min(MAX_SPLITS, affordable, self.num_ctas // self.head_blocks))
-
-    @property
     def tiles_per_split(self) -> int:
-        """Key tiles of a split, where splits begin at fixed keys; 0 where they depend on lengths."""
-        return 0
-
-    @property
-    def fold_workspace(self) -> int:
-        """float32s in which CTAs keep the splits that they have combined; 0 without splits at fixed keys."""
-        return self.num_ctas * fold_workspace_size(self.tile_m, self.columns) if self.tiles_per_split else 0
-
-    def fixed_scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fold workspace and the partial results of splits at fixed keys, and room for each request's first one."""
-        splits = -(-batch.max_seq_len // (self.tiles_per_split * self.config.tile_n)) + 1
-        row_tiles = max_row_tiles(batch.num_requests, batch.num_tokens, max(1, self.tile_m // self.pack_gqa))
-        wanted = row_tiles * self.head_blocks * splits * partial_size(rows, self.columns)
-        count = self.fold_workspace + min(wanted, MAX_PARTIALS_BYTES // 4)
-        bases = self.workspace.integers(batch.num_requests)[: batch.num_requests]
-        return self.workspace.partials(count)[:count], bases
+        """Key tiles of a split, where splits begin at fixed keys; 0 where they are balanced over the batch."""
+        return tiles_per_split(self.spec, self.config.tile_n)
 
     def scratch(self, batch: Batch, rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`partials` of so many rows, and `scheduler_workspace`; see `args.py`."""
         if not self.split:
-            folded = (
-                self.workspace.partials(self.fold_workspace)[: self.fold_workspace] if self.fold_workspace else None
-            )
+            fold = self.num_ctas * fold_workspace_size(self.tile_m, self.columns) if self.has_fold_workspace else 0
+            folded = self.workspace.partials(fold)[:fold] if fold else None
             return folded, self.workspace.flags(COUNTERS)[:COUNTERS] if self.dynamic_scheduler else None
-        if self.tiles_per_split:
-            return self.fixed_scratch(batch, rows)
-        columns = self.columns
-        if self.max_splits:
-            tokens = self.tile_m // self.pack_gqa if self.max_query_len_served() is None else None
-            count = max_row_tiles(batch.num_requests, batch.num_tokens, tokens) * self.head_blocks * self.max_splits
-            return self.workspace.partials(count * partial_size(rows, columns)), None
-        split_ranges = self.workspace.integers(self.num_ctas * SPLIT_RANGE_FIELDS)[: self.num_ctas * SPLIT_RANGE_FIELDS]
         # Whole row tiles, so that the size is the same for every batch.
-        partials = self.workspace.partials(2 * self.num_ctas * partial_size(self.tile_m, columns))
-        return partials, split_ranges.view(self.num_ctas, SPLIT_RANGE_FIELDS)
+        count, fields = 2 * self.num_ctas * partial_size(self.tile_m, self.columns), SPLIT_RANGE_FIELDS
+        if self.tiles_per_split:
+            count, fields = FIXED_SPLIT_SCRATCH_BYTES // 4, FIXED_SPLIT_RANGE_FIELDS
+        split_ranges = self.workspace.integers(self.num_ctas * fields)[: self.num_ctas * fields]
+        return self.workspace.partials(count)[:count], split_ranges.view(self.num_ctas, fields)
 
     def grid(self, batch: Batch, min_seqlen_q: int) -> int:
         """CTAs to launch for the requests of min_seqlen_q queries or more."""
@@ -237,7 +206,6 @@ class LayerKernel:
             sinks=sinks,
             pack_gqa=self.pack_gqa,
             split=self.split,
-            max_splits=self.max_splits,
             tiles_per_split=self.tiles_per_split,
         )
         return self.key_type(config=self.config, **facts)

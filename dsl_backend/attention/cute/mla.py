@@ -18,7 +18,7 @@ from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.split_kv import SplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.sizes import chunk
 from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
@@ -147,14 +147,26 @@ class TiledMla:
         )
 
     def schedule(
-        self, work_pipeline: WorkTilePipeline, requests: Requests, scheduler_workspace: cute.Tensor | None
+        self,
+        work_pipeline: WorkTilePipeline,
+        requests: Requests,
+        scheduler_workspace: cute.Tensor | None,
+        partials: cute.Tensor | None,
     ) -> Any:
         """The tile scheduler."""
         tokens, config = self.tokens_per_tile, self.config
-        if self.key.max_splits:
-            # Neighbouring CTAs have neighbouring head blocks of a split: those of a cluster load the same keys.
-            return SplitKVTileScheduler(
-                self.key, work_pipeline, tokens, self.tile_n, requests, config.min_split_tiles, several_row_tiles=True
+        if self.key.split and self.key.tiles_per_split:
+            return FixedSplitKVTileScheduler(
+                self.key,
+                work_pipeline,
+                tokens,
+                self.tile_n,
+                requests,
+                scheduler_workspace,
+                partials,
+                config.cluster,
+                COMBINE_TILES_MLA,
+                pair_row_tiles=True,
             )
         if self.key.split:
             return BalancedSplitKVTileScheduler(

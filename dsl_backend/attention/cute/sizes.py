@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes shared by configurations and kernels. Does not import CuTe DSL."""
 
+from typing import Any
+
 WARPGROUP = 128
 MBARRIER_BYTES = 8
 # Columns of O that a CTA has room for: 128 registers of a thread on SM90, half of tensor memory on SM100.
@@ -37,3 +39,13 @@ def v_split_dim(dim_v: int) -> int:
 def packed_gqa_heads(group: int, most: int = 64) -> int:
     """Query heads that share a tile's rows: a GQA group, or a part of it if it has more than `most` heads."""
     return next(pack_gqa for pack_gqa in range(min(group, most), 0, -1) if group % pack_gqa == 0)
+
+
+def partial_size(rows: Any, columns: int) -> Any:
+    """float32 elements of a partial result: O [rows, columns], row_max [rows] of base-2 scores, row_sum [rows]."""
+    return rows * columns + (2 * rows + 3) // 4 * 4
+
+
+def fold_workspace_size(rows: int, columns: int) -> int:
+    """float32 elements in which a CTA keeps the splits of a row tile that it has combined: O, row_max and row_sum."""
+    return rows * (columns + 4)

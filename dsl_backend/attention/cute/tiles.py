@@ -14,7 +14,7 @@ from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_
 from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler, SplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, v_splits
@@ -44,9 +44,8 @@ class LayerKey:
         has_window_left, has_window_right: whether the window ends on that side.
         lse: whether to store the LSE.
         split: split-KV, rather than whole query tiles.
-        max_splits: fixed splits of each request; 0 if the splits are balanced over the batch.
-        tiles_per_split: key tiles of a split of a batch-invariant layer, which begins at a multiple of them. Partial
-            results are combined from the last split to the first. 0 if the layer is not batch-invariant.
+        tiles_per_split: key tiles of a split of a batch-invariant layer, which begins at a multiple of them. Splits are
+            combined from the last to the first. 0 if the layer is not batch-invariant.
     """
 
     dtype: str
@@ -62,14 +61,18 @@ class LayerKey:
     has_window_right: bool
     lse: bool
     split: bool
-    max_splits: int
+    tiles_per_split: int
     scores: ScoreModKey
-    tiles_per_split: int = 0
 
     @property
     def dynamic_scheduler(self) -> bool:
         """Whether CTAs take whole query tiles from counters in global memory."""
         return not self.split
+
+    @property
+    def has_fold_workspace(self) -> bool:
+        """Whether CTAs keep the splits that they have combined in global memory."""
+        return self.tiles_per_split > 0
 
     @property
     def scaled_by_head(self) -> bool:
@@ -211,15 +214,11 @@ class TiledKernel:
         layout = cute.make_layout((tokens, columns, *shape, slices), stride=(stride, *strides, columns))
         return cute.make_tensor(values.iterator, layout)
 
-    def schedule(self, work_pipeline, requests: Requests, scheduler_workspace, slots=None):
+    def schedule(self, work_pipeline, requests: Requests, scheduler_workspace, partials: cute.Tensor | None):
         """The tile scheduler of this kernel."""
         if self.key.split and self.key.tiles_per_split:
             return FixedSplitKVTileScheduler(
-                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, slots
-            )
-        if self.key.max_splits:
-            return SplitKVTileScheduler(
-                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, self.config.min_split_tiles
+                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, partials
             )
         if self.key.split:
             least = self.config.min_split_tiles

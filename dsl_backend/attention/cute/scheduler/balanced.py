@@ -83,12 +83,51 @@ class Partition(NamedTuple):
         total_iters: of all output tiles. iters_per_cta: those of each CTA.
         overhead_iters: at the beginning of each output tile, without a key tile.
         min_tile_iters: of an output tile at least; those after its key tiles are empty.
+        most_key_tiles: of an output tile, or of a pair.
     """
 
     total_iters: cutlass.Int32
     iters_per_cta: cutlass.Int32
     overhead_iters: cutlass.Int32
     min_tile_iters: cutlass.Int32
+    most_key_tiles: cutlass.Int32
+
+
+class CtaShare(NamedTuple):
+    """The share of a CTA, or of the CTAs of a cluster.
+
+    Attributes:
+        cluster_idx: of num_clusters; cta_rank: of the CTA in its cluster.
+    """
+
+    cluster_idx: cutlass.Int32
+    num_clusters: cutlass.Int32
+    cta_rank: cutlass.Int32
+    partition: Partition
+
+
+class TilePart(NamedTuple):
+    """The part of an output tile that is in a CTA's share.
+
+    Attributes:
+        key_tiles: of the output tile. first_tile, num_tiles: of them, those of the part.
+        tile_start: the iteration of the first key tile.
+    """
+
+    request: cutlass.Int32
+    offset_q: cutlass.Int32
+    seqlen_q: cutlass.Int32
+    seqlen_k: cutlass.Int32
+    head_block: cutlass.Int32
+    token: cutlass.Int32
+    key_tiles: cutlass.Int32
+    first_tile: cutlass.Int32
+    num_tiles: cutlass.Int32
+    tile_start: cutlass.Int32
+
+    @property
+    def info(self) -> SeqlenInfo:
+        return SeqlenInfo(self.offset_q, self.seqlen_q, self.seqlen_k)
 
 
 class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
@@ -196,7 +235,6 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         lane = cute.arch.lane_idx()
         cta, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         cta_rank, cluster_idx, num_clusters = cta % self.cluster, cta // self.cluster, num_ctas // self.cluster
-        partial_cta = cta_rank * num_clusters + cluster_idx
         paired = cutlass.Int32(0)
         first_chunk = self.request_tiles(lane, num_requests, paired)
         partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
@@ -208,11 +246,11 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                 paired = cutlass.Int32(1)
                 first_chunk = self.request_tiles(lane, num_requests, paired)
                 partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
-        total_iters, iters_per_cta, overhead_iters, _ = partition
+        total_iters, iters_per_cta, overhead_iters, _, _ = partition
+        share = CtaShare(cluster_idx, num_clusters, cta_rank, partition)
         iter_idx = cluster_idx * iters_per_cta
         cta_end = cutlass.min(iter_idx + iters_per_cta, total_iters)
         num_produced, num_splits, chunk_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        split_ranges = self.split_ranges
         for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
             request_end = warp_prefix_sum(tiles.num_tiles * self.tile_iters(tiles, partition, paired)) + chunk_end
@@ -229,28 +267,41 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                 first_tile = cutlass.max(offset - overhead_iters, 0)
                 own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
                 if own_tiles > 0:
-                    partial_idx = cutlass.Int32(NOT_SPLIT)
-                    if own_tiles < key_tiles:
-                        partial_idx = 2 * partial_cta + (1 if tile_start >= cluster_idx * iters_per_cta else 0)
-                    num_rows = cutlass.min(own.seqlen_q - token, self.tokens_per_tile) * self.key.pack_gqa
-                    head_block = head_block * self.cluster + cta_rank
-                    work = self.split_tile(
-                        request, own.info, head_block, token, num_rows, first_tile, own_tiles, partial_idx
-                    )
-                    self.work_pipeline.produce(num_produced, work)
-                    num_produced += 1
-                    if own_tiles < key_tiles and tile_start >= cluster_idx * iters_per_cta:
-                        num_splits = quotient(tile_start + key_tiles - 1, iters_per_cta) - cluster_idx + 1
-                        if lane == 0:
-                            (
-                                split_ranges[partial_cta, 1],
-                                split_ranges[partial_cta, 2],
-                                split_ranges[partial_cta, 3],
-                            ) = (own.offset_q + token, head_block, num_rows)
+                    part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
+                    num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
                 iter_idx += own_iters
+        split_ranges, partial_cta = self.split_ranges, self.partial_cta(share)
         if lane == 0:
             split_ranges[partial_cta, 0] = num_splits
         self.work_pipeline.produce(num_produced, no_work_tile())
+
+    def partial_cta(self, share: CtaShare) -> Any:
+        """The CTA's row of split_ranges: the first CTAs of all clusters come before the second ones."""
+        return share.cta_rank * share.num_clusters + share.cluster_idx
+
+    @cute.jit
+    def produce_part(self, part: TilePart, share: CtaShare, num_produced: cutlass.Int32, num_splits: cutlass.Int32):
+        """Produce the work tile of a part; (work tiles produced, splits of the output tile that begins here if any)."""
+        iters_per_cta, partial_cta = share.partition.iters_per_cta, self.partial_cta(share)
+        split_ranges = self.split_ranges
+        partial_idx = cutlass.Int32(NOT_SPLIT)
+        if part.num_tiles < part.key_tiles:
+            partial_idx = 2 * partial_cta + (1 if part.tile_start >= share.cluster_idx * iters_per_cta else 0)
+        num_rows = cutlass.min(part.seqlen_q - part.token, self.tokens_per_tile) * self.key.pack_gqa
+        head_block = part.head_block * self.cluster + share.cta_rank
+        work = self.split_tile(
+            part.request, part.info, head_block, part.token, num_rows, part.first_tile, part.num_tiles, partial_idx
+        )
+        self.work_pipeline.produce(num_produced, work)
+        if part.num_tiles < part.key_tiles and part.tile_start >= share.cluster_idx * iters_per_cta:
+            num_splits = quotient(part.tile_start + part.key_tiles - 1, iters_per_cta) - share.cluster_idx + 1
+            if cute.arch.lane_idx() == 0:
+                (
+                    split_ranges[partial_cta, 1],
+                    split_ranges[partial_cta, 2],
+                    split_ranges[partial_cta, 3],
+                ) = (part.offset_q + part.token, head_block, num_rows)
+        return num_produced + 1, num_splits
 
     @cute.jit
     def row_tiles_of_output_tile(self, seqlen_q: cutlass.Int32, paired: cutlass.Int32):
@@ -335,14 +386,36 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             iters_per_cta = cutlass.max(iters_per_cta, self.min_split_tiles)
         overhead_iters, min_tile_iters = cutlass.Int32(0), cutlass.Int32(0)
         unsplit_iters = quotient(num_tiles + num_ctas - 1, num_ctas) * most_key_tiles
-        if unsplit_iters <= iters_per_cta + self.combine_tiles + partial_tiles:
+        if self.splits_cost_more(unsplit_iters, iters_per_cta, most_key_tiles, num_tiles, num_ctas):
             # Combining would cost more than the time that CTAs with shorter output tiles, or with none, are idle.
             total_iters, iters_per_cta, min_tile_iters = num_tiles * most_key_tiles, unsplit_iters, most_key_tiles
         elif fewest_key_tiles < cutlass.min(iters_per_cta, most_key_tiles):
             overhead_iters = cutlass.Int32(OVERHEAD_ITERS)
             total_iters += cute.arch.warp_redux_sync(row_tiles, "add") * overhead_iters
             iters_per_cta = cutlass.max(quotient(total_iters + num_ctas - 1, num_ctas), iters_per_cta)
-        return Partition(total_iters, iters_per_cta, overhead_iters, min_tile_iters)
+        return Partition(total_iters, iters_per_cta, overhead_iters, min_tile_iters, most_key_tiles)
+
+    @cute.jit
+    def splits_cost_more(
+        self,
+        unsplit_iters: cutlass.Int32,
+        iters_per_cta: cutlass.Int32,
+        most_key_tiles: cutlass.Int32,
+        num_tiles: cutlass.Int32,
+        num_ctas: cutlass.Int32,
+    ):
+        """Whether no output tile is to be split, so that a CTA has up to `unsplit_iters` iterations.
+
+        Args:
+            iters_per_cta: where output tiles are split.
+            num_tiles: output tiles, or pairs.
+        """
+        return self.combining_costs_more(unsplit_iters, iters_per_cta)
+
+    @cute.jit
+    def combining_costs_more(self, unsplit_iters: cutlass.Int32, iters_per_cta: cutlass.Int32):
+        """Whether combining takes longer than the time for which CTAs are idle without splits."""
+        return unsplit_iters <= iters_per_cta + self.combine_tiles + self.key_tiles_of_partials()
 
     @cute.jit
     def key_tiles_of_partials(self):

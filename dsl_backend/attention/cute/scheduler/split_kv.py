@@ -1,71 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split-KV tile schedulers for batch-invariant layers: how a request is split does not depend on the other requests."""
+"""Split-KV of batch-invariant layers: splits begin at fixed keys, and each has a partial result of its own.
 
-from typing import Any
+A split begins at a multiple of `key.tiles_per_split` key tiles, whatever the batch, the query lengths and the grid are,
+and the results of an output tile's splits are combined from the last split to the first. So a row's sums have the same
+keys and the same order always. Which CTA processes a split does not change a bit: that is balanced over the batch.
+"""
+
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.mask import Mask
-from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
-from dsl_backend.attention.cute.scheduler.requests import (
-    WARP,
-    Requests,
-    SeqlenInfo,
-    from_lane,
-    seqlen_info_of,
-    warp_prefix_sum,
-    zero_unless_served,
+from dsl_backend.attention.cute.scheduler.balanced import (
+    COMBINE_TILES,
+    OVERHEAD_ITERS,
+    BalancedSplitKVTileScheduler,
+    CtaShare,
+    TilePart,
 )
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTilePipeline, no_work_tile
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.sizes import padded, partial_size
+from dsl_backend.primitives.math import quotient
 
 
-@cute.jit
-def even_splits_of(
-    mask: Mask, min_split_tiles: cutlass.Constexpr[int], seqlen_q: cutlass.Int32, seqlen_k: cutlass.Int32
-):
-    """(a request's first key tile, its key tiles, key tiles of a split): from the lengths of the request alone."""
-    n_block_min = mask.n_block_min(seqlen_k - seqlen_q)
-    # At least one tile, so that every row is written.
-    key_tiles = cutlass.max((seqlen_k + mask.tile_n - 1) // mask.tile_n - n_block_min, 1)
-    max_splits = mask.key.max_splits
-    return n_block_min, key_tiles, cutlass.max((key_tiles + max_splits - 1) // max_splits, min_split_tiles)
+class FixedSplitRange(NamedTuple):
+    """An output tile whose splits belong to several CTAs, the first of them this one; the combine kernel completes it.
 
-
-@cute.jit
-def row_tile_idx_of(
-    offset_q: cutlass.Int32, request: cutlass.Int32, row_tile: cutlass.Int32, tokens_per_tile: cutlass.Constexpr
-):
-    """An index that only this row tile of the batch has, from its own request alone; below `max_row_tiles`.
-
-    Args:
-        offset_q: the request's first row of q.
-        tokens_per_tile: None where a row tile has all tokens of a request.
+    Attributes:
+        num_splits: 0 where there is no such tile, and the other fields mean nothing.
+        q_offset: its first row of q. num_rows: of its row tile.
+        partial_idx: of its last split's partial result; those of the splits before follow.
     """
-    idx = request
-    if cutlass.const_expr(tokens_per_tile == 1):
-        idx = offset_q + row_tile
-    elif cutlass.const_expr(tokens_per_tile is not None):
-        idx = request + offset_q // tokens_per_tile + row_tile
-    return idx
+
+    num_splits: cutlass.Int32
+    q_offset: cutlass.Int32
+    head_block: cutlass.Int32
+    num_rows: cutlass.Int32
+    partial_idx: cutlass.Int32
 
 
-def max_row_tiles(num_requests: int, num_tokens: int, tokens_per_tile: int | None) -> int:
-    """Bound of a batch's row tiles."""
-    if tokens_per_tile is None:
-        return num_requests
-    return num_tokens if tokens_per_tile == 1 else num_requests + -(-num_tokens // tokens_per_tile)
+FIXED_SPLIT_RANGE_FIELDS = 8  # a multiple of a vector
 
 
-class SplitKVTileScheduler(StaticPersistentTileScheduler):
-    """Each request's keys in even splits, at most `key.max_splits`: CTA i processes work tiles i, i + grid size, ...
+class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
+    """The shares of BalancedSplitKVTileScheduler, moved to where splits begin: a work tile has whole splits.
 
-    The splits and the order in which they are combined depend on the request's lengths alone. A split's partial result
-    has index (row tile * head blocks + head block) * max_splits + split.
+    An output tile's iterations go from its last key tile to its first, as its splits do. The partial result of a work
+    tile's last split has index `partial_idx`, those of the splits before follow. A CTA that has all splits of an output
+    tile combines them itself.
 
     Args:
-        min_split_tiles: key tiles of a split at least.
-        several_row_tiles: whether a request may have more than one row tile.
+        partials: the workspace of partial results. If a batch may leave more than it holds, no output tile is split.
     """
 
     def __init__(
@@ -75,132 +61,142 @@ class SplitKVTileScheduler(StaticPersistentTileScheduler):
         tokens_per_tile: int,
         tile_n: int,
         requests: Requests,
-        min_split_tiles: int,
-        several_row_tiles: bool = False,
+        split_ranges: cute.Tensor,
+        partials: cute.Tensor,
+        cluster: int = 1,
+        combine_tiles: int = COMBINE_TILES,
+        pair_row_tiles: bool = False,
     ) -> None:
-        super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.min_split_tiles = min_split_tiles
-        self.partial_tile_tokens = tokens_per_tile if several_row_tiles else None
-
-    @cute.jit
-    def num_tiles(self, info: SeqlenInfo):
-        _, key_tiles, split_tiles = even_splits_of(self.mask, self.min_split_tiles, info.seqlen_q, info.seqlen_k)
-        row_tiles = self.num_row_tiles(info.seqlen_q)
-        return row_tiles * ((key_tiles + split_tiles - 1) // split_tiles) * self.head_blocks
-
-    @cute.jit
-    def work_tile(self, request: cutlass.Int32, info: SeqlenInfo, local_idx: cutlass.Int32, num_tiles: cutlass.Int32):
-        first_tile, key_tiles, split_tiles = even_splits_of(
-            self.mask, self.min_split_tiles, info.seqlen_q, info.seqlen_k
+        super().__init__(
+            key,
+            work_pipeline,
+            tokens_per_tile,
+            tile_n,
+            requests,
+            split_ranges,
+            key.tiles_per_split,
+            cluster,
+            combine_tiles,
+            pair_row_tiles,
         )
-        num_splits = (key_tiles + split_tiles - 1) // split_tiles
-        head_block, local_idx = local_idx % self.head_blocks, local_idx // self.head_blocks
-        split, row_tile = local_idx % num_splits, local_idx // num_splits
-        n_block_min = first_tile + split * split_tiles
-        n_block_max = cutlass.min(n_block_min + split_tiles, first_tile + key_tiles)
-        partial_idx = cutlass.Int32(NOT_SPLIT)
-        if num_splits > 1:
-            row_tile_idx = row_tile_idx_of(info.offset_q, request, row_tile, self.partial_tile_tokens)
-            partial_idx = (row_tile_idx * self.head_blocks + head_block) * self.key.max_splits + split
-        token = row_tile * self.tokens_per_tile
-        window_size_right = self.mask.window_size_right(request)
-        tile = self.row_tile(request, info, head_block, token, window_size_right)
+        self.partials, self.tiles_per_split = partials, key.tiles_per_split
+
+    @cute.jit
+    def splits_cost_more(
+        self,
+        unsplit_iters: cutlass.Int32,
+        iters_per_cta: cutlass.Int32,
+        most_key_tiles: cutlass.Int32,
+        num_tiles: cutlass.Int32,
+        num_ctas: cutlass.Int32,
+    ):
+        size = partial_size(self.requests.rows, padded(self.key.columns))
+        room = cute.size(self.partials) // size // self.cluster
+        # The overhead of output tiles, which come in pairs, may still be added.
+        most_iters = iters_per_cta + quotient(2 * OVERHEAD_ITERS * num_tiles, num_ctas) + 1
+        by_iter, by_cta = self.most_partials(most_iters, most_key_tiles, num_ctas)
+        no_room = cutlass.min(by_iter, by_cta) > room
+        return no_room or self.combining_costs_more(unsplit_iters, iters_per_cta)
+
+    @cute.jit
+    def most_partials(self, iters_per_cta: cutlass.Int32, most_key_tiles: cutlass.Int32, num_ctas: cutlass.Int32):
+        """How many indices `first_partial` may give: by iterations, by CTAs."""
+        by_iter = quotient(num_ctas * iters_per_cta, self.tiles_per_split) + 2 * num_ctas + 2
+        return by_iter, num_ctas * (quotient(most_key_tiles, self.tiles_per_split) + 2)
+
+    @cute.jit
+    def first_partial(self, part: TilePart, share: CtaShare):
+        """Index of the partial result of an output tile's last split.
+
+        An output tile that is split is the only one that begins in its CTA and ends in another. It has K key tiles and
+        at most (K - 2) / tiles_per_split + 2 splits. So indices are far enough apart if they follow iterations, with
+        two more for each CTA; or if each CTA has as many as any output tile needs.
+        """
+        num_ctas, partition = share.num_clusters, share.partition
+        by_iter, by_cta = self.most_partials(partition.iters_per_cta, partition.most_key_tiles, num_ctas)
+        cluster_idx = quotient(part.tile_start, partition.iters_per_cta)
+        first, most = quotient(part.tile_start, self.tiles_per_split) + 2 * cluster_idx, by_iter
+        if by_cta < by_iter:
+            first, most = cluster_idx * quotient(by_cta, num_ctas), by_cta
+        return share.cta_rank * most + first
+
+    @cute.jit
+    def split_boundary(self, tile: cutlass.Int32, n_block_min: cutlass.Int32, n_block_max: cutlass.Int32):
+        """The begin of the split that has key tile `tile`; n_block_max, n_block_min: of the output tile."""
+        boundary = cutlass.max(quotient(tile, self.tiles_per_split) * self.tiles_per_split, n_block_min)
+        return n_block_max if tile == n_block_max else boundary
+
+    @cute.jit
+    def produce_part(self, part: TilePart, share: CtaShare, num_produced: cutlass.Int32, num_splits: cutlass.Int32):
+        n_block_min = self.mask.n_block_min(part.seqlen_k - part.seqlen_q)
+        n_block_max = n_block_min + part.key_tiles
+        first_tile = n_block_max - part.first_tile
+        end = self.split_boundary(first_tile, n_block_min, n_block_max)
+        begin = self.split_boundary(first_tile - part.num_tiles, n_block_min, n_block_max)
+        if end > begin:
+            last_split = quotient(n_block_max - 1, self.tiles_per_split)
+            first_partial, partial_idx = self.first_partial(part, share), cutlass.Int32(NOT_SPLIT)
+            if end - begin < part.key_tiles:
+                partial_idx = first_partial + last_split - quotient(end - 1, self.tiles_per_split)
+            head_block = part.head_block * self.cluster + share.cta_rank
+            work = self.whole_splits(part, head_block, begin, end, partial_idx)
+            self.work_pipeline.produce(num_produced, work)
+            num_produced += 1
+            if end == n_block_max and partial_idx != NOT_SPLIT:
+                num_splits = last_split - quotient(n_block_min, self.tiles_per_split) + 1
+                self.write_split_range(work, share, first_partial)
+        return num_produced, num_splits
+
+    @cute.jit
+    def whole_splits(
+        self,
+        part: TilePart,
+        head_block: cutlass.Int32,
+        n_block_min: cutlass.Int32,
+        n_block_max: cutlass.Int32,
+        partial_idx: cutlass.Int32,
+    ):
+        """The work tile of a part whose key tiles are those of whole splits; all that it sees where it is not split."""
+        window_size_right = self.mask.window_size_right(part.request)
+        if partial_idx == NOT_SPLIT:
+            n_block_min, n_block_max = self.n_block_range(part.info, part.token, window_size_right)
+        tile = self.row_tile(part.request, part.info, head_block, part.token, window_size_right)
         return self.mask.work_tile(tile, n_block_min, n_block_max, partial_idx)
+
+    @cute.jit
+    def write_split_range(self, work: WorkTile, share: CtaShare, first_partial: cutlass.Int32):
+        """All fields but num_splits, which is written at the end of the CTA's share."""
+        split_ranges, row = self.split_ranges, self.partial_cta(share)
+        if cute.arch.lane_idx() == 0:
+            split_ranges[row, 1], split_ranges[row, 2] = work.q_offset, work.head_block
+            split_ranges[row, 3], split_ranges[row, 4] = work.num_rows, first_partial
 
 
 @cute.jit
-def fixed_splits_of(mask: Mask, seqlen_q: cutlass.Int32, seqlen_k: cutlass.Int32):
-    """(a request's first split, its number of splits): those that any of its queries may see."""
-    n_block_min = mask.n_block_min(seqlen_k - seqlen_q)
-    key_tiles = cutlass.max((seqlen_k + mask.tile_n - 1) // mask.tile_n, n_block_min + 1)
-    first_split = n_block_min // mask.key.tiles_per_split
-    return first_split, (key_tiles - 1) // mask.key.tiles_per_split - first_split + 1
+def num_splits_of(key: cutlass.Constexpr, work: WorkTile):
+    """Splits of a work tile."""
+    last, first = quotient(work.n_block_max - 1, key.tiles_per_split), quotient(work.n_block_min, key.tiles_per_split)
+    return last - first + 1
 
 
-class FixedSplitKVTileScheduler(StaticPersistentTileScheduler):
-    """Splits that begin at fixed keys, whatever the batch and the queries are: every sum has the same keys always.
+@cute.jit
+def split_of(key: cutlass.Constexpr, work: WorkTile, index: cutlass.Int32):
+    """A split as a work tile of its own; `index`: counted from the work tile's last split.
 
-    While the workspace has room for partial results, a work tile has one split of a row tile. The row tiles of requests
-    beyond that are not split: the CTA itself combines the splits, in the order of the combine kernel, to the same bits.
-    Work tiles of a request are ordered by row tile, then split, then head block.
-
-    Args:
-        partial_bases: [num_reqs], receives the index of each request's first partial result; -1 where it has none.
-        max_partials: how many partial results the workspace holds.
+    Its partial result has index `partial_idx`, unless the work tile is not split.
     """
-
-    def __init__(
-        self,
-        key: Any,
-        work_pipeline: WorkTilePipeline,
-        tokens_per_tile: int,
-        tile_n: int,
-        requests: Requests,
-        partial_bases: cute.Tensor,
-        max_partials: cutlass.Int32,
-    ) -> None:
-        super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.partial_bases, self.max_partials = partial_bases, max_partials
-
-    @cute.jit
-    def run(self):
-        num_requests, partial_bases = cutlass.Int32(cute.size(self.requests.seqused_k)), self.partial_bases
-        lane = cute.arch.lane_idx()
-        tile_idx, grid_size = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
-        num_produced, chunk_end, chunk_partials_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        is_first_cta = tile_idx == 0
-        for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
-            request = chunk * WARP + lane
-            info = seqlen_info_of(self.requests, request, num_requests)
-            _, num_splits = fixed_splits_of(self.mask, info.seqlen_q, info.seqlen_k)
-            row_tiles = zero_unless_served(self.requests, info.seqlen_q, self.num_row_tiles(info.seqlen_q))
-            num_partials = row_tiles * num_splits * self.head_blocks
-            if num_splits == 1:
-                num_partials = cutlass.Int32(0)
-            partials_end = warp_prefix_sum(num_partials) + chunk_partials_end
-            chunk_partials_end = cute.arch.shuffle_sync(partials_end, WARP - 1)
-            base = partials_end - num_partials
-            if num_partials == 0 or partials_end > self.max_partials:
-                base, num_splits = cutlass.Int32(-1), cutlass.Int32(1)
-            if is_first_cta and request < num_requests:
-                partial_bases[request] = base
-            num_tiles = row_tiles * num_splits * self.head_blocks
-            tile_end = warp_prefix_sum(num_tiles) + chunk_end
-            chunk_end = cute.arch.shuffle_sync(tile_end, WARP - 1)
-            while tile_idx < chunk_end:
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(tile_end <= tile_idx))
-                own_info = from_lane(info, owner)
-                own_splits, own_base = (cute.arch.shuffle_sync(value, owner) for value in (num_splits, base))
-                local_idx = tile_idx - cute.arch.shuffle_sync(tile_end - num_tiles, owner)
-                work = self.split_tile(chunk * WARP + owner, own_info, local_idx, own_splits, own_base)
-                self.work_pipeline.produce(num_produced, work)
-                num_produced += 1
-                tile_idx += grid_size
-        self.work_pipeline.produce(num_produced, no_work_tile())
-
-    @cute.jit
-    def split_tile(
-        self,
-        request: cutlass.Int32,
-        info: SeqlenInfo,
-        local_idx: cutlass.Int32,
-        num_splits: cutlass.Int32,
-        partial_base: cutlass.Int32,
-    ):
-        """The request's `local_idx`-th work tile, where each row tile has `num_splits`."""
-        head_block, local_tile = local_idx % self.head_blocks, local_idx // self.head_blocks
-        split, row_tile = local_tile % num_splits, local_tile // num_splits
-        token, window_size_right = row_tile * self.tokens_per_tile, self.mask.window_size_right(request)
-        n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
-        partial_idx = cutlass.Int32(NOT_SPLIT)
-        if partial_base >= 0:
-            partial_idx = partial_base + local_idx
-            first_split, _ = fixed_splits_of(self.mask, info.seqlen_q, info.seqlen_k)
-            split_begin = (first_split + split) * self.key.tiles_per_split
-            n_block_min = cutlass.max(n_block_min, split_begin)
-            n_block_max = cutlass.min(n_block_max, split_begin + self.key.tiles_per_split)
-            if n_block_min >= n_block_max:
-                # No row of the tile sees the split: one fully masked key tile gives an empty partial result.
-                n_block_min, n_block_max = split_begin, split_begin + 1
-        tile = self.row_tile(request, info, head_block, token, window_size_right)
-        return self.mask.work_tile(tile, n_block_min, n_block_max, partial_idx)
+    tiles = cutlass.const_expr(key.tiles_per_split)
+    begin = (quotient(work.n_block_max - 1, tiles) - index) * tiles
+    n_block_min, n_block_max = cutlass.max(work.n_block_min, begin), cutlass.min(work.n_block_max, begin + tiles)
+    n_block_full_max = cutlass.max(cutlass.min(work.n_block_full_max, n_block_max), n_block_min)
+    n_block_full_min = cutlass.min(cutlass.max(work.n_block_full_min, n_block_min), n_block_full_max)
+    partial_idx = work.partial_idx
+    if partial_idx != NOT_SPLIT:
+        partial_idx += index
+    return work._replace(
+        n_block_min=n_block_min,
+        n_block_max=n_block_max,
+        n_block_full_min=n_block_full_min,
+        n_block_full_max=n_block_full_max,
+        partial_idx=partial_idx,
+    )

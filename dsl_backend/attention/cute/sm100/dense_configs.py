@@ -173,6 +173,8 @@ class DenseConfig:
             reasons += self.two_cta_objections(spec)
         if self.swap_ab:
             reasons += self.swap_ab_objections(spec)
+        if spec.batch_invariant:
+            reasons += self.batch_invariant_objections()
         if self.tmem_columns(spec) > TENSOR_COLUMNS:
             reasons.append(f"{self.tmem_columns(spec)} columns of tensor memory: there are {TENSOR_COLUMNS}")
         if self.alternate and self.softmax_warpgroups != 2:
@@ -190,6 +192,17 @@ class DenseConfig:
                 f"values of {columns} elements and queries of {spec.head_dim} have different swizzles: their rows are "
                 f"cut into chunks of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
+        return reasons
+
+    def batch_invariant_objections(self) -> list[str]:
+        """Why a row's bits would depend on more than the row, or splits could not be folded."""
+        reasons = []
+        if self.alternate:
+            reasons.append("S stages that alternate sum keys in another order than the kernel of long queries")
+        if self.ex2_emulation:
+            reasons.append("masked tiles emulate no exponential: whether a tile is masked depends on other rows")
+        if self.two_cta or self.use_clc:
+            reasons.append("batch-invariant layers go without two-CTA MMAs and cluster launch control")
         return reasons
 
     def shared_kv_objections(self, spec: AttentionSpec) -> list[str]:
@@ -234,6 +247,13 @@ class DenseConfig:
 
 def default_config(spec: AttentionSpec) -> DenseConfig:
     """For long queries."""
+    if spec.batch_invariant:
+        return batch_invariant_config(spec)
+    return long_query_config(spec)
+
+
+def long_query_config(spec: AttentionSpec) -> DenseConfig:
+    """The same for a layer that is not batch-invariant."""
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
         softmax_warpgroups = 1 if widest > 256 or spec.head_dim_v > 128 else 2
@@ -263,7 +283,24 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
 
 def default_split_config(spec: AttentionSpec) -> DenseConfig:
     """For short queries over long key ranges: they are memory-bound, so no exponential needs to be emulated."""
-    return replace(tiles_per_split(spec), ex2_emulation=0)
+    if spec.batch_invariant:
+        return batch_invariant_split_config(spec)
+    return replace(split_tiles(spec), ex2_emulation=0)
+
+
+def batch_invariant_config(spec: AttentionSpec) -> DenseConfig:
+    """For long queries of a batch-invariant layer."""
+    config = replace(long_query_config(spec), ex2_emulation=0)
+    # Keys of a tile that fit without a peer.
+    return DenseConfig(softmax_warpgroups=1, tile_n=64, stages=2, ex2_emulation=0) if config.two_cta else config
+
+
+def batch_invariant_split_config(spec: AttentionSpec) -> DenseConfig:
+    """For short queries of a batch-invariant layer: the same key tiles, so that the kernel changes no bit of a row."""
+    long = batch_invariant_config(spec)
+    widest = max(spec.head_dim, spec.head_dim_v)
+    stages = 2 if spec.is_fp8_kv or widest > 128 else 6 if widest <= 64 else 3
+    return replace(long, softmax_warpgroups=1, shared_kv_stages=False, stages=stages)
 
 
 def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> DenseConfig | None:
@@ -283,7 +320,8 @@ def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> DenseConfig | None:
     return None
 
 
-def tiles_per_split(spec: AttentionSpec) -> DenseConfig:
+def split_tiles(spec: AttentionSpec) -> DenseConfig:
+    """Tiles and stages for short queries."""
     widest = max(spec.head_dim, spec.head_dim_v)
     if spec.is_fp8_kv:
         if widest > 256 or spec.head_dim_v > 128:

@@ -5,16 +5,17 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
-from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows, q_head_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
 from dsl_backend.attention.cute.sm100.dense_configs import MMA_M, WARP
 from dsl_backend.attention.cute.sm100.dense_mma import tmem_offset_O
 from dsl_backend.attention.cute.sm100.dense_softmax import ACC_SCALE, ROW_MAX, ROW_SUM
+from dsl_backend.attention.cute.sm100.folded_row import FoldedRow, is_last_split
 from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.softmax import finalize
@@ -52,16 +53,25 @@ class CorrectionWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_ptr, self.sStats = work_pipeline, barriers, tmem_ptr, sStats
         self.kv_stages, self.sO = kv_stages, sO
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.scoring, self.requests, self.partial_rows = scoring, requests, requests.rows
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        # By S stage.
+        self.folded: list[FoldedRow] = []
+        if kernel.key.tiles_per_split:
+            rows, columns = kernel.tile_m, kernel.dims_v
+            self.folded = [
+                FoldedRow(fold_workspace, rows, columns, s_stage * MMA_M + self.thread)
+                for s_stage in range(kernel.s_stages)
+            ]
         self.skip_idle_warps = kernel.skip_idle_warps
         self.arrive_count = cute.make_rmem_tensor(1, cutlass.Int32) if self.skip_idle_warps else None
 
     @cute.jit
     def run(self):
         work_idx, kv_idx, odd_idx = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        split_idx = cutlass.Int32(0)
         work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
@@ -72,10 +82,12 @@ class CorrectionWarps:
                 arrive_count = arrive_count_of(work, self.thread)
                 self.arrive_count.fill(arrive_count)
                 if arrive_count > 0:
-                    self.correct_work_tile(work, q_stage, work_idx, kv_idx, odd_idx)
+                    self.correct_splits(work, q_stage, work_idx, split_idx, kv_idx, odd_idx)
             else:
-                self.correct_work_tile(work, q_stage, work_idx, kv_idx, odd_idx)
+                self.correct_splits(work, q_stage, work_idx, split_idx, kv_idx, odd_idx)
             self.store_tile(work, q_stage)
+            if cutlass.const_expr(self.key.tiles_per_split):
+                split_idx += num_splits_of(self.key, work)
             kv_idx += num_tiles
             odd_idx += num_tiles // 2
             work_idx += 1
@@ -83,8 +95,30 @@ class CorrectionWarps:
             valid = work.valid
 
     @cute.jit
+    def correct_splits(
+        self,
+        work: WorkTile,
+        q_stage: cutlass.Int32,
+        work_idx: cutlass.Int32,
+        split_idx: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        odd_idx: cutlass.Int32,
+    ):
+        """The splits of a work tile, or all of it. split_idx: splits before the work tile; others: see below."""
+        if cutlass.const_expr(self.key.tiles_per_split):
+            for index in cutlass.range(num_splits_of(self.key, work), unroll=1):
+                split = split_of(self.key, work, index)
+                first_idx = kv_idx + work.n_block_max - split.n_block_max
+                self.correct_work_tile(work, split, q_stage, split_idx + index, first_idx, odd_idx)
+                # The next split's MMAs overwrite O.
+                tmem.before_sync()
+        else:
+            self.correct_work_tile(work, work, q_stage, work_idx, kv_idx, odd_idx)
+
+    @cute.jit
     def correct_work_tile(
         self,
+        whole: WorkTile,
         work: WorkTile,
         q_stage: cutlass.Int32,
         work_idx: cutlass.Int32,
@@ -96,7 +130,8 @@ class CorrectionWarps:
         Softmax warps send statistics once for each key tile and once for each work tile, which counts `stats_idx`.
 
         Args:
-            work_idx, kv_idx: work tiles and key tiles before this one.
+            whole: the work tile. work: the same, or a split of it.
+            work_idx, kv_idx: work tiles, or splits, and key tiles before this one.
             odd_idx: of these key tiles those of S stage 1, where the S stages alternate.
         """
         num_tiles = work.n_block_max - work.n_block_min
@@ -132,7 +167,8 @@ class CorrectionWarps:
             self.wait_o(work_idx)
             for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
                 row_sum, row_max = self.final_stats(s_stage, first_idx + num_tiles)
-                self.epilogue(work, s_stage * MMA_M + self.thread, q_stage, row_max, row_sum, [(s_stage, None)])
+                row = s_stage * MMA_M + self.thread
+                self.epilogue(whole, work, row, q_stage, row_max, row_sum, [(s_stage, None)])
 
     @cute.jit
     def store_tile(self, work: WorkTile, q_stage: cutlass.Int32):
@@ -193,7 +229,7 @@ class CorrectionWarps:
         row_max = cute.arch.fmax(row_maxes[0], row_maxes[1])
         scales = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
         row_sum = row_sums[0] * scales[0] + row_sums[1] * scales[1]
-        self.epilogue(work, self.thread, q_stage, row_max, row_sum, list(enumerate(scales)))
+        self.epilogue(work, work, self.thread, q_stage, row_max, row_sum, list(enumerate(scales)))
 
     @cute.jit
     def final_stats(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
@@ -233,6 +269,7 @@ class CorrectionWarps:
     @cute.jit
     def epilogue(
         self,
+        whole: WorkTile,
         work: WorkTile,
         row: cutlass.Int32,
         q_stage: cutlass.Int32,
@@ -243,6 +280,7 @@ class CorrectionWarps:
         """Finish a row: normalize O and write it to shared memory, or store it as a partial result.
 
         Args:
+            whole: the work tile. work: the same, or a split of it.
             row_max: in base 2, scaled.
             o_scales: (S stage, what its O is multiplied by) for each S stage that has a part of the row; None for 1.
         """
@@ -250,7 +288,38 @@ class CorrectionWarps:
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work, row, row_max, row_sum, o_scales)
             else:
+                self.finish_row(whole, work, row, q_stage, row_max, row_sum, o_scales)
+        else:
+            self.finish_row(whole, work, row, q_stage, row_max, row_sum, o_scales)
+
+    @cute.jit
+    def finish_row(
+        self,
+        whole: WorkTile,
+        work: WorkTile,
+        row: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        row_max: cutlass.Float32,
+        row_sum: cutlass.Float32,
+        o_scales: cutlass.Constexpr,
+    ):
+        """Normalize a row, or keep it until the splits before have ended."""
+        if cutlass.const_expr(self.key.tiles_per_split):
+            s_stage = cutlass.const_expr(o_scales[0][0])
+            row_max, row_sum, scale_before, scale = self.folded[s_stage].scales(whole, work, row_max, row_sum)
+            for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
+                column = cute.assume(group * O_COLUMNS, divby=O_COLUMNS)
+                acc_O = self.load_o_sum(work, column, o_scales)
+                self.folded[s_stage].fold(whole, work, acc_O, column, scale_before, scale)
+                if is_last_split(whole, work):
+                    tmem.store(acc_O, self.tmem_ptr + tmem_offset_O(self.kernel, s_stage), column, self.thread)
+                else:
+                    self.folded[s_stage].store(acc_O, column)
+            if is_last_split(whole, work):
+                cute.arch.fence_view_async_tmem_store()
                 self.store_normalized(work, row, q_stage, row_max, row_sum, o_scales)
+            else:
+                self.folded[s_stage].store_stats(row_max, row_sum)
         else:
             self.store_normalized(work, row, q_stage, row_max, row_sum, o_scales)
 

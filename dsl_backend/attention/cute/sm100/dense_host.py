@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.host import DenseKernel
-from dsl_backend.attention.cute.scheduler.split_kv import max_row_tiles
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CTA_PAIR,
     default_config,
@@ -45,7 +44,8 @@ class Prefill(DenseKernel):
             return self.num_ctas
         # An upper bound, since the host does not know the lengths.
         requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
-        return max_row_tiles(requests, batch.num_tokens, self.tile_m) * self.head_blocks
+        row_tiles = requests + -(-batch.num_tokens // self.tile_m)
+        return row_tiles * self.head_blocks
 
 
 class SplitKV(Prefill):

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import SplitKVCombine
+from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
@@ -98,7 +98,7 @@ class DenseForward(TiledKernel):
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, partials)
+        outputs = with_fold_workspace(key, Outputs(out, lse, partials), num_ctas, self.tile_m, self.dims_v)
         self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -107,7 +107,7 @@ class DenseForward(TiledKernel):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v)
+            combine = SplitKVCombine(key, self.dims_v)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
@@ -178,8 +178,11 @@ class DenseForward(TiledKernel):
             SoftmaxWarps(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
+            own_outputs = outputs._replace(
+                fold_workspace=cta_fold_workspace(outputs.fold_workspace, self.tile_m, self.dims_v)
+            )
             CorrectionWarps(
-                self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sO, outputs, requests, scoring
+                self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sO, own_outputs, requests, scoring
             ).run()
         elif warp >= DEQUANT_WARP:
             if cutlass.const_expr(self.key.kv.fp8):
@@ -204,7 +207,7 @@ class DenseForward(TiledKernel):
                         self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, clc_response
                     ).run()
                 else:
-                    self.schedule(work_pipeline, requests, scheduler_workspace).run()
+                    self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         cute.arch.sync_threads()
         self.free_tmem(warp, tmem_holding_buf)
 

@@ -13,7 +13,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.cute.args import TiledMmas
-from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
 from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
@@ -76,28 +77,37 @@ class MmaWarp:
         while valid != 0:
             q_stage = stage_of(work_idx, self.config.query_stages)
             cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
-            num_tiles = work.n_block_max - work.n_block_min
-            self.wait_k(kv_idx)
-            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                self.issue_qk(s_stage, q_stage, kv_idx)
-            self.release(self.barriers.k_empty, kv_idx)
-            self.wait_v(kv_idx)
-            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                self.pv(s_stage, kv_idx, kv_idx, False, self.v_released(s_stage, kv_idx))
-                if num_tiles > 1:
-                    self.next_qk(s_stage, q_stage, kv_idx)
-            for step in cutlass.range(1, num_tiles, unroll=1):
-                tile = kv_idx + step
-                self.wait_v(tile)
-                for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                    self.pv(s_stage, tile, tile, True, self.v_released(s_stage, tile))
-                    if step < num_tiles - 1:
-                        self.next_qk(s_stage, q_stage, tile)
-            self.commit(self.barriers.o_full)
-            kv_idx += num_tiles
+            if cutlass.const_expr(self.kernel.key.tiles_per_split):
+                for index in cutlass.range(num_splits_of(self.kernel.key, work), unroll=1):
+                    kv_idx = self.mma_tiles(split_of(self.kernel.key, work, index), q_stage, kv_idx)
+            else:
+                kv_idx = self.mma_tiles(work, q_stage, kv_idx)
             work_idx += 1
             work = self.work_pipeline.consume(work_idx)
             valid = work.valid
+
+    @cute.jit
+    def mma_tiles(self, work: WorkTile, q_stage: cutlass.Int32, kv_idx: cutlass.Int32):
+        """All MMAs of a work tile, or of a split; return kv_idx of the next one."""
+        num_tiles = work.n_block_max - work.n_block_min
+        self.wait_k(kv_idx)
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            self.issue_qk(s_stage, q_stage, kv_idx)
+        self.release(self.barriers.k_empty, kv_idx)
+        self.wait_v(kv_idx)
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            self.pv(s_stage, kv_idx, kv_idx, False, self.v_released(s_stage, kv_idx))
+            if num_tiles > 1:
+                self.next_qk(s_stage, q_stage, kv_idx)
+        for step in cutlass.range(1, num_tiles, unroll=1):
+            tile = kv_idx + step
+            self.wait_v(tile)
+            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+                self.pv(s_stage, tile, tile, True, self.v_released(s_stage, tile))
+                if step < num_tiles - 1:
+                    self.next_qk(s_stage, q_stage, tile)
+        self.commit(self.barriers.o_full)
+        return kv_idx + num_tiles
 
     @cute.jit
     def next_qk(self, s_stage: cutlass.Constexpr[int], q_stage: cutlass.Int32, kv_idx: cutlass.Int32):

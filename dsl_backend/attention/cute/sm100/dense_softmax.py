@@ -8,6 +8,7 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, q_head_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
@@ -73,24 +74,38 @@ class SoftmaxWarps:
 
     @cute.jit
     def run(self):
-        work_idx, s_idx = cutlass.Int32(0), cutlass.Int32(0)
+        work_idx, s_idx, split_idx = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            # The correction warps have read the row sums of the work tile before: idle warps are at most one ahead.
-            cute.arch.mbarrier_wait(self.barriers.stats_empty + self.s_stage, (work_idx & 1) ^ 1)
-            num_tiles = self.own_tiles(work.n_block_max - work.n_block_min)
-            if cutlass.const_expr(self.skip_idle_warps):
-                arrive_count = arrive_count_of(work, self.thread)
-                self.arrive_count.fill(arrive_count)
-                if arrive_count > 0:
-                    self.softmax_work_tile(work, s_idx, num_tiles)
+            if cutlass.const_expr(self.key.tiles_per_split):
+                for index in cutlass.range(num_splits_of(self.key, work), unroll=1):
+                    s_idx = self.softmax_if_active(split_of(self.key, work, index), s_idx, split_idx)
+                    split_idx += 1
             else:
-                self.softmax_work_tile(work, s_idx, num_tiles)
-            s_idx += num_tiles
+                s_idx = self.softmax_if_active(work, s_idx, work_idx)
             work_idx += 1
             work = self.work_pipeline.consume(work_idx)
             valid = work.valid
+
+    @cute.jit
+    def softmax_if_active(self, work: WorkTile, s_idx: cutlass.Int32, count: cutlass.Int32):
+        """The softmax of a work tile, or of a split, unless the warp is idle; return s_idx of the next one.
+
+        Args:
+            s_idx: key tiles of the S stage before. count: work tiles, or splits, before.
+        """
+        # The correction warps have read the row sums of the work tile before: idle warps are at most one ahead.
+        cute.arch.mbarrier_wait(self.barriers.stats_empty + self.s_stage, (count & 1) ^ 1)
+        num_tiles = self.own_tiles(work.n_block_max - work.n_block_min)
+        if cutlass.const_expr(self.skip_idle_warps):
+            arrive_count = arrive_count_of(work, self.thread)
+            self.arrive_count.fill(arrive_count)
+            if arrive_count > 0:
+                self.softmax_work_tile(work, s_idx, num_tiles)
+        else:
+            self.softmax_work_tile(work, s_idx, num_tiles)
+        return s_idx + num_tiles
 
     def own_tiles(self, num_tiles: cutlass.Int32) -> cutlass.Int32:
         """How many of the first key tiles that are processed belong to this S stage."""

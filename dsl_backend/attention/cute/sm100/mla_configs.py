@@ -12,7 +12,7 @@ from dsl_backend.attention.spec import AttentionSpec
 
 DV_TILE = 128  # columns of V of one PV MMA, in a CTA
 S_STAGES = 2  # S of the next tile is computed while the softmax of this one runs
-ROW_STATS = 2  # float32 of a row that warps exchange
+ROW_STATS = 2  # float32 of a row that warps exchange, and one more of a batch-invariant layer
 TWO_CTA_STATS = 3  # float32 of half a row: a maximum for each S stage, and row_sum
 # The first warp of each role behind the softmax warpgroup: single warps, and a warpgroup that dequantizes fp8.
 MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 4, 5, 6, 8
@@ -33,7 +33,8 @@ class MlaConfig(MlaTileConfig):
     def smem_bytes(self, spec: AttentionSpec) -> int:
         rows = ROWS * spec.head_dim + ROWS * self.tile_n
         q_and_p = spec.dtype.itemsize * rows + MBARRIER_BYTES * (2 + S_STAGES + 2)
-        return q_and_p + self.key_bytes(spec) + 4 * ROWS * ROW_STATS + WORK_TILE_SMEM_BYTES
+        row_stats = ROW_STATS + spec.batch_invariant
+        return q_and_p + self.key_bytes(spec) + 4 * ROWS * row_stats + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = []

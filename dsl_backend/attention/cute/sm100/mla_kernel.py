@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import SplitKVCombine
+from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
@@ -57,7 +57,7 @@ class MlaForward(TiledMla):
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, partials)
+        outputs = with_fold_workspace(key, Outputs(out, lse, partials), num_ctas, ROWS, self.dims_v)
         self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -66,7 +66,7 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            combine = SplitKVCombine(key, self.dims_v)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
@@ -102,7 +102,8 @@ class MlaForward(TiledMla):
         )
         sV, sK_tma = self.values(sK), self.tma_target(allocator, sK)
         sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
-        sStats = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, ROW_STATS)), byte_alignment=16)
+        row_stats = ROW_STATS + (1 if self.key.tiles_per_split else 0)
+        sStats = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((ROWS, row_stats)), byte_alignment=16)
         tmem_address = allocator.allocate_array(cutlass.Int32, 1)
         arrays = mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))
@@ -127,13 +128,16 @@ class MlaForward(TiledMla):
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < SOFTMAX_WARPS:
-            MlaSoftmaxWarps(self, work_pipeline, barriers, tmem_base, sStats, sV, sP, outputs, requests, scoring).run()
+            own_outputs = outputs._replace(fold_workspace=cta_fold_workspace(outputs.fold_workspace, ROWS, self.dims_v))
+            MlaSoftmaxWarps(
+                self, work_pipeline, barriers, tmem_base, sStats, sV, sP, own_outputs, requests, scoring
+            ).run()
         if warp == MMA_WARP:
             MlaMmaWarp(self, work_pipeline, mmas, barriers, tmem_base, sQ, sK, sV, sP).run()
         if warp == LOAD_WARP:
             MlaLoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, requests).run()
         if warp == SCHEDULER_WARP:
-            self.schedule(work_pipeline, requests, scheduler_workspace).run()
+            self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         if cutlass.const_expr(self.key.kv.fp8):
             if warp >= DEQUANT_WARP:
                 MlaDequantWarps(self, work_pipeline, barriers, sK_tma, sK).run()

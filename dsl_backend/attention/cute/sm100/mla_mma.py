@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.primitives import tmem
@@ -66,25 +67,47 @@ class MlaMmaWarp:
         valid = work.valid
         while valid != 0:
             cute.arch.mbarrier_wait(self.barriers.q_full, work_tiles & 1)
-            count = work.n_block_max - work.n_block_min
-            self.issue_qk(work, tiles, True, count == 1)
-            for step in cutlass.range(count, unroll=1):
-                if step + 1 < count:
-                    self.issue_qk(work, tiles + step + 1, False, step + 2 == count)
-                self.issue_pv(tiles + step, step > 0)
-                if step + 2 == count:
-                    self.commit_last_s(work, tiles + step + 1)
-            tiles += count
+            if cutlass.const_expr(self.kernel.key.tiles_per_split):
+                num_splits = num_splits_of(self.kernel.key, work)
+                for index in cutlass.range(num_splits, unroll=1):
+                    split = split_of(self.kernel.key, work, index)
+                    tiles = self.mma_tiles(split, tiles, index + 1 == num_splits)
+            else:
+                tiles = self.mma_tiles(work, tiles, True)
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+
+    @cute.jit
+    def mma_tiles(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
+        """All MMAs of a work tile, or of a split; return `tiles`, the key tiles so far.
+
+        Args:
+            releases_q: Q is not read after it.
+        """
+        count = work.n_block_max - work.n_block_min
+        self.issue_qk(work, tiles, True, count == 1, releases_q)
+        for step in cutlass.range(count, unroll=1):
+            if step + 1 < count:
+                self.issue_qk(work, tiles + step + 1, False, step + 2 == count, releases_q)
+            self.issue_pv(tiles + step, step > 0)
+            if step + 2 == count:
+                self.commit_last_s(work, tiles + step + 1)
+        return tiles + count
 
     def commit_last_s(self, work: WorkTile, tile: cutlass.Int32) -> None:
         """Signal S of a work tile's last key tile, where `issue_qk` did not: only CTA pairs do so."""
 
     @cute.jit
-    def issue_qk(self, work: WorkTile, tile: cutlass.Int32, first: cutlass.Constexpr[bool], last: cutlass.Boolean):
-        """S of a key tile, part by part as they arrive; first, last: of its work tile.
+    def issue_qk(
+        self,
+        work: WorkTile,
+        tile: cutlass.Int32,
+        first: cutlass.Constexpr[bool],
+        last: cutlass.Boolean,
+        releases_q: cutlass.Boolean | bool,
+    ):
+        """S of a key tile, part by part as they arrive; first, last: of its work tile, or split.
 
         Its S stage is empty: S of two tiles before was read before P of that tile was signalled.
         """
@@ -105,7 +128,7 @@ class MlaMmaWarp:
                 commit_multicast=[self.barriers.k_empty + stage * PARTS] if is_last_part else [],
                 steps=k_blocks_of(self.kernel, part),
             )
-        if last:
+        if last and releases_q:
             self.commit(self.barriers.q_empty)
 
     @cute.jit

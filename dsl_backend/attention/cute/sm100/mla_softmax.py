@@ -12,27 +12,32 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from dsl_backend.attention.cute.args import Outputs
-from dsl_backend.attention.cute.combine import partial_size
+from dsl_backend.attention.cute.combine import combine_scales
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_configs import WARP
+from dsl_backend.attention.cute.sm100.folded_row import is_last_split
 from dsl_backend.attention.cute.sm100.mla_barriers import Barriers
 from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.attention.cute.sm100.mla_mma import o_offset
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.primitives import tmem
+from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.copy import clear_rows
+from dsl_backend.primitives.math import fma
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 WARPGROUP_BARRIER = 1  # named barrier of the warpgroup
 O_ROWS = 16  # of O in registers at a time
 RESCALE_THRESHOLD = 8.0  # O is rescaled when a row's maximum has grown by more than this, in base 2
-# The statistics of a row in shared memory: what O is multiplied by for a tile, and at the end.
-ACC_SCALE, OUT_SCALE = 0, 1
+# The statistics of a row in shared memory: what O is multiplied by for a tile or a split, and at the end; and of a
+# batch-invariant layer, what O of the splits before is multiplied by.
+ACC_SCALE, OUT_SCALE, FOLD_SCALE = 0, 1, 2
 
 
 class MlaSoftmaxWarps:
@@ -61,7 +66,7 @@ class MlaSoftmaxWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_base, self.sStats = work_pipeline, barriers, tmem_base, sStats
         self.sV, self.sP = sV, sP
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, self.fold_workspace = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
@@ -71,6 +76,7 @@ class MlaSoftmaxWarps:
         self.acc_S = cute.make_rmem_tensor(registers, cutlass.Float32)
         self.probs = cute.make_rmem_tensor(registers, kernel.dtype)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        self.base2_max = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
 
     @cute.jit
     def run(self):
@@ -78,17 +84,29 @@ class MlaSoftmaxWarps:
         work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
-            self.softmax.reset()
-            self.rows.start(work)
-            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
-                self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
-                tiles += 1
-            self.softmax.reduce_row_sum()
-            self.wait_o(tiles - 1)
-            self.epilogue(work)
+            if cutlass.const_expr(self.key.tiles_per_split):
+                for index in cutlass.range(num_splits_of(self.key, work), unroll=1):
+                    split = split_of(self.key, work, index)
+                    tiles = self.softmax_tiles(split, tiles)
+                    self.end_split(work, split)
+            else:
+                tiles = self.softmax_tiles(work, tiles)
+                self.epilogue(work)
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+
+    @cute.jit
+    def softmax_tiles(self, work: WorkTile, tiles: cutlass.Int32):
+        """The key tiles of a work tile, or of a split, until O is complete; return `tiles`, those so far."""
+        self.softmax.reset()
+        self.rows.start(work)
+        for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+            self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
+            tiles += 1
+        self.softmax.reduce_row_sum()
+        self.wait_o(tiles - 1)
+        return tiles
 
     # ------------------------------------------------------------------ softmax
 
@@ -202,6 +220,84 @@ class MlaSoftmaxWarps:
             acc_O[j] *= self.sStats[first + j, stat]
         return acc_O
 
+    # ------------------------------------------------------------------ splits
+
+    @cute.jit
+    def end_split(self, work: WorkTile, split: WorkTile):
+        """Store a split of a batch-invariant layer as a partial result, or fold it into those before."""
+        if split.partial_idx != NOT_SPLIT:
+            self.store_partial(split)
+        else:
+            self.fold_split(work, split)
+            if is_last_split(work, split):
+                self.store_out(split)
+        # MMAs overwrite O; and all threads have read the statistics.
+        tmem.before_sync()
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def fold_split(self, work: WorkTile, split: WorkTile):
+        """Fold the splits before into a split: keep the result in global memory, or the last one in O.
+
+        Global memory has O (row, column), then (row_max, row_sum) of each row.
+        """
+        columns, row_max = cutlass.const_expr(self.kernel.dims_v), self.softmax.row_max
+        row_sum, scales = self.softmax.row_sum, cute.make_rmem_tensor((ROWS_PER_THREAD, 2), cutlass.Float32)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            stats = self.fold_workspace.iterator + (ROWS * columns + (self.row + 8 * row) * 2)
+            stats = cute.make_tensor(stats, cute.make_layout(2))
+            max_before, sum_before = -cutlass.Float32.inf, cutlass.Float32(0.0)
+            if split.n_block_max < work.n_block_max:
+                max_before, sum_before = stats[0], stats[1]
+            # Fenced: the compiler would fuse this product with a later subtraction, which rounds differently.
+            own_max = fence_register(row_max[row] * self.softmax.softmax_scale_log2)
+            new_max = cute.arch.fmax(max_before, own_max)
+            scales[row, 0], scales[row, 1] = combine_scales(max_before, own_max, new_max)
+            self.base2_max[row] = new_max
+            row_sum[row] = fma(row_sum[row], scales[row, 1], sum_before * scales[row, 0])
+        # All lanes of a quad have read the statistics.
+        self.share_stat(scales[None, 0], FOLD_SCALE)
+        self.share_stat(scales[None, 1], ACC_SCALE)
+        if self.column == 0:
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+                stats = self.fold_workspace.iterator + (ROWS * columns + (self.row + 8 * row) * 2)
+                stats = cute.make_tensor(stats, cute.make_layout(2))
+                stats[0], stats[1] = self.base2_max[row], row_sum[row]
+        for dv_tile in cutlass.range_constexpr(columns // DV_TILE):
+            for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+                self.fold_rows(work, split, dv_tile, first)
+        cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def fold_rows(self, work: WorkTile, split: WorkTile, dv_tile: cutlass.Constexpr[int], first: cutlass.Int32):
+        """The same for the thread's column of O_ROWS rows."""
+        acc_O, before = (cute.make_rmem_tensor(O_ROWS, cutlass.Float32) for _ in range(2))
+        columns = cutlass.const_expr(self.kernel.dims_v)
+        offset = first * columns + dv_tile * DV_TILE + self.thread
+        folded = cute.make_tensor(self.fold_workspace.iterator + offset, cute.make_layout(O_ROWS, stride=columns))
+        before.fill(0.0)
+        if split.n_block_max < work.n_block_max:
+            for j in cutlass.range_constexpr(O_ROWS):
+                before[j] = folded[j]
+        column = o_offset(self.kernel, dv_tile) + first
+        tmem.load(self.tmem_base, column, acc_O, self.thread)
+        cute.arch.fence_view_async_tmem_load()
+        sStats = self.sStats
+        for j in cutlass.range_constexpr(O_ROWS):
+            scale_before, scale = sStats[first + j, FOLD_SCALE], sStats[first + j, ACC_SCALE]
+            acc_O[j] = fma(acc_O[j], scale, before[j] * scale_before)
+        if is_last_split(work, split):
+            tmem.store(acc_O, self.tmem_base, column, self.thread)
+        else:
+            for j in cutlass.range_constexpr(O_ROWS):
+                folded[j] = acc_O[j]
+
+    def stats_of(self, row: int) -> tuple[cutlass.Float32, cutlass.Float32]:
+        """(row_max in base 2, row_sum), of all splits if they were folded."""
+        if self.key.tiles_per_split:
+            return self.base2_max[row], self.softmax.row_sum[row]
+        return self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
+
     # ------------------------------------------------------------------ epilogue
 
     @cute.jit
@@ -243,7 +339,7 @@ class MlaSoftmaxWarps:
         """O divided by row_sum, rounded, and the LSE: neighbouring threads have neighbouring columns."""
         out_scales = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
+            row_max, row_sum = self.stats_of(row)
             out_scales[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):

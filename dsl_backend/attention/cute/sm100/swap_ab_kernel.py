@@ -113,7 +113,7 @@ class SwapABForward(DenseForward):
                 sK, sV = kv_stages.sK[0], kv_stages.sV
                 SeparateKVLoadWarp(self, work_pipeline, barriers, loads, sQ, sK, sV, requests).run()
             if warp == SWAP_AB_SCHEDULER_WARP:
-                self.schedule(work_pipeline, requests, scheduler_workspace).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         cute.arch.sync_threads()
         self.free_tmem(warp, tmem_holding_buf)
 

@@ -12,12 +12,11 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
-from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, q_head_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of, v_scale_of
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_barriers import WARPS_PER_WARPGROUP, SwapABBarriers
 from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
 from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps, score_or_minus_inf
@@ -72,7 +71,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_ptr = work_pipeline, barriers, tmem_ptr
         self.sP, self.sStats, self.kv_stages = sP, sStats, kv_stages
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, _ = outputs
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.requests, self.scoring, self.score_mod = requests, scoring, score_mod_of(kernel.key, scoring)
         self.s_stage, self.tile_m = s_stage, kernel.tile_m

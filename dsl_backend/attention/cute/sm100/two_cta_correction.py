@@ -42,7 +42,7 @@ class TwoCtaCorrectionWarps(CorrectionWarps):
             cute.arch.mbarrier_wait(self.barriers.stats_full + WORK_TILE_END, work_idx & 1)
             row_sum, row_max = self.sStats[self.thread, FINAL_STATS, 0], self.sStats[self.thread, FINAL_STATS, 1]
             cute.arch.mbarrier_arrive(self.barriers.stats_empty)
-            self.epilogue(work, self.thread, q_stage, row_max, row_sum, [(0, None)])
+            self.epilogue(work, work, self.thread, q_stage, row_max, row_sum, [(0, None)])
             self.store_tile(work, q_stage)
             work_idx += 1
             work = self.work_pipeline.consume(work_idx)

@@ -11,6 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.cute.args import MlaLoads, Outputs, TiledMmas
+from dsl_backend.attention.cute.combine import cta_fold_workspace
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -105,15 +106,16 @@ class TwoCtaMlaForward(MlaForward):
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < SOFTMAX_WARPS:
+            own_outputs = outputs._replace(fold_workspace=cta_fold_workspace(outputs.fold_workspace, ROWS, self.dims_v))
             TwoCtaMlaSoftmaxWarps(
-                self, work_pipeline, barriers, tmem_base, sStats, sV, sP, outputs, requests, scoring
+                self, work_pipeline, barriers, tmem_base, sStats, sV, sP, own_outputs, requests, scoring
             ).run()
         if warp == MMA_WARP and cta_rank == 0:
             TwoCtaMlaMmaWarp(self, work_pipeline, mmas, barriers, tmem_base, sQ, sK, sV, sP).run()
         if warp == LOAD_WARP:
             TwoCtaMlaLoadWarp(self, work_pipeline, barriers, loads, sQ, sK, sV, requests, cta_rank).run()
         if warp == SCHEDULER_WARP:
-            self.schedule(work_pipeline, requests, scheduler_workspace).run()
+            self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         # The peer's MMAs and arrivals access this CTA's shared memory until here.
         self.cluster_sync()
         if warp == MMA_WARP:

@@ -58,7 +58,14 @@ class TwoCtaMlaMmaWarp(MlaMmaWarp):
         ]
 
     @cute.jit
-    def issue_qk(self, work: WorkTile, tile: cutlass.Int32, first: cutlass.Constexpr[bool], last: cutlass.Boolean):
+    def issue_qk(
+        self,
+        work: WorkTile,
+        tile: cutlass.Int32,
+        first: cutlass.Constexpr[bool],
+        last: cutlass.Boolean,
+        releases_q: cutlass.Boolean | bool,
+    ):
         stage, phase = stage_of(tile, self.config.stages), phase_of(tile, self.config.stages)
         s_stage = stage_of(tile, S_STAGES)
         acc_S = self.tmem_base + s_stage * (self.kernel.tile_n // CTA_PAIR)
@@ -86,7 +93,7 @@ class TwoCtaMlaMmaWarp(MlaMmaWarp):
                 pass
             else:
                 self.commit(s_full)
-        if last:
+        if last and releases_q:
             self.commit(self.barriers.q_empty)
 
     @cute.jit

@@ -10,14 +10,15 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
-from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.rows import AccumulatorRow
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import NoScoreMod, ScoreMod, ScoreModArgs
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
+from dsl_backend.attention.cute.sm100.folded_row import FoldedRow, is_last_split
 from dsl_backend.attention.cute.sm100.mla_barriers import TwoCtaBarriers
 from dsl_backend.attention.cute.sm100.mla_configs import S_STAGES
 from dsl_backend.attention.cute.sm100.mla_softmax import RESCALE_THRESHOLD, WARPGROUP_BARRIER
@@ -25,6 +26,7 @@ from dsl_backend.attention.cute.sm100.two_cta_mla_mma import o_offset
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives import tmem
+from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.copy import clear_rows, store_vector
 from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, fmax3_tree, tree_reduce
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -102,10 +104,13 @@ class TwoCtaMlaSoftmaxWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_base = work_pipeline, barriers, tmem_base
         self.sV, self.sP = sV, sP
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // CTA_PAIR
+        self.folded: Any = None
+        if kernel.key.tiles_per_split:
+            self.folded = FoldedRow(fold_workspace, ROWS, kernel.dims_v, self.row, self.half)
         self.rows = AccumulatorRow(kernel.key, kernel.tile_n, requests, scoring, self.row, self.half * self.keys)
         self.softmax = HalfRowSoftmax(self.rows.score_mod, sStats, self.thread)
         self.acc_S = cute.make_rmem_tensor(self.keys, cutlass.Float32)
@@ -118,17 +123,31 @@ class TwoCtaMlaSoftmaxWarps:
         work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
-            self.softmax.reset()
-            self.rows.start(work)
-            for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
-                self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
-                tiles += 1
-            cute.arch.mbarrier_wait(self.barriers.o_full, (tiles - 1) & 1)
-            tmem.after_sync()
-            self.epilogue(work)
+            if cutlass.const_expr(self.key.tiles_per_split):
+                for index in cutlass.range(num_splits_of(self.key, work), unroll=1):
+                    split = split_of(self.key, work, index)
+                    tiles = self.softmax_tiles(split, tiles)
+                    self.epilogue(work, split)
+                    # MMAs overwrite O.
+                    tmem.before_sync()
+            else:
+                tiles = self.softmax_tiles(work, tiles)
+                self.epilogue(work, work)
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+
+    @cute.jit
+    def softmax_tiles(self, work: WorkTile, tiles: cutlass.Int32):
+        """The key tiles of a work tile, or of a split, until O is complete; return `tiles`, those so far."""
+        self.softmax.reset()
+        self.rows.start(work)
+        for step in cutlass.range(work.n_block_max - work.n_block_min, unroll=1):
+            self.online_softmax(work, work.n_block_max - 1 - step, tiles, step > 0)
+            tiles += 1
+        cute.arch.mbarrier_wait(self.barriers.o_full, (tiles - 1) & 1)
+        tmem.after_sync()
+        return tiles
 
     @cute.jit
     def online_softmax(self, work: WorkTile, n_block: cutlass.Int32, count: cutlass.Int32, accumulate: cutlass.Boolean):
@@ -194,8 +213,8 @@ class TwoCtaMlaSoftmaxWarps:
     # ------------------------------------------------------------------ epilogue
 
     @cute.jit
-    def epilogue(self, work: WorkTile):
-        """Write the thread's half of a row of O."""
+    def epilogue(self, whole: WorkTile, work: WorkTile):
+        """Write the thread's half of a row of O. whole: the work tile; work: the same, or a split of it."""
         row_sum = self.softmax.row_sum[0]
         row_sum += self.softmax.exchange(row_sum, ROW_SUM)
         row_max = self.softmax.row_max[0] * self.softmax.softmax_scale_log2
@@ -203,7 +222,29 @@ class TwoCtaMlaSoftmaxWarps:
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work, row_max, row_sum)
             else:
+                self.finish_row(whole, work, row_max, row_sum)
+        else:
+            self.finish_row(whole, work, row_max, row_sum)
+
+    @cute.jit
+    def finish_row(self, whole: WorkTile, work: WorkTile, row_max: cutlass.Float32, row_sum: cutlass.Float32):
+        """Write the half row, or keep it until the splits before have ended."""
+        if cutlass.const_expr(self.key.tiles_per_split):
+            columns = cutlass.const_expr(self.kernel.dims_v)
+            # Fenced: the compiler would fuse this product with a later subtraction, which rounds differently.
+            row_max, row_sum, scale_before, scale = self.folded.scales(whole, work, fence_register(row_max), row_sum)
+            for first in cutlass.range(0, columns // CTA_PAIR, O_COLUMNS, unroll=1):
+                acc_O, column = self.load_o(first, 1.0), self.half * (columns // CTA_PAIR) + first
+                self.folded.fold(whole, work, acc_O, column, scale_before, scale)
+                if is_last_split(whole, work):
+                    tmem.store(acc_O, self.tmem_base, o_offset(self.kernel) + first, self.thread)
+                else:
+                    self.folded.store(acc_O, column)
+            if is_last_split(whole, work):
+                cute.arch.fence_view_async_tmem_store()
                 self.store_out(work, row_max, row_sum)
+            else:
+                self.folded.store_stats(row_max, row_sum)
         else:
             self.store_out(work, row_max, row_sum)
 

@@ -5,7 +5,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES, chunk, padded, v_split_dim
+from dsl_backend.attention.cute.sizes import (
+    MBARRIER_BYTES,
+    WARPGROUP,
+    WORK_TILE_SMEM_BYTES,
+    chunk,
+    fold_workspace_size,
+    padded,
+    v_split_dim,
+)
 from dsl_backend.attention.spec import AttentionSpec
 
 WGMMA_M = 64  # rows of a warpgroup's WGMMA
@@ -17,8 +25,6 @@ DEQUANT_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (208
 SM_REGISTERS = 1 << 16
 # ptxas refuses a WGMMA unless its accumulator and this many registers more are there at kernel launch (C7602).
 WGMMA_SPARE_REGISTERS = 30
-# Of a batch-invariant MLA layer.
-SPECULATIVE_MAX_VARIES = "a speculative maximum is not batch-invariant: whether it holds depends on all rows of a warp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class DenseConfig:
         speculative_max: compute P of a tile with the row_max of the tiles before; see `speculative_softmax`.
         dequant_stages: smem stages of fp8 K, and of fp8 V, which one more warpgroup converts to 16 bits. 0 for a cache
             of 16 bits.
+        fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
+            than in global memory.
     """
 
     groups: int
@@ -47,6 +55,7 @@ class DenseConfig:
     ping_pong: bool = False
     speculative_max: bool = False
     dequant_stages: int = 0
+    fold_in_smem: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -75,7 +84,9 @@ class DenseConfig:
         kv_elements = self.stages * self.tile_n * (dims + dims_v)
         fp8_bytes = self.dequant_stages * self.tile_n * (dims + dims_v)
         mbarriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + 2 * self.dequant_stages)
-        return spec.dtype.itemsize * (q_elements + kv_elements) + fp8_bytes + mbarriers + WORK_TILE_SMEM_BYTES
+        folded = 4 * fold_workspace_size(self.tile_m, padded(v_split_dim(spec.head_dim_v))) if self.fold_in_smem else 0
+        tiles = spec.dtype.itemsize * (q_elements + kv_elements) + fp8_bytes + folded
+        return tiles + mbarriers + WORK_TILE_SMEM_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built with this configuration; empty if it can.
@@ -136,6 +147,10 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
         tiles = DenseConfig(groups=2, tile_n=128, stages=2, ping_pong=True, speculative_max=True)
         if widest > 128:
             return tiles
+        if spec.batch_invariant:
+            # Room for the combined splits in place of a second stage of Q. In global memory, each split took 3 us more
+            # (H100): warpgroups take turns, so that one that waits for memory stops both.
+            return replace(tiles, stages=5 if widest <= 64 else 2, fold_in_smem=True)
         return replace(tiles, stages=6 if widest <= 64 else 2, query_stages=2)
     # Tiles of 80 keys leave no registers to fold splits with; those of 64 spill 24 bytes there (ptxas 13.0).
     return DenseConfig(groups=2, tile_n=64 if spec.batch_invariant else 80, stages=2)
@@ -190,18 +205,6 @@ def batch_invariant_split_config(spec: AttentionSpec) -> DenseConfig:
         ctas_per_sm=ctas_per_sm,
         speculative_max=long.speculative_max and widest <= 64,
     )
-
-
-# Keys of a split in batch-invariant mode. With 8 KV heads of 128, splits of 512, 1024 and 2048 keys took on an H100:
-# decode of one request with 8k keys 17.9, 18.2 and 24.6 us, of 64 requests 747, 733 and 726, four prompts of 4k 1118,
-# 1053 and 1028. The kernels without batch invariance take 17.3, 721 and 971.
-SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
-
-
-def tiles_per_split(spec: AttentionSpec, tile_n: int) -> int:
-    """Key tiles of a split in batch-invariant mode. They depend on the layer alone, not on the batch or the GPU."""
-    keys = min(max(SPLIT_KEYS_PER_HEAD * spec.heads_kv, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
-    return max(1, keys // tile_n)
 
 
 # What `dsl-backend tune` tries for long queries: (warpgroups, tile_n) by the widest head dimension.

@@ -3,11 +3,7 @@
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.host import DenseKernel
-from dsl_backend.attention.cute.sm90.dense_configs import (
-    default_config,
-    default_split_config,
-    tiles_per_split,
-)
+from dsl_backend.attention.cute.sm90.dense_configs import default_config, default_split_config
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.variants import SM90_DECODE, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -24,10 +20,6 @@ class Dense(DenseKernel):
 
     build = staticmethod(build)
     key_type = DenseKey
-
-    @property
-    def tiles_per_split(self) -> int:
-        return tiles_per_split(self.spec, self.config.tile_n) if self.spec.batch_invariant else 0
 
 
 class Prefill(Dense):

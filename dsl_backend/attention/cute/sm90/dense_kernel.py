@@ -14,18 +14,19 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import SplitKVCombine, fold_workspace_size, partial_size
+from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, fold_workspace_size
 from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, Barriers, mbar_arrays
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
+from dsl_backend.primitives.copy import VECTOR_BYTES
 
 LOAD_WARP, SCHEDULER_WARP = 0, 1
 # TMA boxes of a query tile in split-KV: most work tiles have few tokens, and TMA takes 2 to 3 ns to zero-fill a row
@@ -38,6 +39,10 @@ class DenseKey(LayerKey):
     """All that the kernel's code depends on."""
 
     config: DenseConfig
+
+    @property
+    def has_fold_workspace(self) -> bool:
+        return super().has_fold_workspace and not self.config.fold_in_smem
 
 
 class DenseForward(TiledKernel):
@@ -62,7 +67,7 @@ class DenseForward(TiledKernel):
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, partials)
+        outputs = with_fold_workspace(key, Outputs(out, lse, partials), num_ctas, self.tile_m, self.dims_v)
         self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -72,14 +77,8 @@ class DenseForward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            tile_tokens = self.tokens_per_tile if key.tiles_per_split else None
-            merge = SplitKVCombine(
-                key, self.tile_n, config.min_split_tiles, self.dims_v, tile_tokens, config.ctas_per_sm
-            )
-            if cutlass.const_expr(key.tiles_per_split):
-                split_partials, _ = self.split_partials(partials, num_ctas, requests.rows)
-                outputs = outputs._replace(partials=split_partials)
-            merge(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
+            combine = SplitKVCombine(key, self.dims_v, config.ctas_per_sm)
+            combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
         groups = (self.config.groups, 1, 1)
@@ -105,13 +104,14 @@ class DenseForward(TiledKernel):
             ),
         )
 
-    @cute.jit
-    def split_partials(self, partials: cute.Tensor, num_ctas: cutlass.Int32, rows: cutlass.Int32):
-        """(partial results of splits, how many there is room for): they follow the fold workspace of all CTAs."""
-        fold_workspace = num_ctas * fold_workspace_size(self.tile_m, self.dims_v)
-        size = cute.size(partials) - fold_workspace
-        split_partials = cute.make_tensor(partials.iterator + fold_workspace, cute.make_layout(size))
-        return split_partials, size // partial_size(rows, self.dims_v)
+    def with_cta_fold_workspace(self, outputs: Outputs, allocator: cutlass.utils.SmemAllocator) -> Outputs:
+        """Outputs with the CTA's own fold workspace, in shared or in global memory."""
+        if not (self.key.tiles_per_split and self.config.fold_in_smem):
+            return outputs._replace(fold_workspace=cta_fold_workspace(outputs.fold_workspace, self.tile_m, self.dims_v))
+        layout = cute.make_layout(fold_workspace_size(self.tile_m, self.dims_v))
+        return outputs._replace(
+            fold_workspace=allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=VECTOR_BYTES)
+        )
 
     @cute.kernel
     def kernel(
@@ -133,6 +133,7 @@ class DenseForward(TiledKernel):
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         sK_tma, sV_tma = self.loaded(allocator, sK, sV)
+        outputs = self.with_cta_fold_workspace(outputs, allocator)
         work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         arrays = mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))
@@ -157,10 +158,7 @@ class DenseForward(TiledKernel):
                 load_warp = RolledLoadWarp if self.dims > 256 else LoadWarp
                 load_warp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
             if warp == SCHEDULER_WARP:
-                num_partials = None
-                if cutlass.const_expr(self.key.split and self.key.tiles_per_split):
-                    _, num_partials = self.split_partials(outputs.partials, cute.arch.grid_dim()[0], requests.rows)
-                self.schedule(work_pipeline, requests, scheduler_workspace, num_partials).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         elif warp >= (1 + config.groups) * WARPS_PER_WARPGROUP:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(self.dequant_registers)

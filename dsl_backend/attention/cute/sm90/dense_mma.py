@@ -10,12 +10,11 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm90.dense_barriers import Barriers
 from dsl_backend.attention.cute.sm90.dense_configs import WGMMA_M
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
@@ -56,7 +55,7 @@ class MmaConsumer:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.thread = work_pipeline, barriers, thread
         self.sQ, self.sV = sQ, sV
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, fold_workspace = outputs
         # The first k-block of Q K^T overwrites S.
         self.tiled_mma_qk_first = with_accumulate(tiled_mma_qk, False)
         self.tiled_mma_qk = with_accumulate(tiled_mma_qk, True)
@@ -89,7 +88,10 @@ class MmaConsumer:
             RESCALE_THRESHOLD,
             in_order=kernel.key.tiles_per_split > 0,
         )
-        self.split_fold = SplitFold(kernel, self.acc_O, self.softmax, self.partials, thread)
+        self.split_fold = None
+        if kernel.key.tiles_per_split:
+            threads = kernel.config.groups * WARPGROUP
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads)
 
     @cute.jit
     def run(self):
@@ -194,6 +196,7 @@ class MmaConsumer:
         if cutlass.const_expr(self.key.tiles_per_split):
             is_split_end = (n_block + 1) % self.key.tiles_per_split == 0
             if is_split_end:
+                self.softmax.reduce_row_sum()
                 self.split_fold.end_split()
             has_row_max = (n_block + 1) % self.key.tiles_per_split != 0
         if cutlass.const_expr(self.config.speculative_max):
@@ -212,8 +215,7 @@ class MmaConsumer:
         if cutlass.const_expr(self.key.tiles_per_split):
             if is_split_end:
                 # After the downcast of P, which frees the registers that the fold loads into.
-                self.split_fold.fold(work, n_block + 1)
-                self.split_fold.store()
+                self.keep_split(work, n_block + 1)
                 self.acc_O.fill(0.0)
             else:
                 rescale_rows(self.acc_O, self.acc_scale)
@@ -329,14 +331,12 @@ class MmaConsumer:
 
     @cute.jit
     def epilogue(self, work: WorkTile):
+        self.softmax.reduce_row_sum()
         if cutlass.const_expr(self.key.tiles_per_split):
             self.split_fold.end_split()
-            self.split_fold.fold(work, work.n_block_min)
-        else:
-            self.softmax.reduce_row_sum()
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
-                self.store_partial(work)
+                self.store_partial(work, work.n_block_min)
             else:
                 self.store_out(work)
         else:
@@ -345,20 +345,46 @@ class MmaConsumer:
     @cute.jit
     def row_stats(self, row: cutlass.Constexpr[int]):
         """(row_max in base 2, row_sum)."""
-        row_max, row_sum = self.split_fold.row_max[row], self.split_fold.row_sum[row]
-        if cutlass.const_expr(not self.key.tiles_per_split):
+        if cutlass.const_expr(self.key.tiles_per_split):
+            row_max, row_sum = self.split_fold.row_max[row], self.split_fold.row_sum[row]
+        else:
             row_max = self.softmax.row_max[row] * self.softmax.softmax_scale_log2
             row_sum = self.softmax.row_sum[row]
         return row_max, row_sum
 
     @cute.jit
-    def store_partial(self, work: WorkTile):
-        """Store O as it is, row_max and row_sum, in float32, for the combine kernel."""
+    def keep_split(self, work: WorkTile, n_block: cutlass.Int32):
+        """The split that begins at a key tile has ended, and is not the work tile's last one: store it, or fold it."""
+        if cutlass.const_expr(self.key.split):
+            if work.partial_idx != NOT_SPLIT:
+                self.store_partial(work, n_block)
+            else:
+                self.fold_split(work, n_block)
+                self.split_fold.store()
+        else:
+            self.fold_split(work, n_block)
+            self.split_fold.store()
+
+    @cute.jit
+    def fold_split(self, work: WorkTile, n_block: cutlass.Int32):
+        """Fold the splits before into the one that has a key tile, unless that is the first."""
+        tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
+        if n_block // tiles_per_split != (work.n_block_max - 1) // tiles_per_split:
+            self.split_fold.load()
+
+    @cute.jit
+    def store_partial(self, work: WorkTile, n_block: cutlass.Int32):
+        """Store O as it is, row_max and row_sum, in float32, for the combine kernel.
+
+        Args:
+            n_block: a key tile of the split.
+        """
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
-        acc_O = reshape_acc_to_mn(self.acc_O)
-        partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(rows, columns)
+        acc_O, partial_idx = reshape_acc_to_mn(self.acc_O), work.partial_idx
         if cutlass.const_expr(self.key.tiles_per_split):
-            partial += cute.arch.grid_dim()[0] * fold_workspace_size(self.kernel.tile_m, self.kernel.dims_v)
+            tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
+            partial_idx += (work.n_block_max - 1) // tiles_per_split - n_block // tiles_per_split
+        partial = self.partials.iterator + cutlass.Int64(partial_idx) * partial_size(rows, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             m = self.row + 8 * row
@@ -375,6 +401,8 @@ class MmaConsumer:
     @cute.jit
     def store_out(self, work: WorkTile):
         """Normalize O by row_sum, and store it and the LSE."""
+        if cutlass.const_expr(self.key.tiles_per_split):
+            self.fold_split(work, work.n_block_min)
         acc_O = reshape_acc_to_mn(self.acc_O)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.row_stats(row)

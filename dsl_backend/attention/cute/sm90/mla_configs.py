@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
-from dsl_backend.attention.cute.sm90.dense_configs import SPECULATIVE_MAX_VARIES
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # MMA warpgroups, each for half of V's columns
@@ -55,10 +54,7 @@ class MlaConfig(MlaTileConfig):
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         needed = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_REGISTERS
-        reasons = [SPECULATIVE_MAX_VARIES] if self.speculative_max and spec.batch_invariant else []
-        if needed > most:
-            reasons.append(f"O, S and P need {needed} registers of a thread: it has {most} for them")
-        return reasons
+        return [f"O, S and P need {needed} registers of a thread: it has {most} for them"] if needed > most else []
 
 
 def default_mla_config(spec: AttentionSpec) -> MlaConfig:
@@ -80,7 +76,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     return MlaConfig(
         stages=stages,
         scores_first=True,
-        speculative_max=not spec.batch_invariant,
+        speculative_max=True,
         cluster=cluster,
         min_split_tiles=4 if head_blocks > 1 else 2,
     )

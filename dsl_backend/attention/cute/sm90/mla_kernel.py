@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, MlaTiledMmas, Outputs
-from dsl_backend.attention.cute.combine import SplitKVCombine
+from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
@@ -48,7 +48,7 @@ class MlaForward(TiledMla):
         stream,
     ):
         key, config = self.key, self.config
-        outputs = Outputs(out, lse, partials)
+        outputs = with_fold_workspace(key, Outputs(out, lse, partials), num_ctas, ROWS, self.dims_v)
         self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
             block=(config.threads, 1, 1),
@@ -58,7 +58,7 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.tile_n, config.min_split_tiles, self.dims_v, self.tokens_per_tile)
+            combine = SplitKVCombine(key, self.dims_v)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> MlaTiledMmas:
@@ -136,7 +136,7 @@ class MlaForward(TiledMla):
             if warp == LOAD_WARP:
                 MlaLoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, requests).run()
             if warp == SCHEDULER_WARP:
-                self.schedule(work_pipeline, requests, scheduler_workspace).run()
+                self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         elif warp >= (1 + GROUPS) * WARPS_PER_WARPGROUP:
             if cutlass.const_expr(self.key.kv.fp8):
                 cute.arch.setmaxregister_decrease(dequant_registers)
@@ -144,8 +144,9 @@ class MlaForward(TiledMla):
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             smem = MlaSmem(sQ, sK, sV, sP, sStats, sRowSum)
+            own_outputs = outputs._replace(fold_workspace=cta_fold_workspace(outputs.fold_workspace, ROWS, self.dims_v))
             MlaMmaConsumer(
-                self, work_pipeline, mmas, barriers, smem, outputs, requests, scoring, thread - WARPGROUP
+                self, work_pipeline, mmas, barriers, smem, own_outputs, requests, scoring, thread - WARPGROUP
             ).run()
         if cutlass.const_expr(config.cluster > 1):
             # Peers access this CTA's shared memory until here.

@@ -15,17 +15,18 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import MlaTiledMmas, Outputs
-from dsl_backend.attention.cute.combine import partial_size
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
-from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm90.dense_mma import RESCALE_THRESHOLD, rescale_rows, with_accumulate
 from dsl_backend.attention.cute.sm90.mla_barriers import Barriers
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
+from dsl_backend.attention.cute.sm90.split_fold import SplitFold
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import downcast, fence_operand
@@ -76,7 +77,7 @@ class MlaMmaConsumer:
         self.tiled_mma_pv = with_accumulate(mmas.pv, True)
         self.tiled_mma_pv_shared = with_accumulate(mmas.pv_shared, True)
         self.sQ, self.sV, self.sP = sQ, sV, sP
-        self.out, self.lse, self.partials = outputs
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.thread = thread % WARPGROUP
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
@@ -95,7 +96,13 @@ class MlaMmaConsumer:
         self.tOrP = cute.make_rmem_tensor(thr_mma_pv.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.acc_O = cute.make_rmem_tensor(thr_mma_pv.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        self.softmax = SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD)
+        tiles_per_split = kernel.key.tiles_per_split
+        self.softmax = SpeculativeSoftmax(
+            ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD, in_order=tiles_per_split > 0
+        )
+        self.split_fold = None
+        if tiles_per_split:
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS)
 
     @cute.jit
     def run(self):
@@ -106,7 +113,7 @@ class MlaMmaConsumer:
             clear_rows(self.sQ[None, None, 0], first, ROWS, thread, MMA_THREADS)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.release(self.barriers.q_empty)
-        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        work_tiles, tiles, splits = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
@@ -114,25 +121,60 @@ class MlaMmaConsumer:
             self.acc_O.fill(0.0)
             self.rows.start(work)
             cute.arch.mbarrier_wait(self.barriers.q_full, work_tiles & 1)
-            if self.group == 0:
-                self.mainloop_even(work, tiles)
+            if cutlass.const_expr(self.key.tiles_per_split):
+                splits = self.mma_splits(work, tiles, splits)
             else:
-                self.mainloop_odd(work, tiles)
-            self.add_row_sums(work_tiles)
-            self.epilogue(work)
+                self.mma_tiles(work, tiles, work_tiles, True)
+                self.epilogue(work)
             tiles += work.n_block_max - work.n_block_min
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
 
     @cute.jit
-    def mainloop_even(self, work: WorkTile, tiles: cutlass.Int32):
+    def mma_splits(self, work: WorkTile, tiles: cutlass.Int32, splits: cutlass.Int32):
+        """The splits of a batch-invariant layer's work tile; return `splits`, those of all work tiles so far."""
+        num_splits = num_splits_of(self.key, work)
+        for index in cutlass.range(num_splits, unroll=1):
+            split = split_of(self.key, work, index)
+            is_last = index + 1 == num_splits
+            self.mma_tiles(split, tiles + work.n_block_max - split.n_block_max, splits + index, is_last)
+            # Also resets row_max and row_sum.
+            self.split_fold.end_split()
+            if split.partial_idx != NOT_SPLIT:
+                self.store_partial(split)
+            else:
+                if index > 0:
+                    self.split_fold.load()
+                if is_last:
+                    self.store_out(split)
+                else:
+                    self.split_fold.store()
+            self.acc_O.fill(0.0)
+        return splits + num_splits
+
+    @cute.jit
+    def mma_tiles(self, work: WorkTile, tiles: cutlass.Int32, count: cutlass.Int32, releases_q: cutlass.Boolean | bool):
+        """O, row_max and row_sum of a work tile, or of a split.
+
+        Args:
+            tiles: key tiles before it. count: work tiles, or splits, before it.
+            releases_q: Q is not read after it.
+        """
+        if self.group == 0:
+            self.mainloop_even(work, tiles, releases_q)
+        else:
+            self.mainloop_odd(work, tiles, releases_q)
+        self.add_row_sums(count)
+
+    @cute.jit
+    def mainloop_even(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """The first warpgroup's work tile, with S of the even key tiles; `tiles`: key tiles before it."""
         count = work.n_block_max - work.n_block_min
         for step in cutlass.range(0, count, 2, unroll=1):
             self.issue_qk(tiles + step)
             warpgroup.wait_group(0)
-            self.release_k(work, step, tiles + step)
+            self.release_k(work, step, tiles + step, releases_q)
             self.online_softmax(work, step)
             self.pv(work, step, tiles + step)
             self.release_v(tiles + step)
@@ -142,10 +184,10 @@ class MlaMmaConsumer:
                 self.release_v(tiles + step + 1)
 
     @cute.jit
-    def mainloop_odd(self, work: WorkTile, tiles: cutlass.Int32):
+    def mainloop_odd(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """The second warpgroup's work tile, with S of the odd key tiles."""
         count = work.n_block_max - work.n_block_min
-        if count == 1:
+        if count == 1 and releases_q:
             self.release(self.barriers.q_empty)
         for pair in cutlass.range(count // 2, unroll=1):
             step = 2 * pair
@@ -153,7 +195,7 @@ class MlaMmaConsumer:
                 self.issue_qk(tiles + step + 1)
                 self.issue_pv_shared(work, step, tiles + step)
                 warpgroup.wait_group(1)
-                self.release_k(work, step + 1, tiles + step + 1)
+                self.release_k(work, step + 1, tiles + step + 1, releases_q)
                 self.online_softmax(work, step + 1)
                 warpgroup.wait_group(0)
                 self.release_v(tiles + step)
@@ -163,7 +205,7 @@ class MlaMmaConsumer:
                 self.release_v(tiles + step)
                 self.issue_qk(tiles + step + 1)
                 warpgroup.wait_group(0)
-                self.release_k(work, step + 1, tiles + step + 1)
+                self.release_k(work, step + 1, tiles + step + 1, releases_q)
                 self.online_softmax(work, step + 1)
             self.pv(work, step + 1, tiles + step + 1)
             self.release_v(tiles + step + 1)
@@ -202,10 +244,10 @@ class MlaMmaConsumer:
             cute.gemm(tiled_mma_qk, self.acc_S, tSrQ, tSrK, self.acc_S)
 
     @cute.jit
-    def release_k(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
+    def release_k(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """After S of a tile: signal that its rope part was read, and after the warpgroup's last S, that Q was read."""
         self.release_part(count, 0)
-        if step + 2 >= work.n_block_max - work.n_block_min:
+        if step + 2 >= work.n_block_max - work.n_block_min and releases_q:
             self.release(self.barriers.q_empty)
 
     @cute.jit
@@ -324,13 +366,13 @@ class MlaMmaConsumer:
     # ------------------------------------------------------------------ epilogue
 
     @cute.jit
-    def add_row_sums(self, work_tiles: cutlass.Int32):
+    def add_row_sums(self, count: cutlass.Int32):
         """Add the other warpgroup's row_sum, which is of its key tiles.
 
-        Work tiles alternate between two places in shared memory: that of the one before may still be read.
+        Work tiles, or splits, alternate between two buffers in shared memory: that of the one before may still be read.
         """
         self.softmax.reduce_row_sum()
-        parity, sRowSum = work_tiles & 1, self.sRowSum
+        parity, sRowSum = count & 1, self.sRowSum
         if self.column == 0:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 sRowSum[self.row + 8 * row, self.group, parity] = self.softmax.row_sum[row]
@@ -365,9 +407,15 @@ class MlaMmaConsumer:
                     store_vector(pair, partial, first + j * 4)
                 if self.column == 0 and self.group == 0:
                     stats = partial + rows * columns + m
-                    row_max = self.softmax.row_max[row] * self.softmax.softmax_scale_log2
+                    row_max, row_sum = self.row_stats(row)
                     cute.make_tensor(stats, cute.make_layout(1))[0] = row_max
-                    cute.make_tensor(stats + rows, cute.make_layout(1))[0] = self.softmax.row_sum[row]
+                    cute.make_tensor(stats + rows, cute.make_layout(1))[0] = row_sum
+
+    def row_stats(self, row: int) -> tuple[cutlass.Float32, cutlass.Float32]:
+        """(row_max in base 2, row_sum)."""
+        if self.split_fold is not None:
+            return self.split_fold.row_max[row], self.split_fold.row_sum[row]
+        return self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
 
     @cute.jit
     def store_out(self, work: WorkTile):
@@ -375,7 +423,7 @@ class MlaMmaConsumer:
         columns = cutlass.const_expr(self.kernel.dims_v)
         acc_O = reshape_acc_to_mn(self.acc_O)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row_max, row_sum = self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
+            row_max, row_sum = self.row_stats(row)
             out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
             for j in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[row, j] *= out_scale

@@ -17,6 +17,9 @@ from dsl_backend.attention.cute.softmax import OnlineSoftmax
 from dsl_backend.primitives.accumulators import cvt_f16x2, downcast, words_of
 from dsl_backend.primitives.math import exp2
 
+# Part of the limit of a speculative sum.
+IN_ORDER_MARGIN = 2.0**-10
+
 
 class SpeculativeSoftmax(OnlineSoftmax):
     """The online softmax of the two rows that a thread of a WGMMA accumulator has.
@@ -73,7 +76,8 @@ class SpeculativeSoftmax(OnlineSoftmax):
         else:
             self.speculate(acc_S, probs, tile_sum)
         acc_scale.fill(1.0)
-        limit = cutlass.const_expr(2.0**self.rescale_threshold)
+        # With room for rounding in order, so that `online_softmax` would not move row_max either.
+        limit = cutlass.const_expr(2.0**self.rescale_threshold * (1 - IN_ORDER_MARGIN * self.in_order))
         holds = tile_sum[0] <= limit and tile_sum[1] <= limit
         if cute.arch.vote_all_sync(holds):
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the splits of a batch-invariant layer begin: decided by the layer alone. Needs no CuTe DSL."""
+
+from dsl_backend.attention.cute.sizes import packed_gqa_heads
+from dsl_backend.attention.spec import AttentionSpec
+
+# Keys of a split. With 8 KV heads of 128, splits of 512, 1024 and 2048 keys took on an H100: decode of one request with
+# 8k keys 17.9, 18.2 and 24.6 us, of 64 requests 747, 733 and 726, four prompts of 4k 1118, 1053 and 1028. The kernels
+# without batch invariance take 17.3, 721 and 971.
+SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
+# The same of absorbed MLA. A partial result of 16 rows has a ninth of the bytes of 256 keys, one of 64 rows a fifth of
+# those of 512.
+MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 512, 16, 256
+
+
+def split_keys(spec: AttentionSpec) -> int:
+    """Keys of a split."""
+    if spec.latent:
+        return MLA_FEW_ROWS_SPLIT_KEYS if packed_gqa_heads(spec.group) <= MLA_FEW_ROWS else MLA_SPLIT_KEYS
+    return min(max(SPLIT_KEYS_PER_HEAD * spec.heads_kv, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
+
+
+def tiles_per_split(spec: AttentionSpec, tile_n: int) -> int:
+    """Key tiles of a split; 0 if the layer is not batch-invariant."""
+    return max(1, split_keys(spec) // tile_n) if spec.batch_invariant else 0
