@@ -61,18 +61,13 @@ def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> dict[Key,
 @pytest.mark.parametrize(
     ("name", "setting"), [pytest.param(name, setting, id=f"{name}-{setting.id}") for name, setting in kinds()]
 )
-def test_same_bits(
-    results: dict[Key, Outcome], name: str, setting: Setting, situation: Situation, request: pytest.FixtureRequest
-) -> None:
+def test_same_bits(results: dict[Key, Outcome], name: str, setting: Setting, situation: Situation) -> None:
     alone = results[name, setting.id, ALONE.id].answers[0]
     answer = results[name, setting.id, situation.id].answers[0]
     given = invariance.sizes()
     assert (len(alone.prompt_logprobs), len(alone.tokens)) == (given.prompt - 1, given.answer)
     assert len(answer.prompt_logprobs) == (0 if situation.cached else given.prompt - 1)
     assert situation.cached - 128 < answer.cached_tokens <= situation.cached
-    if name == "deepseek_v2":
-        reason = "MLA chooses the kernel by query length, and its splits depend on the request's length"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     assert difference(answer, alone) is None
 
 

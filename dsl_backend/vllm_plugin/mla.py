@@ -29,6 +29,8 @@ from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
 from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
 
+# Queries of any length.
+ANY_LENGTH = 2**31 - 1
 # The rope part of a key where no model configuration says otherwise.
 USUAL_ROPE_DIM = 64
 
@@ -144,7 +146,10 @@ class DSLMLAMetadata(MLACommonMetadata[DSLMLADecodeMetadata]):
 
 
 class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
-    """Splits a step as vLLM does: short queries attend in latent space, long ones to projected keys."""
+    """Splits a step as vLLM does: short queries attend in latent space, long ones to projected keys.
+
+    In batch-invariant mode all queries attend in latent space.
+    """
 
     # vLLM's builder refuses to capture a batch with prefills, so full graphs are for decodes.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -164,7 +169,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
     ) -> None:
         # How a prompt is cut into chunks depends on other requests. The kernel must not depend on a chunk's length.
         invariant = bool(vllm_envs.VLLM_BATCH_INVARIANT)
-        self.reorder_batch_threshold = 1 if invariant else options.of(vllm_config).mla_latent_queries
+        self.reorder_batch_threshold = ANY_LENGTH if invariant else options.of(vllm_config).mla_latent_queries
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, DSLMLAMetadata)
         self.planners = Planners(device, options.of(vllm_config).attention_kernel)
         install_hooks(Stage.METADATA_BUILDER, vllm_config)
@@ -186,7 +191,7 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
                 v_head_dim=theirs.v_head_dim,
                 vllm_config=vllm_config,
             )
-        if isinstance(self._prefill_backend, DSLPrefillBackend):
+        if isinstance(self._prefill_backend, DSLPrefillBackend) and not invariant:
             self._prefill_backend.prepare(vllm_config.model_config.dtype, device)
 
     @classmethod
@@ -297,7 +302,8 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         validation.refuse(f"a layer of {self.base_spec}", reasons)
         self.choose_prefill(config.attention_config, target, kernel)
         specs = [self.spec(compat.page_size(config, DSLMLABackend), Causality.CAUSAL)]
-        if config.attention_config.mla_prefill_backend is ensure_prefill_member():
+        prefills = not self.base_spec.batch_invariant
+        if prefills and config.attention_config.mla_prefill_backend is ensure_prefill_member():
             specs += [self.prefill_spec(causality) for causality in (Causality.CAUSAL, Causality.FULL)]
         ahead.compile_attention(config, specs, lse=True)
 

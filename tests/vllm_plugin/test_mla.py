@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import envs as vllm_envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -356,6 +357,18 @@ def test_layer_takes_our_classes(config: VllmConfig) -> None:
     assert builder.reorder_batch_threshold == 512
     assert builder.get_cudagraph_support(config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
     assert builder.get_varlen_cudagraph_max_query_len(config, builder.kv_cache_spec) in (4, None)
+
+
+def test_all_queries_attend_in_latent_space_in_batch_invariant_mode(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long a chunk is depends on other requests: it must not choose the kernel."""
+    monkeypatch.setattr(vllm_envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    step = make_step((1, 700, 3), (35, 700, 3), PAGE)
+    metadata = make_builder(make_layer(), config).build(0, step.common)
+    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
+    assert metadata.decode is not None
+    assert metadata.decode.step.batch.max_query_len == 700
 
 
 def test_metadata_aliases_the_runners_tensors(config: VllmConfig) -> None:
