@@ -41,8 +41,8 @@ class AttentionSpec:
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
         latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
-        batch_invariant: on one GPU, a request's results are the same bits whatever other requests are in the batch;
-            in Triton, and for dense attention on SM90, also however its queries are cut into chunks.
+        batch_invariant: on one GPU, a request's results are the same bits whatever other requests are in the batch, and
+            however its queries are cut into chunks.
     """
 
     heads_q: int

@@ -10,6 +10,7 @@ import torch
 
 import emulator
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute import fixed_splits
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import dense_host as sm90_launch
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
@@ -45,28 +46,22 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     mla_config: Any = None
-    two_cta: bool = False
 
     def kernel(self, spec: Any) -> Kernel:
         target = replace(from_arch(self.arch), sm_count=SMS)
         if self.mla_config is not None:
             mla_launch: Any = mla_sm90_launch if self.arch == "sm_90a" else mla_sm100_launch
             assert not self.mla_config.objections(spec, target.smem_bytes)
-            return mla_launch.MlaSplitKV(spec, target, scratch(), self.mla_config)  # type: ignore[no-any-return]
+            return mla_launch.MlaSplitKV(spec, target, scratch(), self.mla_config)
         launch: Any = sm90_launch if self.arch == "sm_90a" else sm100_launch
         dequant_stages, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
         tile_n = 32 if wide else 64
-        config: Any = sm90.DenseConfig(
-            groups=1, tile_n=tile_n, stages=2, min_split_tiles=1, dequant_stages=dequant_stages
-        )
+        config: Any = sm90.DenseConfig(groups=1, tile_n=tile_n, stages=2, dequant_stages=dequant_stages)
         if self.arch != "sm_90a":
-            softmax_warpgroups, alternate = (1, False) if wide or self.two_cta else (2, self.split)
             config = sm100.DenseConfig(
-                softmax_warpgroups=softmax_warpgroups,
-                two_cta=self.two_cta,
-                alternate=alternate,
+                softmax_warpgroups=1 if wide or self.split else 2,
                 tile_n=tile_n,
-                min_split_tiles=1,
+                ex2_emulation=0,
                 dequant_stages=dequant_stages,
             )
         made: Kernel = (launch.SplitKV if self.split else launch.Prefill)(spec, target, scratch(), config)
@@ -81,19 +76,19 @@ RUNS = (
     Run("prefill-fp8", replace(PREFILL, fp8=True, page=48), split=False),
     Run("decode-sm100", DECODE, "sm_100a"),
     Run("prefill-sm100", PREFILL, "sm_100a", split=False),
-    Run("prefill-pair-sm100", replace(PREFILL, dim=256), "sm_100a", split=False, two_cta=True),
+    Run("prefill-256-sm100", replace(PREFILL, dim=256), "sm_100a", split=False),
     Run("decode-sm100-fp8", replace(DECODE, fp8=True, page=64), "sm_100a"),
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
-    Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
-    Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, min_split_tiles=1, cluster=2)),
+    Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
+    Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2)),
     Run(
         "mla-fp8",
         replace(MLA, fp8=True),
-        mla_config=mla_sm90.MlaConfig(tile_n=32, dequant_stages=2, min_split_tiles=1),
+        mla_config=mla_sm90.MlaConfig(tile_n=32, dequant_stages=2),
     ),
-    Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3, min_split_tiles=1)),
-    Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig(min_split_tiles=1)),
+    Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
+    Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
 QUICK = ("decode", "prefill", "mla", "mla-128-sm100")
 EACH = [
@@ -105,6 +100,12 @@ def made(case: Case, batch_invariant: bool) -> Problem:
     problem = case.problem()
     problem.spec = replace(problem.spec, batch_invariant=batch_invariant)
     return problem
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that requests have several."""
+    monkeypatch.setattr(fixed_splits, "split_keys", lambda spec: 128)
 
 
 def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int], index: int) -> check.Result:
@@ -193,30 +194,3 @@ def test_triton_serves_other_gpus(operation: Operation) -> None:
     for arch in ("sm_90a", "sm_100a"):
         assert dispatch.choose(operation, spec, from_arch(arch)).name == "cute"
     assert dispatch.choose(operation, spec, from_arch("sm_80")).name == "triton"
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_mla_has_fewer_splits_of_more_heads(arch: str, heads: int) -> None:
-    """The partial results of a token take at most 1 MB for each head block."""
-    spec = replace(mla(heads, q_lens=(1,), kv_lens=(1,)).spec, batch_invariant=True)
-    kernel: Any = dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch)).load()(spec, from_arch(arch), scratch())
-    assert kernel.max_splits == {16: 32, 128: 8}[heads]
-
-
-def test_speculative_max_is_not_batch_invariant() -> None:
-    """In MLA, whether it holds depends on all rows of a warp, and rows where it fails are summed in another order."""
-    spec = replace(MLA.spec, batch_invariant=True)
-    config = mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True)
-    assert any("not batch-invariant" in reason for reason in config.objections(spec, from_arch("sm_90a").smem_bytes))
-
-
-def test_scratch_grows_with_requests_and_not_with_keys() -> None:
-    """At most 32 splits of the rows of a batch: a captured batch of 256 takes 36 MB of float32, not gigabytes."""
-    spec = replace(Case(q_lens=(1,), kv_lens=(1,), heads=(32, 8), dim=128).spec, batch_invariant=True)
-    kernel: Any = sm100_launch.SplitKV(spec, from_arch("sm_100a"), scratch())
-    assert kernel.max_splits == min(32, kernel.num_ctas // 8)
-    problem = Case(q_lens=(1,) * 256, kv_lens=(1,) * 256).problem()
-    partials, split_ranges = kernel.scratch(problem.batch, 4)
-    assert split_ranges is None
-    assert partials.numel() == 256 * 8 * kernel.max_splits * (4 * 128 + 8)

@@ -105,12 +105,12 @@ def ways(tokens: int) -> dict[str, Way]:
 
 
 # The second request is another one in the batch.
-DENSE = {"q_lens": (300, 3), "kv_lens": (300, 190)}
+DENSE: dict[str, Any] = {"q_lens": (300, 3), "kv_lens": (300, 190)}
 SM90_LONG = sm90.DenseConfig(groups=1, tile_n=64, stages=2, speculative_max=True)
 SM90_FP8 = sm90.DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=2)
 SM90_OTHER = sm90.DenseConfig(groups=2, tile_n=64, stages=2, ping_pong=True, fold_in_smem=True)
 # Queries so large that row maxima move, in some rows of a warp.
-LATENT = {"q_lens": (110, 2), "kv_lens": (110, 190), "q_gain": 4.0}
+LATENT: dict[str, Any] = {"q_lens": (110, 2), "kv_lens": (110, 190), "q_gain": 4.0}
 SM90_MLA = mla_sm90.MlaConfig(tile_n=32, stages=3, scores_first=True, speculative_max=True)
 SM100_LONG = sm100.DenseConfig(tile_n=64, stages=2, ex2_emulation=0)
 SM100_SHORT = sm100.DenseConfig(softmax_warpgroups=1, tile_n=64, stages=3, ex2_emulation=0)

@@ -49,7 +49,7 @@ def key_of(**facts: object) -> LayerKey:
         "has_window_right": False,
         "lse": False,
         "split": False,
-        "max_splits": 0,
+        "tiles_per_split": 0,
         "scores": ScoreModKey(softcap=False, alibi=False, sinks=None, signed=False),
     }
     return LayerKey(**(usual | facts))  # type: ignore[arg-type]

@@ -98,11 +98,13 @@ class CtaShare(NamedTuple):
 
     Attributes:
         cluster_idx: of num_clusters; cta_rank: of the CTA in its cluster.
+        partial_cta: the CTA's row of split_ranges: the first CTAs of all clusters come before the second ones.
     """
 
     cluster_idx: cutlass.Int32
     num_clusters: cutlass.Int32
     cta_rank: cutlass.Int32
+    partial_cta: cutlass.Int32
     partition: Partition
 
 
@@ -235,6 +237,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         lane = cute.arch.lane_idx()
         cta, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         cta_rank, cluster_idx, num_clusters = cta % self.cluster, cta // self.cluster, num_ctas // self.cluster
+        partial_cta = cta_rank * num_clusters + cluster_idx
         paired = cutlass.Int32(0)
         first_chunk = self.request_tiles(lane, num_requests, paired)
         partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
@@ -247,7 +250,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                 first_chunk = self.request_tiles(lane, num_requests, paired)
                 partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
         total_iters, iters_per_cta, overhead_iters, _, _ = partition
-        share = CtaShare(cluster_idx, num_clusters, cta_rank, partition)
+        share = CtaShare(cluster_idx, num_clusters, cta_rank, partial_cta, partition)
         iter_idx = cluster_idx * iters_per_cta
         cta_end = cutlass.min(iter_idx + iters_per_cta, total_iters)
         num_produced, num_splits, chunk_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
@@ -270,19 +273,15 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                     part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
                     num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
                 iter_idx += own_iters
-        split_ranges, partial_cta = self.split_ranges, self.partial_cta(share)
+        split_ranges = self.split_ranges
         if lane == 0:
             split_ranges[partial_cta, 0] = num_splits
         self.work_pipeline.produce(num_produced, no_work_tile())
 
-    def partial_cta(self, share: CtaShare) -> Any:
-        """The CTA's row of split_ranges: the first CTAs of all clusters come before the second ones."""
-        return share.cta_rank * share.num_clusters + share.cluster_idx
-
     @cute.jit
     def produce_part(self, part: TilePart, share: CtaShare, num_produced: cutlass.Int32, num_splits: cutlass.Int32):
         """Produce the work tile of a part; (work tiles produced, splits of the output tile that begins here if any)."""
-        iters_per_cta, partial_cta = share.partition.iters_per_cta, self.partial_cta(share)
+        iters_per_cta, partial_cta = share.partition.iters_per_cta, share.partial_cta
         split_ranges = self.split_ranges
         partial_idx = cutlass.Int32(NOT_SPLIT)
         if part.num_tiles < part.key_tiles:
@@ -293,6 +292,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             part.request, part.info, head_block, part.token, num_rows, part.first_tile, part.num_tiles, partial_idx
         )
         self.work_pipeline.produce(num_produced, work)
+        num_produced += 1
         if part.num_tiles < part.key_tiles and part.tile_start >= share.cluster_idx * iters_per_cta:
             num_splits = quotient(part.tile_start + part.key_tiles - 1, iters_per_cta) - share.cluster_idx + 1
             if cute.arch.lane_idx() == 0:
@@ -301,7 +301,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                     split_ranges[partial_cta, 2],
                     split_ranges[partial_cta, 3],
                 ) = (part.offset_q + part.token, head_block, num_rows)
-        return num_produced + 1, num_splits
+        return num_produced, num_splits
 
     @cute.jit
     def row_tiles_of_output_tile(self, seqlen_q: cutlass.Int32, paired: cutlass.Int32):

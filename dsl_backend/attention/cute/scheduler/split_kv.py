@@ -166,7 +166,7 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
     @cute.jit
     def write_split_range(self, work: WorkTile, share: CtaShare, first_partial: cutlass.Int32):
         """All fields but num_splits, which is written at the end of the CTA's share."""
-        split_ranges, row = self.split_ranges, self.partial_cta(share)
+        split_ranges, row = self.split_ranges, share.partial_cta
         if cute.arch.lane_idx() == 0:
             split_ranges[row, 1], split_ranges[row, 2] = work.q_offset, work.head_block
             split_ranges[row, 3], split_ranges[row, 4] = work.num_rows, first_partial
