@@ -59,7 +59,7 @@ class Run:
         config: Any = sm90.DenseConfig(groups=1, tile_n=tile_n, stages=2, dequant_stages=dequant_stages)
         if self.arch != "sm_90a":
             config = sm100.DenseConfig(
-                softmax_warpgroups=1 if wide or self.split else 2,
+                softmax_warpgroups=1 if self.split or spec.head_dim > 128 else 2,
                 tile_n=tile_n,
                 ex2_emulation=0,
                 dequant_stages=dequant_stages,
