@@ -22,7 +22,6 @@ from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.sampling import dispatch as sampling
-from dsl_backend.sampling import verification_dispatch as verification
 from dsl_backend.softmax import dispatch as softmax
 
 
@@ -167,8 +166,6 @@ def test_logits_are_those_of_dispatch(arch: str) -> None:
         "softmax": softmax.TABLE,
         "sampling": sampling.TABLE,
         "sampling, log-probabilities": sampling.TABLE,
-        "verification of drafts": verification.TABLE,
-        "verification of drawn drafts": verification.TABLE,
     }
     for name, table in tables.items():
         (operation,) = layers[name]["operations"]

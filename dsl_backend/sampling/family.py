@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling as an operator family: what the commands and the plugin know of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
-from dsl_backend.sampling import dispatch, precompile, verification_dispatch
+from dsl_backend.sampling import dispatch, precompile
 from dsl_backend.sampling.spec import SamplingSpec
-from dsl_backend.sampling.verification_spec import Known, VerificationSpec
 
 VOCAB = 128256
 
 
-def typical_layers(target: Target) -> Mapping[str, SamplingSpec | VerificationSpec]:
-    """Logits of a usual vocabulary, and a usual number of drafts."""
+def typical_layers(target: Target) -> Mapping[str, SamplingSpec]:
+    """Logits of a usual vocabulary."""
     return {
         "sampling": SamplingSpec(vocab=VOCAB),
         "sampling, log-probabilities": SamplingSpec(vocab=VOCAB, logprobs=True),
-        "verification of drafts": VerificationSpec(max_drafts=5, vocab=VOCAB),
-        "verification of drawn drafts": VerificationSpec(max_drafts=5, vocab=VOCAB, known=Known.LOGITS),
     }
-
-
-def operations_of(spec: SamplingSpec | VerificationSpec) -> Sequence[str]:
-    return (verification_dispatch.OPERATION if isinstance(spec, VerificationSpec) else dispatch.OPERATION,)
 
 
 FAMILY = Family(
     name="sampling",
-    tables={
-        dispatch.OPERATION: dispatch.TABLE,
-        verification_dispatch.OPERATION: verification_dispatch.TABLE,
-    },
+    tables={dispatch.OPERATION: dispatch.TABLE},
     typical_layers=typical_layers,
-    operations_of=operations_of,
+    operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
     served_by_others=precompile.served_by_others,
     checks={
