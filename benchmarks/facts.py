@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts that results depend on besides the code: versions, device, driver and date."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import pathlib
@@ -62,14 +63,16 @@ def gather(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
     }
     import dsl_backend  # here so that importing the harness needs only torch
+    from dsl_backend.runtime import target as targets
 
     facts["versions"]["dsl-backend"] = dsl_backend.__version__
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        properties, chip = torch.cuda.get_device_properties(device), targets.at_hand(device).chip
         facts |= {
             "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "capability": f"{properties.major}.{properties.minor}",
             "sm_count": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
+            "chip": None if chip is None else dataclasses.asdict(chip),
         }
     return facts

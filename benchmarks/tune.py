@@ -191,7 +191,6 @@ def tune(
     Raises:
         InvalidInput: the file cannot be read or written.
     """
-    assert target.gpu is not None
     results: list[tuple[Class, list[Verdict]]] = []
     problems = []
     for index, one in enumerate(classes):
@@ -207,7 +206,7 @@ def tune(
             break
         results.append((one, found))
         if path is not None:
-            one.tuned_configs.save(path, target.gpu, [one.problem], entries(one, found, shared))
+            one.tuned_configs.save(path, target, [one.problem], entries(one, found, shared))
     console.print(table_of(results))
     for problem in problems:
         console.print(f"FAILED {problem}", markup=False, soft_wrap=True)
@@ -225,6 +224,7 @@ def shared_facts(target: Target, device: torch.device) -> dict[str, Any]:
     return {
         "gpu": target.gpu,
         "arch": target.arch,
+        "chip": target.chip,
         "date": datetime.datetime.now(datetime.timezone.utc).date(),
         "commit": commit + ("+" if found["modified"] else ""),
         "versions": {name: version for name, version in versions.items() if version},
@@ -294,7 +294,7 @@ def main(
     if path is not None:
         # Fail now, before the timing, if the file cannot be written.
         for tuned_configs in {one.tuned_configs.family: one.tuned_configs for one in classes}.values():
-            tuned_configs.save(path, target.gpu, [], [])
+            tuned_configs.save(path, target, [], [])
     sweep.compile_all(contest for one in classes for contest in one.contests)
     with timing.alone():
         return tune(classes, target, shared_facts(target, device), path, console, seconds)

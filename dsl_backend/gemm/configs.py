@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from dsl_backend.gemm.cost import SM90_RATES, SM100_RATES, Rates, estimated_us
+from dsl_backend.gemm.cost import SM90_RATES, SM100_RATES, ArchRates, estimated_us
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import GemmSpec
@@ -25,14 +25,14 @@ class ArchKernels:
         package: has the modules `gemm`, with the class `Gemm`, and `small_m`, with `SmallMGemm`.
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
-        rates: of the GPU, for the cost model.
+        rates: of its GPUs, for the cost model.
     """
 
     package: str
     small_m: tuple[Config, ...]
     gemms: tuple[Config, ...]
     tried: Callable[[], Iterator[Config]]
-    rates: Rates
+    rates: ArchRates
 
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
@@ -76,17 +76,24 @@ def fitting(spec: GemmSpec, target: Target, *, gemms_alone: bool = False) -> lis
 def candidates(spec: GemmSpec, target: Target) -> tuple[Config, ...]:
     """All kernels that serve a problem for some number of rows; what is compiled before serving.
 
+    Without a GPU these are the kernels of all usual parts of the architecture.
+
     Batch invariance leaves one: where stream-K splits a sum depends on the number of tiles.
     """
     found = fitting(spec, target, gemms_alone=spec.batch_invariant)
     probed = (INVARIANT_FOR,) if spec.batch_invariant else PROBED_ROWS
-    best = {min(found, key=lambda config: estimate_us(config, spec, rows, target)) for rows in probed if found}
+    best = {
+        min(found, key=lambda config: estimate_us(config, spec, rows, of_chip))
+        for of_chip in (replace(target, chip=chip) for chip in target.chips)
+        for rows in probed
+        if found
+    }
     return tuple(config for config in found if config in best)
 
 
 def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target) -> float:
     """Microseconds of a launch, by the cost model."""
-    return estimated_us(config, spec, rows, arch_kernels(target).rates, target)
+    return estimated_us(config, spec, rows, arch_kernels(target).rates.of(target.chips[0]), target)
 
 
 def choose(spec: GemmSpec, rows: int, target: Target) -> Config:

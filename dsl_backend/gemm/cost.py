@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
 
 
@@ -23,12 +24,33 @@ class Rates:
     flops: float
 
 
+@dataclass(frozen=True)
+class ArchRates:
+    """The rates of an architecture's GPUs, of which each says its bandwidth, its clock and its SMs.
+
+    Attributes:
+        memory: the share of the stated bandwidth.
+        l2: bytes of an SM in a clock.
+        flops: 16-bit operations of an SM in a clock; clocks are lower while they run.
+    """
+
+    memory: float
+    l2: float
+    flops: float
+
+    def of(self, chip: Chip) -> Rates:
+        """Of a GPU."""
+        clocks = chip.clock_mhz / 1000
+        return Rates(self.memory * chip.memory_gb_s / chip.sm_count, self.l2 * clocks, self.flops * clocks)
+
+
 # Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
 # a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
-# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/performance.md).
-SM90_RATES = Rates(memory=35.16, l2=104.4, flops=5770.0)
+# to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best (docs/performance.md). On
+# an H200 these are 35.16, 104.4 and 5770 of `Rates`.
+SM90_RATES = ArchRates(memory=0.9439, l2=52.73, flops=2914.0)
 # From public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
-SM100_RATES = Rates(memory=54.0, l2=202.0, flops=15200.0)
+SM100_RATES = ArchRates(memory=1.0, l2=102.8, flops=7735.0)
 # The persistent GEMM: the share of memory's rate that it reaches; what a k tile takes beyond its products for each row
 # of the tile; the least that a k tile takes, alone and in a cluster; what one of its TMA copies takes; elements that a
 # CTA stores in a nanosecond; the rest of a launch.

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime.chip import Chip
 
 Capability = tuple[int, int]
 # The name of the target that is no GPU.
@@ -35,6 +36,7 @@ class Arch:
         name: as compilers call it, such as `sm_90a`.
         smem_bytes: dynamic shared memory that one CTA may ask for.
         sm_count: SMs of the usual part, for planning without a device.
+        chips: the usual parts, for compiling without a device what each of them may need; the first is planned for.
         kernel_arch: the CuTe DSL kernels that serve it, by the name of their folders; None where only Triton's do. They
             were compiled for it, and ran on it or on the emulator.
         emulated: the emulator has such a device.
@@ -46,6 +48,7 @@ class Arch:
     capability: Capability
     smem_bytes: int
     sm_count: int
+    chips: tuple[Chip, ...] = ()
     features: frozenset[Feature] = frozenset()
     kernel_arch: str | None = None
     emulated: bool = False
@@ -59,6 +62,11 @@ _SM89 = _SM80 | {Feature.NATIVE_FP8}
 _SM90 = _SM89 | {Feature.TMA}
 _TCGEN05 = _SM90 | {Feature.TCGEN05}
 _KIB = 1024
+_MIB = 1 << 20
+# From the vendor's data sheets; the bandwidth as the memory's clock and width give it.
+_H200 = Chip(sm_count=132, memory_gb_s=4917, clock_mhz=1980, l2_bytes=50 * _MIB)
+_H100 = Chip(sm_count=132, memory_gb_s=3352, clock_mhz=1980, l2_bytes=50 * _MIB)
+_B200 = Chip(sm_count=148, memory_gb_s=8000, clock_mhz=1965, l2_bytes=126 * _MIB)
 
 # Shared memory: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability". SM counts: the
 # vendor's architecture whitepapers.
@@ -75,6 +83,7 @@ ARCHS: tuple[Arch, ...] = (
         capability=(9, 0),
         smem_bytes=227 * _KIB,
         sm_count=132,
+        chips=(_H200, _H100),
         features=_SM90 | {Feature.WGMMA},
         kernel_arch="sm90",
         emulated=True,
@@ -85,6 +94,7 @@ ARCHS: tuple[Arch, ...] = (
         capability=(10, 0),
         smem_bytes=227 * _KIB,
         sm_count=148,
+        chips=(_B200,),
         features=_TCGEN05,
         kernel_arch="sm100",
         emulated=True,
@@ -95,6 +105,7 @@ ARCHS: tuple[Arch, ...] = (
         capability=(10, 3),
         smem_bytes=227 * _KIB,
         sm_count=148,
+        chips=(_B200,),
         features=_TCGEN05 | {Feature.FAST_EXPONENTIALS},
         kernel_arch="sm100",
     ),

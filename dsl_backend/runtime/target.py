@@ -10,7 +10,9 @@ import torch
 
 from dsl_backend import checks, envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import chip as chips
 from dsl_backend.runtime import registry
+from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.registry import Arch, Feature
 
 Chosen = TypeVar("Chosen")
@@ -27,7 +29,9 @@ class Target:
         sm_count: streaming multiprocessors; 0 on a CPU.
         smem_bytes: dynamic shared memory that a CTA may use; 0 on a CPU.
         interpreted: Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) on the host.
-        gpu: the product's name, which tuning records are for (runtime/tuned.py); None if no GPU is present.
+        gpu: the product's name; None if no GPU is present.
+        chip: the GPU's size and rates, which estimates and tuning records are for (runtime/tuned.py); None if no GPU is
+            present, or if its driver does not tell.
         spare_sms: SMs that a kernel leaves free for kernels that run at the same time.
     """
 
@@ -36,6 +40,7 @@ class Target:
     smem_bytes: int
     interpreted: bool = False
     gpu: str | None = None
+    chip: Chip | None = None
     spare_sms: int = 0
 
     @property
@@ -69,6 +74,13 @@ class Target:
     def kernel_arch(self) -> str | None:
         """The CuTe DSL kernels that serve it, such as `sm90`; None where there are none."""
         return None if self.known is None else self.known.kernel_arch
+
+    @property
+    def chips(self) -> tuple[Chip, ...]:
+        """The chip of the GPU; of a target without one, or without its chip, the usual parts of its architecture."""
+        if self.chip is not None or self.known is None:
+            return () if self.chip is None else (self.chip,)
+        return self.known.chips
 
     def has(self, feature: Feature) -> bool:
         return self.known is not None and feature in self.known.features
@@ -174,6 +186,7 @@ def _of_cuda_device(index: int) -> Target:
         sm_count=properties.multi_processor_count,
         smem_bytes=getattr(properties, "shared_memory_per_block_optin", registry.of_capability(capability).smem_bytes),
         gpu=properties.name,
+        chip=chips.of_device(index),
     )
 
 
@@ -192,7 +205,8 @@ def overridden(found: Target) -> Target:
     if not fits or (wanted.capability or ()) > (found.capability or ()):
         raise InvalidInput(f"{envs.ARCH.name}={arch!r} is not accepted on a {found.arch}: use {envs.ARCH.accepts}")
     gpu = found.gpu if wanted.capability == found.capability else None
-    return replace(wanted, sm_count=found.sm_count, smem_bytes=min(wanted.smem_bytes, found.smem_bytes), gpu=gpu)
+    smem_bytes = min(wanted.smem_bytes, found.smem_bytes)
+    return replace(wanted, sm_count=found.sm_count, smem_bytes=smem_bytes, gpu=gpu, chip=found.chip)
 
 
 def detect(device: torch.device | None = None) -> Target:

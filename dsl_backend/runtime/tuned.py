@@ -22,6 +22,7 @@ from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
 from dsl_backend.families import NAMES
 from dsl_backend.log import warning_once
+from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
 
 # Changes when records change their meaning.
@@ -45,6 +46,8 @@ class Measurement(BaseModel):
 
     Attributes:
         gpu: the product's name, as its driver gives it.
+        chip: what the GPU said of itself. The record holds for GPUs that say about the same; without it, for GPUs of
+            the same name.
         versions: of the driver and of nvidia-cutlass-dsl.
         problem: the fields of the family's ProblemShape.
         kernel: the name of the configuration's type.
@@ -58,6 +61,7 @@ class Measurement(BaseModel):
     family: str
     gpu: str = Field(min_length=1)
     arch: str = Field(pattern=r"^sm_\d+a?$")
+    chip: Chip | None = None
     date: datetime.date
     commit: str = Field(min_length=1)
     versions: dict[str, str]
@@ -73,6 +77,14 @@ class Measurement(BaseModel):
         if self.us >= self.default_us:
             raise ValueError(f"us {self.us} is not less than default_us {self.default_us}")
         return self
+
+    def holds_for(self, target: Target) -> bool:
+        """Whether it was measured on a GPU like the target's."""
+        if self.arch != target.arch or target.gpu is None:
+            return False
+        if self.chip is None or target.chip is None:
+            return self.gpu == target.gpu
+        return self.chip.is_like(target.chip)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +205,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
         return [one for records, _ in read for one in records], [one for _, problems in read for one in problems]
 
     def on(self, target: Target, *, any_gpu: bool = False) -> Iterator[TuningRecord[ProblemShapeT]]:
-        """The records of the target's GPU, by its product name; the user's before the package's.
+        """The records of GPUs like the target's; the user's before the package's.
 
         Args:
             any_gpu: where the target names no GPU, the records of every GPU of its architecture.
@@ -202,8 +214,9 @@ class TunedConfigs(Generic[ProblemShapeT]):
         if problems:
             more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
             warning_once(f"tuned configurations are left out: {problems[0]}{more}; `dsl-backend doctor` lists all")
-        gpus = {one.measurement.gpu for one in records} if any_gpu and target.gpu is None else {target.gpu}
-        return (one for one in records if one.measurement.arch == target.arch and one.measurement.gpu in gpus)
+        every = any_gpu and target.gpu is None
+        measurements = ((one, one.measurement) for one in records)
+        return (one for one, of in measurements if of.holds_for(target) or (every and of.arch == target.arch))
 
     def forget(self) -> None:
         """Read the files again at the next call."""
@@ -227,15 +240,15 @@ class TunedConfigs(Generic[ProblemShapeT]):
     def merged(
         self,
         old: Sequence[TuningRecord[ProblemShapeT]],
-        gpu: str,
+        target: Target,
         measured: Sequence[ProblemShapeT],
         new: Sequence[TuningRecord[ProblemShapeT]],
     ) -> list[TuningRecord[ProblemShapeT]]:
-        """Old records without the problem shapes that were measured again on a GPU, then the new ones."""
+        """Old records without the problem shapes that were measured again on the target, then the new ones."""
         kept = []
         for one in old:
             left = [one.problem]
-            for again in measured if one.measurement.gpu == gpu else ():
+            for again in measured if one.measurement.holds_for(target) else ():
                 left = [part for whole in left for part in whole.without(again)]
             for part in left:
                 measurement = one.measurement.model_copy(update={"problem": part.model_dump(mode="json")})
@@ -243,7 +256,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
         return [*kept, *new]
 
     def save(
-        self, path: Path, gpu: str, measured: Sequence[ProblemShapeT], new: Sequence[TuningRecord[ProblemShapeT]]
+        self, path: Path, target: Target, measured: Sequence[ProblemShapeT], new: Sequence[TuningRecord[ProblemShapeT]]
     ) -> int:
         """Merge new records into a file, or write it; returns how many records of the family it then has.
 
@@ -254,7 +267,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
         old, problems = self.read(path) if path.exists() else ([], [])
         if problems:
             raise InvalidInput("; ".join(problems))
-        mine = [one.measurement.model_dump(mode="json") for one in self.merged(old, gpu, measured, new)]
+        mine = [one.measurement.model_dump(mode="json") for one in self.merged(old, target, measured, new)]
         mine.sort(key=lambda one: (one["gpu"], json.dumps(one["problem"])))
         write(path, [one for one in raw if one["family"] != self.family] + mine)
         return len(mine)

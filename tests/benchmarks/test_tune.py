@@ -443,4 +443,4 @@ def test_facts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tune.shared_facts(TARGET, torch.device("cpu"))
     assert found["commit"].startswith("dsl-backend ")
     assert found["versions"] == {"driver": "580.1", "nvidia-cutlass-dsl": "1.2", "torch": "1.2"}
-    assert (found["gpu"], found["arch"]) == (GPU, "sm_90a")
+    assert (found["gpu"], found["arch"], found["chip"]) == (GPU, "sm_90a", None)

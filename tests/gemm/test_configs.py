@@ -25,6 +25,7 @@ from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target, from_arch
 
 SMEM_BYTES = 227 * 1024
@@ -79,6 +80,29 @@ def test_sparing_sms_takes_no_other_kernels() -> None:
             assert choose(spec, rows, H200.sparing(spare)) in candidates(spec, H200)
     chosen = [[choose(spec, rows, H200.sparing(spare)) for rows in ROWS] for spare in (0, 100)]
     assert chosen[0] != chosen[1]
+
+
+def test_estimates_follow_what_the_chip_says() -> None:
+    """One row is bound by memory, 8192 by products."""
+    few, many = ([choose_on(chip, rows)[1] for chip in H200.chips] for rows in (1, 8192))
+    h200, h100 = H200.chips
+    assert few[1] / few[0] == pytest.approx(h200.memory_gb_s / h100.memory_gb_s, rel=0.05)
+    assert many[1] == pytest.approx(many[0], rel=0.01)
+
+
+def choose_on(chip: Chip, rows: int) -> tuple[Config, float]:
+    """The kernel that a GPU gets, and its estimate."""
+    target = replace(H200, chip=chip, gpu="NVIDIA Test")
+    config = choose(LLAMA, rows, target)
+    return config, estimate_us(config, LLAMA, rows, target)
+
+
+def test_what_any_usual_part_needs_is_compiled_without_a_gpu() -> None:
+    chosen = {chip: {choose_on(chip, rows)[0] for rows in range(1, 1025, 16)} for chip in H200.chips}
+    assert len(set(map(frozenset, chosen.values()))) == 2
+    probed = {chip: set(candidates(LLAMA, replace(H200, chip=chip))) for chip in H200.chips}
+    assert set().union(*probed.values()) == set(candidates(LLAMA, H200))
+    assert all(chosen[chip] <= probed[chip] for chip in chosen)
 
 
 def test_tensor_memory_is_had_in_powers_of_two() -> None:

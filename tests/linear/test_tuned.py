@@ -191,7 +191,7 @@ def test_a_range_without_what_was_measured_again(again: tuple[int, int], left: l
 
 def test_a_merge_cuts_ranges() -> None:
     old = [record(rows(65, 700), Unfused())]
-    found = TUNED_CONFIGS.merged(old, GPU, [rows(129, 256)], [record(rows(129, 256), BETTER)])
+    found = TUNED_CONFIGS.merged(old, TARGET, [rows(129, 256)], [record(rows(129, 256), BETTER)])
     assert [(one.problem, one.config) for one in found] == [
         (rows(65, 128), Unfused()),
         (rows(257, 700), Unfused()),

@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 from dsl_backend import envs, log
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import tuned
+from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.tuned import TunedConfigs
 
@@ -65,8 +66,8 @@ def put(path: Path, *records: Any) -> Path:
     return path
 
 
-def target(gpu: str | None = GPU, arch: str = "sm_90a") -> Target:
-    return dataclasses.replace(from_arch(arch), gpu=gpu)
+def target(gpu: str | None = GPU, arch: str = "sm_90a", chip: Chip | None = None) -> Target:
+    return dataclasses.replace(from_arch(arch), gpu=gpu, chip=chip)
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def test_a_broken_file_is_named(family: TunedConfigs[ProblemShape], text: str, m
     assert str(family.file) in problem
     assert message in problem
     with pytest.raises(InvalidInput, match=str(family.file)):
-        family.save(family.file, GPU, [], [])
+        family.save(family.file, target(), [], [])
     assert family.file.read_text() == text, "what cannot be understood is not overwritten"
 
 
@@ -181,6 +182,37 @@ def test_only_the_very_gpu(family: TunedConfigs[ProblemShape]) -> None:
     assert tiles(target(None), any_gpu=True) == [64, 32]
 
 
+CHIP = Chip(sm_count=132, memory_gb_s=4900, clock_mhz=1980, l2_bytes=50 << 20)
+
+
+def test_a_record_with_a_chip_is_for_gpus_that_say_about_the_same(family: TunedConfigs[ProblemShape]) -> None:
+    """Whatever their names are. A GPU that does not tell is taken by its name."""
+    put(family.file, raw(chip=dataclasses.asdict(CHIP)))
+
+    def found(gpu: str, **changes: int) -> bool:
+        return bool(list(family.on(target(gpu, chip=dataclasses.replace(CHIP, **changes)))))
+
+    assert found("NVIDIA Other")
+    assert found("NVIDIA Other", memory_gb_s=4800, clock_mhz=1965)
+    assert not found(GPU, memory_gb_s=3352)
+    assert not found(GPU, clock_mhz=1600)
+    assert not found(GPU, sm_count=114)
+    assert not found(GPU, l2_bytes=60 << 20)
+    assert list(family.on(target(GPU)))
+    assert not list(family.on(target("NVIDIA Other")))
+
+
+def test_a_merge_replaces_the_records_of_a_like_gpu(family: TunedConfigs[ProblemShape]) -> None:
+    slower = dataclasses.replace(CHIP, memory_gb_s=3352)
+    put(family.file, raw(chip=dataclasses.asdict(CHIP)), raw(chip=dataclasses.asdict(slower)))
+    here = target("NVIDIA Other", chip=CHIP)
+    made = family.record(ProblemShape(width=128), Tiles(tile=48), **facts(gpu="NVIDIA Other", chip=CHIP))
+    assert family.save(family.file, here, [made.problem], [made]) == 2
+    found, problems = family.read(family.file)
+    assert problems == []
+    assert {(record.measurement.chip, record.config.tile) for record in found} == {(CHIP, 48), (slower, 64)}
+
+
 def test_ones_own_file_comes_first(
     family: TunedConfigs[ProblemShape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +234,7 @@ def test_files_are_read_once(family: TunedConfigs[ProblemShape]) -> None:
 def test_what_is_saved_is_read_again(family: TunedConfigs[ProblemShape], tmp_path: Path) -> None:
     path = tmp_path / "new.json"
     made = family.record(ProblemShape(width=8), Tiles(tile=48), rows=("a",), **facts())
-    assert family.save(path, GPU, [made.problem], [made]) == 1
+    assert family.save(path, target(), [made.problem], [made]) == 1
     assert family.read(path) == ([made], [])
 
 
@@ -213,7 +245,7 @@ def test_a_merge_replaces_what_was_measured_again(family: TunedConfigs[ProblemSh
     put(family.file, raw(), other_gpu, raw(problem={"width": 64}), raw(problem={"width": 32}), other_family)
     made = family.record(ProblemShape(width=128), Tiles(tile=48), **facts())
     # 64 was measured again too, and its heuristic has won.
-    family.save(family.file, GPU, [ProblemShape(width=128), ProblemShape(width=64)], [made])
+    family.save(family.file, target(), [ProblemShape(width=128), ProblemShape(width=64)], [made])
     family.forget()
     found, problems = family.found
     assert problems == []
@@ -228,12 +260,12 @@ def test_a_merge_replaces_what_was_measured_again(family: TunedConfigs[ProblemSh
 def test_a_merge_refuses_a_file_with_a_broken_record(family: TunedConfigs[ProblemShape]) -> None:
     put(family.file, raw(us=12.0))
     with pytest.raises(InvalidInput, match=r"record 0: us 12\.0 is not less"):
-        family.save(family.file, GPU, [], [])
+        family.save(family.file, target(), [], [])
 
 
 def test_a_file_that_cannot_be_written(family: TunedConfigs[ProblemShape], tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be written: No such file or directory"):
-        family.save(tmp_path / "nowhere" / "tuned.json", GPU, [], [])
+        family.save(tmp_path / "nowhere" / "tuned.json", target(), [], [])
 
 
 def test_a_relative_path_is_refused(family: TunedConfigs[ProblemShape], monkeypatch: pytest.MonkeyPatch) -> None:
