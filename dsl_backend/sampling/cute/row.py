@@ -103,11 +103,22 @@ class RowReader:
     def for_each_logit_of(self, row: Row, selected, visit: cutlass.Constexpr):
         """Call visit(z, token_id) for each logit of the threads that are selected.
 
-        The lanes of a warp share the logits of one thread. The warp stops once visit has returned true in a lane.
+        The lanes of a warp share the logits of one thread, where few threads are selected. The warp then stops once
+        visit has returned true in a lane.
         """
         segment = row.segment
         lane = cute.arch.lane_idx()
         remaining = cutlass.Uint32(cute.arch.vote_ballot_sync(selected))
+        if cutlass.Int32(cute.arch.popc(remaining)) > segment.steps:
+            # Each lane reads its own logits: fewer loads wait for each other, in a small vocabulary above all.
+            remaining = cutlass.Uint32(0)
+            if selected:
+                thread_begin = segment.begin + lane * self.vector
+                for column in cutlass.range(thread_begin, segment.end, WARP * self.vector, unroll=1):
+                    rOwn = cute.make_rmem_tensor(self.vector, self.dtype)
+                    load_vector(segment.base, segment.offset + column, rOwn)
+                    for e in cutlass.range_constexpr(self.vector):
+                        visit(fixed_point.scaled_logit(cutlass.Float32(rOwn[e]), row.temperature), column + e)
         while remaining != 0:
             source_lane = cutlass.Int32(cute.arch.popc((remaining & (~remaining + 1)) - 1))
             remaining = remaining & (remaining - 1)
