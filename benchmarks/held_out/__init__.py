@@ -12,7 +12,7 @@ from . import lost_rows, random_rows
 
 GROUPS = {"lost": lost_rows.problems, "random": random_rows.problems}
 # Operator -> the peers that run by default. They are those that were the fastest in some row. The others compile for
-# minutes for each shape (torch.compile), or are slower in every row (TRITON_ATTN, TRITON_MLA).
+# minutes for each shape (torch.compile), or for seconds and were the fastest in no row (TRITON_ATTN, TRITON_MLA).
 PEERS = {
     "mla-decode": ("FLASH_ATTN_MLA", "FLASHMLA"),
     "prefill": ("FA3", "cuDNN"),
