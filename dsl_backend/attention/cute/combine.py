@@ -244,11 +244,11 @@ class CombineThread:
     @cute.jit
     def fixed_split_range(self, split_ranges: cute.Tensor, cta: cutlass.Int32):
         """The FixedSplitRange that a CTA of the attention kernel wrote."""
-        fields = cute.make_rmem_tensor((INTS_PER_VECTOR, 2), cutlass.Int32)
-        for i in cutlass.range_constexpr(2):
-            offset = cutlass.Int64(cta) * FIXED_SPLIT_RANGE_FIELDS + i * INTS_PER_VECTOR
-            load_vector(split_ranges.iterator, offset, fields[None, i])
-        return FixedSplitRange(*[fields[i] for i in range(len(FixedSplitRange._fields))])
+        first, second = (cute.make_rmem_tensor(INTS_PER_VECTOR, cutlass.Int32) for _ in range(2))
+        offset = cutlass.Int64(cta) * FIXED_SPLIT_RANGE_FIELDS
+        load_vector(split_ranges.iterator, offset, first)
+        load_vector(split_ranges.iterator, offset + INTS_PER_VECTOR, second)
+        return FixedSplitRange(first[0], first[1], first[2], first[3], second[0])
 
     @cute.jit
     def combine_in_order(self, split_range: FixedSplitRange, task: cutlass.Int32):
@@ -258,17 +258,19 @@ class CombineThread:
         row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         acc_O, partial_O = cutlass.Float32(0.0), cute.make_rmem_tensor((1, WARP), cutlass.Float32)
         for first in cutlass.range(0, split_range.num_splits, WARP, unroll=1):
-            # Lane i has the statistics of the i-th of WARP splits.
-            base, count = split_range.partial_idx + first, cutlass.min(split_range.num_splits - first, WARP)
+            # Lane i has the statistics of the i-th of these splits.
+            base = split_range.partial_idx + first
+            count = cutlass.min(split_range.num_splits - first, WARP)
             lane_max, lane_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
             if self.lane < count:
                 lane_stats = stats + cutlass.Int64(base + self.lane) * self.size
                 lane_max = cute.make_tensor(lane_stats, cute.make_layout(1))[0]
                 lane_sum = cute.make_tensor(lane_stats + self.partial_rows, cute.make_layout(1))[0]
+            offset = cutlass.Int64(base) * self.size + row * self.columns + column
             for i in cutlass.range_constexpr(WARP):
                 if i < count and column < self.columns:
-                    offset = cutlass.Int64(base + i) * self.size + row * self.columns + column
                     load_vector(self.partials.iterator, offset, partial_O[None, i])
+                offset += self.size
             # A maximum does not depend on the order: all scales are computed at once.
             new_max = cute.arch.fmax(row_max, self.prefix_max(lane_max))
             max_before = cute.arch.shuffle_sync_up(new_max, 1, mask_and_clamp=0)
