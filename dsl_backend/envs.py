@@ -185,8 +185,12 @@ def starting_with(prefix: str) -> dict[str, str]:
 
 
 def hide_gpus() -> None:
-    """Hides all GPUs from this process and its children. Call it before CUDA is initialised."""
+    """Hides all GPUs from this process and its children. Call it before CUDA is initialised or CuTe DSL is imported."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Without it CuTe DSL asks the driver for the GPU's architecture when it compiles. If the driver has no GPU, 4.8.0
+    # asks again to describe that error, and again, until Python's recursion ends: on an H200's host a compilation
+    # took minutes. The value is what CuTe DSL assumes without a driver; `--gpu-arch` says what is compiled for.
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
 
 
 def interpret_triton() -> None:

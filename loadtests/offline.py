@@ -114,6 +114,9 @@ def run(
         config={"vocab_size": subject.vocabulary},
         max_model_len=max(scenario.longest for scenario in scenarios),
         backends=subject.backends,
+        # Engines run one at a time: whether two fit the GPU's memory is not asked.
+        weight_bytes=0,
+        token_bytes=0,
         small=subject.name in SHAPES and SHAPES[subject.name].small,
     )
     if subject.name in SHAPES:

@@ -108,8 +108,13 @@ def test_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     envs.hide_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUTE_DSL_ARCH"] == "sm_90a", "a user's choice is kept"
+    monkeypatch.delenv("CUTE_DSL_ARCH")
+    envs.hide_gpus()
+    assert os.environ["CUTE_DSL_ARCH"] == "sm_100a"
 
 
 class TestArch:

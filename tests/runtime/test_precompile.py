@@ -598,3 +598,32 @@ def precompile_sources() -> Any:
     from dsl_backend.runtime.key import Sources
 
     return Sources("other", 0.0)
+
+
+def test_a_process_without_gpus_does_not_ask_the_driver_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuTe DSL 4.8.0 asks for the GPU to describe the error that there is none, up to Python's limit of recursion."""
+    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+    code = """if True:
+        from cuda.bindings import driver
+
+        asked = []
+
+        def no_device(*_):
+            asked.append(1)
+            if len(asked) > 50:
+                raise SystemExit("the driver is asked again and again")
+            return (driver.CUresult.CUDA_ERROR_NO_DEVICE,)
+
+        driver.cuInit = no_device
+        driver.cuGetErrorName = lambda _: (driver.CUresult.CUDA_SUCCESS, b"CUDA_ERROR_NO_DEVICE")
+        from dsl_backend import envs
+
+        envs.hide_gpus()
+        from dsl_backend.runtime import toolkit
+        from self_test_kernels import Scale, ScaleKey, fake_args
+
+        toolkit.compiled(Scale(ScaleKey()), fake_args(ScaleKey()), "sm_90a", "")
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr

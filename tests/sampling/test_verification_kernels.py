@@ -65,16 +65,14 @@ def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
     run = verification.run
     with pytest.raises(InvalidInput, match=r"needs the sampler's log-probabilities: logprobs=True"):
         run(plan, Sampled(step.drawn.tokens), step.parameters, step.drafts)
+    tokens_alone = Drafts(inputs=step.drafts.inputs, cu_rows=step.drafts.cu_rows)
     with pytest.raises(InvalidInput, match=r"distributions are not given: the spec has Known.LOGITS"):
-        tokens_alone = Drafts(inputs=step.drafts.inputs, cu_rows=step.drafts.cu_rows)
         run(plan, step.drawn, step.parameters, tokens_alone)
+    fewer = Drafts(inputs=step.drafts.inputs[:25], cu_rows=step.drafts.cu_rows, distributions=step.drafts.distributions)
     with pytest.raises(InvalidInput, match=r"inputs is int32 \(25,\): contiguous \[26\] of int32 or int64 is needed"):
-        fewer = Drafts(
-            inputs=step.drafts.inputs[:25], cu_rows=step.drafts.cu_rows, distributions=step.drafts.distributions
-        )
         run(plan, step.drawn, step.parameters, fewer)
+    small = verification.plan(step.spec, 10, 25, device, "triton")
     with pytest.raises(InvalidInput, match=r"26 rows exceed the plan's max_rows, 25"):
-        small = verification.plan(step.spec, 10, 25, device, "triton")
         run(small, step.drawn, step.parameters, step.drafts)
     with pytest.raises(InvalidInput, match=r"10 requests exceed the plan's max_requests, 9"):
         run(verification.plan(step.spec, 9, 26, device, "triton"), step.drawn, step.parameters, step.drafts)
