@@ -12,6 +12,7 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import precompile as sampling_precompile
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.cute import host
+from dsl_backend.sampling.cute.verification import VerifyKey
 from dsl_backend.sampling.plan import SamplingPlan
 from dsl_backend.sampling.spec import Parameters, SamplingSpec
 
@@ -67,6 +68,8 @@ def test_precompile_specs_of_a_model() -> None:
     from dsl_backend.runtime.model import ModelShape
 
     shape = ModelShape(dtype="bfloat16", hidden_size=64, heads_q=1, heads_kv=1, head_dim=64, vocab_size=151936)
-    found = precompile_specs(shape, H200, ["sampling"])
-    assert {one.key.config.cluster for one in found} == {1, 2, 4, 8, 16}
+    keys = [one.key for one in precompile_specs(shape, H200, ["sampling"])]
+    verification = [key for key in keys if isinstance(key, VerifyKey)]
+    assert {key.config.cluster for key in keys if key not in verification} == {1, 2, 4, 8, 16}
+    assert {key.token_dtype for key in verification} == {"int64", "int32"}
     assert list(sampling_precompile.precompile_specs(shape, from_arch("sm_120"))) == []
