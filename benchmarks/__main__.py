@@ -5,6 +5,7 @@ import argparse
 import pathlib
 import sys
 
+from . import campaign
 from .command import Options, main, operators
 from .engine import command as engine
 
@@ -46,5 +47,7 @@ if __name__ == "__main__":
     # The benchmark of whole engines has its own cases, options and report.
     if sys.argv[1:2] == ["engine"]:
         sys.exit(engine.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["campaign"]:
+        sys.exit(campaign.main(sys.argv[2:]))
     chosen = vars(parse())
     sys.exit(main(chosen.pop("op"), chosen.pop("json_path"), Options(**chosen)))
