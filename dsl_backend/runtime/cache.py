@@ -161,13 +161,13 @@ class DiskCache:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def place(self, digest: str) -> Path:
+    def path_of(self, digest: str) -> Path:
         return self.path / f"{digest}{SUFFIX}"
 
     @contextlib.contextmanager
     def opened(self, identity: Identity) -> Iterator[tuple[int, Entry] | None]:
         """An open descriptor of the kernel's object file, looked through, and its entry; None where it is missed."""
-        path = self.place(identity.digest)
+        path = self.path_of(identity.digest)
         with contextlib.ExitStack() as stack:
             found: tuple[int, Entry] | None = None
             try:
@@ -187,7 +187,7 @@ class DiskCache:
 
     def has(self, identity: Identity) -> bool:
         """Whether there is a file for the kernel; the file is not read."""
-        return os.path.lexists(self.place(identity.digest))
+        return os.path.lexists(self.path_of(identity.digest))
 
     def is_writable(self) -> bool:
         """Whether the folder's permissions allow writing; nothing is written."""
@@ -203,7 +203,7 @@ class DiskCache:
             "made": round(time.time(), 3),
         }
         text = json.dumps(said, sort_keys=True).encode()
-        path = self.place(identity.digest)
+        path = self.path_of(identity.digest)
         scratch: str | None = None
         try:
             # mkstemp's mode is 0600.
@@ -306,7 +306,7 @@ class DiskCache:
         for path in self.files():
             if path.suffix == SUFFIX and (only is None or path in only):
                 count += removed(path, left)
-            elif path.suffix == LOCK_SUFFIX and (only is None or self.place(path.stem) in only):
+            elif path.suffix == LOCK_SUFFIX and (only is None or self.path_of(path.stem) in only):
                 self.remove_lock(path, left)
             elif path.name.startswith(SCRATCH_PREFIX) and is_abandoned(path):
                 removed(path, left)

@@ -56,14 +56,14 @@ def compile_kernel(kernel: Any, fake_args: Sequence[Any], *, key: Any, target: T
     if asked is not None:
         asked.append(identity)
         return not_compiled
-    place = (identity.digest, toolkit.libraries())
-    found = _functions.get(place)
+    slot = (identity.digest, toolkit.libraries())
+    found = _functions.get(slot)
     if found is not None:
         return found
     with _lock:
-        if place not in _functions:
-            _functions[place] = made(identity, lambda: toolkit.compiled(kernel, fake_args, target.arch, options))
-        return _functions[place]
+        if slot not in _functions:
+            _functions[slot] = made(identity, lambda: toolkit.compiled(kernel, fake_args, target.arch, options))
+        return _functions[slot]
 
 
 def not_compiled(*_: Any) -> Any:

@@ -63,7 +63,7 @@ def versions() -> tuple[str, ...]:
 
     Only the names of the metadata folders are read: an environment has hundreds of packages.
     """
-    found = {path.name.removesuffix(".dist-info") for place in sys.path for path in Path(place or ".").glob(WHEELS)}
+    found = {path.name.removesuffix(".dist-info") for entry in sys.path for path in Path(entry or ".").glob(WHEELS)}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found.add(f"{FFI}-{metadata.version(FFI)}")
     return tuple(sorted(found))
@@ -201,8 +201,8 @@ def _symbols(value: Any) -> Iterator[Any]:
 
 def _number(symbol: Any, symbols: list[Any]) -> int:
     """Its index in the list, to which a new symbol is added. The list keeps it alive: its address stays its own."""
-    for place, known in enumerate(symbols):
+    for index, known in enumerate(symbols):
         if known is symbol:
-            return place
+            return index
     symbols.append(symbol)
     return len(symbols) - 1

@@ -100,10 +100,10 @@ def explained(error: ValidationError) -> str:
     """Pydantic's findings in one line, each with the value."""
     found = []
     for one in error.errors():
-        place = ".".join(str(part) for part in one["loc"])
+        field = ".".join(str(part) for part in one["loc"])
         given = "" if one["type"] in ("missing", "value_error") else f" (it is {one['input']!r})"
         message = one["msg"].removeprefix("Value error, ") + given
-        found.append(f"{place}: {message}" if place else message)
+        found.append(f"{field}: {message}" if field else message)
     return "; ".join(found)
 
 
@@ -181,7 +181,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
         except InvalidInput as error:
             return [], [str(error)]
         found, problems = [], []
-        for place, one in enumerate(raw):
+        for index, one in enumerate(raw):
             family = one.get("family") if isinstance(one, dict) else None
             try:
                 if family not in NAMES:
@@ -189,7 +189,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
                 if family == self.family:
                     found.append(self.understood(one))
             except InvalidInput as error:
-                problems.append(f"{path}: record {place}: {error}")
+                problems.append(f"{path}: record {index}: {error}")
         return found, problems
 
     @property

@@ -85,8 +85,8 @@ def tensors(case: LinearCase, device: str) -> Tensors:
         plant(x)
     weight = normal(case.weight_rows, case.k, gain=case.k**-0.5)
     if case.special_weights:
-        for place, rows in enumerate(halves(weight, case.interleaved) if case.activation else (weight,)):
-            plant(rows, each=len(KINDS) ** place)
+        for half, rows in enumerate(halves(weight, case.interleaved) if case.activation else (weight,)):
+            plant(rows, each=len(KINDS) ** half)
     out = strided(torch.full((case.rows, case.n), SENTINEL, dtype=case.dtype), case.pad_out, 0, device)
     residual = None
     if case.residual:

@@ -302,8 +302,8 @@ class Gemm(GemmBase):
             start = inside * 2 + part * VECTOR if self.interleaved else inside + part * n
             load_vector(params.mBias.iterator, start, vector)
         for part in range(self.parts):
-            places = [2 * j + part if self.interleaved else part * VECTOR + j for j in range(VECTOR)]
-            biases = [rBias[place // VECTOR][place % VECTOR].to(cutlass.Float32) for place in places]
+            elements = [2 * j + part if self.interleaved else part * VECTOR + j for j in range(VECTOR)]
+            biases = [rBias[element // VECTOR][element % VECTOR].to(cutlass.Float32) for element in elements]
             values[part] = in_pairs(add_pair, values[part], biases)
 
     @cute.jit
