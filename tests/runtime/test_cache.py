@@ -96,7 +96,7 @@ def other(path: Path) -> None:
     disk = DiskCache(path.parent)
     newer = identity(versions=["2"])
     disk.store(newer, DATA, 1.0)
-    disk.place(newer.digest).replace(path)
+    disk.path_of(newer.digest).replace(path)
 
 
 WRONG = {
@@ -121,7 +121,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_wrong_is_a_miss(kind: str, disk: DiskCache, caplog: pytest.LogCaptureFixture) -> None:
     spoil, reason = WRONG[kind]
-    path = disk.place(identity().digest)
+    path = disk.path_of(identity().digest)
     spoil(path)
     with caplog.at_level(logging.WARNING, logger="vllm.dsl_backend"):
         assert found(disk) is None
@@ -146,7 +146,7 @@ def fake_owner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not ROOT, reason="only root gives files away")
 def test_a_foreign_owner_of_an_entry(disk: DiskCache, caplog: pytest.LogCaptureFixture) -> None:
-    os.chown(disk.place(identity().digest), 12345, -1)
+    os.chown(disk.path_of(identity().digest), 12345, -1)
     assert found(disk) is None
     assert "it belongs to user 12345" in caplog.text
 
@@ -276,7 +276,7 @@ def test_clear(disk: DiskCache) -> None:
     os.utime(old, (0, 0))
     with disk.lock(identity()):
         pass
-    assert disk.clear(frozenset({disk.place(identity("Other").digest)})) == Cleared(1, {})
+    assert disk.clear(frozenset({disk.path_of(identity("Other").digest)})) == Cleared(1, {})
     assert not old.exists()
     assert young.exists(), "it may be about to be renamed"
     assert found(disk) is not None
