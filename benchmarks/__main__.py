@@ -25,6 +25,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", help="regular expression for row ids, in any group (default: the group table)")
     parser.add_argument("--peers", help="comma-separated names, all, or none")
+    parser.add_argument(
+        "--with", type=pathlib.Path, dest="files", default=[], action="append", help="a file with further providers"
+    )
     parser.add_argument("--kernels", help="comma-separated names of this package's kernels, each a column")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page of the KV cache (default: 16)")
     parser.add_argument("--seconds", type=float, default=0.3, help="timing of each provider in each row (default: 0.3)")

@@ -6,11 +6,12 @@ This module is the same for all operators. Each operator has its own type of pro
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from dsl_backend.providers import Launch, Limits
 
 ProblemT = TypeVar("ProblemT")
 InputsT = TypeVar("InputsT")
@@ -55,44 +56,23 @@ def select(cases: Sequence[Case], pattern: str | None, with_sweeps: bool = False
     return [case for case in cases if case.group == TABLE or (with_sweeps and (case.axis or case.group == SMALLEST))]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A prepared provider.
-
-    Attributes:
-        run: launches on layer i of the inputs and returns the result. It must not copy between host and device.
-        view: converts the result of `run` to the operator's output shape. Only the check uses it; it is never timed.
-    """
-
-    run: Callable[[int], torch.Tensor]
-    view: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda result: result)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The largest accepted errors, relative to the norm of the exact result.
-
-    Attributes:
-        total: for all compared rows together.
-        row: for the worst row alone, so that one wrong row among thousands is detected.
-    """
-
-    total: float
-    row: float
-
-
 class Provider(Protocol[ProblemIn, InputsIn]):
-    """An implementation of an operator: one column of the report."""
+    """What the harness asks of `dsl_backend.providers.Provider`."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """What it is, with its version."""
+        ...
 
     @property
     def default(self) -> bool:
         """Whether it runs if the user names no providers."""
         ...
 
-    def objections(self, problem: ProblemIn) -> list[str]:
+    def objections(self, problem: ProblemIn) -> Sequence[str]:
         """Why it cannot run a problem on this machine; empty if it can."""
         ...
 
@@ -144,3 +124,7 @@ class Operator(Protocol[ProblemT, InputsT]):
         ...
 
     def reference(self, problem: ProblemT, inputs: InputsT, layer: int) -> Reference: ...
+
+    def compared(self, inputs: InputsT, layer: int, result: torch.Tensor) -> torch.Tensor:
+        """What of a layer's result is compared with the reference: usually the result itself."""
+        ...

@@ -4,9 +4,10 @@
 from dataclasses import dataclass
 
 import torch
+from dsl_backend.providers import Limits
 from dsl_backend.testing.numerics import assert_within_budget
 
-from .case import Limits, Reference
+from .case import Reference
 
 # Rounding P and the output to bf16 costs about 2⁻⁹ each; measured kernels have errors of 2e-3 to 4e-3.
 BF16_LIMITS = Limits(total=1e-2, row=3e-2)

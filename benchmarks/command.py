@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsl_backend import providers
 from rich.console import Console
 
 from . import attention, facts, held_out, linear, measured, report, runner, sampling, softmax
@@ -31,6 +32,7 @@ class Options:
             nothing is measured.
         rows: a regular expression that selects rows of any group by id; by default the rows of the group `table`.
         peers: comma-separated names, `all` or `none`; by default the peers that compile nothing of their own.
+        files: Python files with further providers; those of the chosen operators run.
         kernels: comma-separated names of this package's kernels, each a column; by default what dispatch chooses.
         page_size: tokens of a page of the KV cache.
         seconds: seconds of timing for each provider in each row.
@@ -47,6 +49,7 @@ class Options:
     sources: Sequence[pathlib.Path] = ()
     rows: str | None = None
     peers: str | None = None
+    files: Sequence[pathlib.Path] = ()
     kernels: str | None = None
     page_size: int = 16
     seconds: float = 0.3
@@ -73,12 +76,12 @@ def operators(page_size: int = 16) -> dict[str, Any]:
 
 
 def choose_providers(available: Sequence[Provider], names: str | None, ours: Sequence[str]) -> list[Provider]:
-    """This package's providers and the chosen peers.
+    """The providers that always run, and the chosen peers.
 
     Args:
         names: comma-separated names of peers, `all` or `none`; None for the default peers. Names of other operators'
             peers are ignored (`check_peers`).
-        ours: the names of this package's providers.
+        ours: the names of the providers that always run: this package's, and those of files that were named.
     """
     peers = [provider for provider in available if provider.name not in ours]
     if names == "all":
@@ -104,6 +107,27 @@ def check_peers(names: str | None, chosen: Sequence[Any]) -> None:
     unknown = [name for name in asked_peers(names) if name not in map(str.lower, known)]
     if unknown:
         raise ValueError(f"no peer {', '.join(unknown)}: choose from {', '.join(known)}, all, none")
+
+
+def of_files(chosen: Sequence[Any], files: Sequence[pathlib.Path]) -> dict[str, list[Provider]]:
+    """Operator -> the providers of files.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: a file has a provider of no chosen operator, or one whose name a column has already.
+    """
+    found: dict[str, list[Provider]] = {operator.name: [] for operator in chosen}
+    for file in files:
+        made = {operator.name: providers.of_file(file, operator.name) for operator in chosen}
+        if not any(made.values()):
+            raise ValueError(f"{file} has no provider of {', '.join(found)}")
+        for operator in chosen:
+            found[operator.name] += made[operator.name]
+    for operator in chosen:
+        names = [one.name for one in (*operator.providers([]), *found[operator.name])]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{operator.name} has more than one provider {', '.join(twice)}")
+    return found
 
 
 def run_rows(
@@ -161,8 +185,13 @@ def main(
         if options.held_out and not names:
             names = list(held_out.PEERS)
         chosen = [known[name] for name in names or known]
+        added = of_files(chosen, options.files)
         check_peers(options.peers, chosen)
-        selections = [selection for operator in chosen if (selection := select_columns(operator, options)).cases]
+        selections = [
+            selection
+            for operator in chosen
+            if (selection := select_columns(operator, options, added[operator.name])).cases
+        ]
         if not selections:
             raise ValueError(f"no row of {', '.join(names or known)} matches {options.rows!r}")
         if options.sources:
@@ -192,7 +221,10 @@ def measure_all(
     until = None if options.limit_seconds is None else time.monotonic() + options.limit_seconds
     gathered = facts.gather(device, options.commit)
     names = ("page_size", "seconds", "flush", "held_out", "limit_seconds")
-    lines.write({"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}})
+    sources = {one.operator.name: {column.name: column.source for column in one.providers} for one in selections}
+    lines.write(
+        {"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}, "providers": sources}
+    )
     settings = runner.Settings(
         seconds=options.seconds, prepare_seconds=options.prepare_seconds, flush=options.flush, seed=options.seed
     )
@@ -205,6 +237,7 @@ def measure_all(
         if options.held_out:
             report.print_problems(console, rows, ended)
         else:
+            report.say(console, report.sources(selection.providers))
             report.print_final(console, progress.title, rows, progress.unit, progress.ours, gathered, ended)
         failed |= selection.failed(lines) or ended is not None
         if ended is not None:
@@ -325,16 +358,21 @@ class Selection:
         )
 
 
-def select_columns(operator: Any, options: Options) -> Selection:
-    """The rows and columns of an operator that the options select; no row may match."""
-    available = list(operator.providers(options.kernel_names))
+def select_columns(operator: Any, options: Options, added: Sequence[Provider] = ()) -> Selection:
+    """The rows and columns of an operator that the options select; no row may match.
+
+    Args:
+        added: the providers of files.
+    """
+    available = [*operator.providers(options.kernel_names), *added]
     own = [provider.name for provider in available[: max(1, len(options.kernel_names))]]
     known, rows, peers = operator.cases(), options.rows, options.peers
     if options.held_out:
         known, rows = held_out.cases(operator.name, options.page_size), rows or ""
         peers = peers or ",".join(held_out.PEERS[operator.name])
     cases = select(known, rows, with_sweeps=options.report_path is not None)
-    return Selection(operator, known, cases, choose_providers(available, peers, own), own, available)
+    always = [*own, *(provider.name for provider in added)]
+    return Selection(operator, known, cases, choose_providers(available, peers, always), own, available)
 
 
 def progress_of(selection: Selection, gathered: Mapping[str, Any], console: Console) -> report.Progress:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from .case import Provider
 from .runner import Cell, Row
 
 
@@ -190,6 +191,11 @@ def machine(title: str, gathered: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
     commit = str(gathered.get("commit") or "unknown")[:9] + ("+" if gathered.get("modified") else "")
     return f"{title}; commit {commit}; driver {gathered.get('driver')}; {versions}; {gathered['date']}"
+
+
+def sources(providers: Sequence[Provider]) -> str:
+    """What each column runs."""
+    return f"Columns: {'; '.join(f'{one.name}: {one.source}' for one in providers)}."
 
 
 def print_final(

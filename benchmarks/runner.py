@@ -11,9 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from dsl_backend.providers import Launch, Limits
 
 from . import check, timing
-from .case import Case, Launch, Operator, Provider, Reference
+from .case import Case, Operator, Provider, Reference
 from .devices import floor_us
 
 # Providers are timed in turns, so that a clock that falls as the GPU warms up affects all of them alike.
@@ -111,10 +112,24 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def check_layers(launch: Launch, results: Sequence[torch.Tensor], references: dict[int, Reference], limits: Any) -> Any:
-    """The largest error over the layers that have a reference."""
-    errors = [check.require_right(launch.view(results[layer]), exact, limits) for layer, exact in references.items()]
-    return max(errors, key=lambda error: error.total)
+@dataclass(frozen=True)
+class Expected:
+    """The references of some layers, and the limits that hold for a provider."""
+
+    operator: Operator
+    inputs: Any
+    references: dict[int, Reference]
+    limits: Limits
+
+    def check(self, launch: Launch, results: Sequence[torch.Tensor]) -> check.Error:
+        """The largest error over the layers that have a reference. Raises WrongResultError: one is too large."""
+        errors = [
+            check.require_right(
+                self.operator.compared(self.inputs, layer, launch.view(results[layer])), exact, self.limits
+            )
+            for layer, exact in self.references.items()
+        ]
+        return max(errors, key=lambda error: error.total)
 
 
 @dataclass(frozen=True)
@@ -137,19 +152,19 @@ def make_ready(
     settings: Settings,
 ) -> Ready:
     """Prepares a provider. Checks its results, both from direct launches and from the timer's replays."""
-    limits = provider.limits(problem)
+    expected = Expected(operator, inputs, references, provider.limits(problem))
     with deadline(settings.prepare_seconds):
         operator.poison(inputs)
         launch = provider.prepare(problem, inputs)
         results = [launch.run(layer) for layer in range(layers)]
         timing.synchronize(device)
-    check_layers(launch, results, references, limits)
+    expected.check(launch, results)
     del results
     host_us = timing.launch_us(launch, layers, device)
     timer = timing.make_timer(launch, layers, device, settings.flush)
     operator.poison(inputs)
     timer.sample()
-    return Ready(timer, check_layers(launch, timer.results, references, limits), host_us)
+    return Ready(timer, expected.check(launch, timer.results), host_us)
 
 
 def measure_in_turns(timers: dict[str, timing.Timer], seconds: float) -> dict[str, timing.Summary | Exception]:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from dsl_backend.providers import Launch
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.tuned import TunedConfigs
 
 from . import check, timing
-from .case import Launch, Reference
+from .case import Reference
 from .check import BF16_LIMITS
 from .runner import DeviceLostError, require_alive
 

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import filelock
 import torch
-
-from .case import Launch
+from dsl_backend.providers import Launch
 
 L2_BYTES_UNKNOWN = 64 << 20  # used if torch does not report the size
 # If the layers' data is three times the cache's size, a layer's data is evicted before its next launch.

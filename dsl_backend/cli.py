@@ -106,6 +106,10 @@ def bench(
     ] = None,
     rows: Annotated[str | None, typer.Option(help="Regular expression for the rows to run.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers, all, or none.")] = None,
+    files: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option("--with", metavar="FILE", help="A file with providers of your own; may be repeated."),
+    ] = None,
     kernels: Annotated[str | None, typer.Option(help="Comma-separated kernels of ours, each a column.")] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.0, help="Timing of each cell, in seconds.")] = 0.3,
@@ -129,6 +133,7 @@ def bench(
         sources=source or (),
         rows=rows,
         peers=peers,
+        files=files or (),
         kernels=kernels,
         page_size=page_size,
         seconds=seconds,

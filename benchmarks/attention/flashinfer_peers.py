@@ -2,12 +2,12 @@
 """FlashInfer's wrappers. At first use they compile kernels with nvcc for minutes, so they run only if named."""
 
 import torch
+from dsl_backend.providers import Run, provider
 
-from ..case import Launch, Limits
-from ..check import BF16_LIMITS, FP8_LIMITS
+from ..columns import missing
 from .inputs import Inputs, pages_of
 from .problems import Problem
-from .vllm_dense import e4m3_only, missing
+from .vllm_dense import e4m3_only, limits
 
 WORKSPACE_BYTES = 394 << 20  # vLLM's default
 XQA_PAGES = (16, 32, 64, 128)
@@ -34,36 +34,11 @@ def page_lists(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Te
     return starts, last, pages
 
 
-class ByName:
-    """The common part of FlashInfer's providers, which run only if named."""
-
-    default = False
-
-    def objections(self, problem: Problem) -> list[str]:
-        return missing("flashinfer")
-
-    def limits(self, problem: Problem) -> Limits:
-        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
+def flashinfer_objections(problem: Problem) -> list[str]:
+    return missing("flashinfer")
 
 
-class Paged(ByName):
-    """FLASHINFER as vLLM uses it: decode on tensor cores in a CUDA graph, and its prefill for longer queries.
-
-    With fp8 keys the queries stay 16 bits wide, as vLLM has them outside TensorRT-LLM's kernels.
-    """
-
-    name = "FLASHINFER"
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        run_layer = self.decode(problem, inputs) if max(problem.q_lens) == 1 else self.prefill(problem, inputs)
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            run_layer.run(layer.q, (layer.keys, layer.values), out=layer.out)
-            return layer.out
-
-        return Launch(run)
-
+def paged_decode(problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
     def decode(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -93,6 +68,8 @@ class Paged(ByName):
         )
         return wrapper
 
+
+def paged_prefill(problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
     def prefill(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
@@ -116,118 +93,149 @@ class Paged(ByName):
         return wrapper
 
 
-class XQA(ByName):
+@provider(
+    "decode",
+    "prefill",
+    name="FLASHINFER",
+    objections=flashinfer_objections,
+    limits=limits,
+    default=False,
+    package="flashinfer-python",
+)
+def paged(problem: Problem, inputs: Inputs) -> Run:
+    """FLASHINFER as vLLM uses it: decode on tensor cores in a CUDA graph, and its prefill for longer queries.
+
+    With fp8 keys the queries stay 16 bits wide, as vLLM has them outside TensorRT-LLM's kernels.
+    """
+    run_layer = paged_decode(problem, inputs) if max(problem.q_lens) == 1 else paged_prefill(problem, inputs)
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        run_layer.run(layer.q, (layer.keys, layer.values), out=layer.out)
+        return layer.out
+
+    return run
+
+
+def xqa_objections(problem: Problem) -> list[str]:
+    reasons = missing("flashinfer") + e4m3_only(problem)
+    if max(problem.q_lens) > 1:
+        reasons.append("decodes one query a request without a mask tensor")
+    if problem.page_size not in XQA_PAGES:
+        reasons.append(f"pages of {problem.page_size} are not one of {XQA_PAGES}")
+    return reasons
+
+
+@provider("decode", name="XQA", objections=xqa_objections, limits=limits, default=False, package="flashinfer-python")
+def xqa(problem: Problem, inputs: Inputs) -> Run:
     """TensorRT-LLM's XQA decode."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    name = "XQA"
+    scratch, batch = workspace(inputs), inputs.batch
 
-    def objections(self, problem: Problem) -> list[str]:
-        reasons = super().objections(problem) + e4m3_only(problem)
-        if max(problem.q_lens) > 1:
-            reasons.append("decodes one query a request without a mask tensor")
-        if problem.page_size not in XQA_PAGES:
-            reasons.append(f"pages of {problem.page_size} are not one of {XQA_PAGES}")
-        return reasons
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-        scratch, batch = workspace(inputs), inputs.batch
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            xqa_batch_decode_with_kv_cache(
-                layer.q,
-                (layer.keys, layer.values),
-                scratch,
-                batch.block_table,
-                batch.seq_lens,
-                batch.max_seq_len,
-                bmm1_scale=problem.scale,
-                bmm2_scale=1.0,
-                window_left=-1 if problem.window_left is None else problem.window_left,
-                out=layer.out,
-                kv_layout="NHD",
-            )
-            return layer.out
-
-        return Launch(run)
-
-
-class Latent(ByName):
-    """FlashInfer's MLA decode, by default FA3's on Hopper."""
-
-    name = "FLASHINFER_MLA"
-
-    def objections(self, problem: Problem) -> list[str]:
-        reasons = super().objections(problem)
-        return [*reasons, "has MLA kernels for fp8 keys on SM100 only"] if problem.is_fp8_kv else reasons
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        starts, _, pages = page_lists(problem, inputs)
-        batch, latent = inputs.batch, problem.head_dim_v
-        device = inputs.one.device
-        wrapper = BatchMLAPagedAttentionWrapper(
-            workspace(inputs),
-            use_cuda_graph=True,
-            qo_indptr=batch.query_start_loc.clone(),
-            kv_indptr=starts.to(device),
-            kv_indices=pages.clone(),
-            kv_len_arr=batch.seq_lens.clone(),
-        )
-        wrapper.plan(
-            batch.query_start_loc,
-            starts.to(device),
-            pages,
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        xqa_batch_decode_with_kv_cache(
+            layer.q,
+            (layer.keys, layer.values),
+            scratch,
+            batch.block_table,
             batch.seq_lens,
-            problem.heads_q,
-            latent,
-            problem.head_dim - latent,
-            problem.page_size,
-            True,  # causal
-            problem.scale,
-            problem.dtype,
-            problem.kv_dtype,
+            batch.max_seq_len,
+            bmm1_scale=problem.scale,
+            bmm2_scale=1.0,
+            window_left=-1 if problem.window_left is None else problem.window_left,
+            out=layer.out,
+            kv_layout="NHD",
         )
+        return layer.out
 
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            q, cache = layer.q, layer.cache
-            wrapper.run(q[..., :latent], q[..., latent:], cache[..., :latent], cache[..., latent:], out=layer.out)
-            return layer.out
-
-        return Launch(run)
+    return run
 
 
-class Packed(ByName):
+def latent_objections(problem: Problem) -> list[str]:
+    reasons = missing("flashinfer")
+    return [*reasons, "has MLA kernels for fp8 keys on SM100 only"] if problem.is_fp8_kv else reasons
+
+
+@provider(
+    "mla-decode",
+    name="FLASHINFER_MLA",
+    objections=latent_objections,
+    limits=limits,
+    default=False,
+    package="flashinfer-python",
+)
+def latent(problem: Problem, inputs: Inputs) -> Run:
+    """FlashInfer's MLA decode, by default FA3's on Hopper."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    starts, _, pages = page_lists(problem, inputs)
+    batch, latent = inputs.batch, problem.head_dim_v
+    device = inputs.one.device
+    wrapper = BatchMLAPagedAttentionWrapper(
+        workspace(inputs),
+        use_cuda_graph=True,
+        qo_indptr=batch.query_start_loc.clone(),
+        kv_indptr=starts.to(device),
+        kv_indices=pages.clone(),
+        kv_len_arr=batch.seq_lens.clone(),
+    )
+    wrapper.plan(
+        batch.query_start_loc,
+        starts.to(device),
+        pages,
+        batch.seq_lens,
+        problem.heads_q,
+        latent,
+        problem.head_dim - latent,
+        problem.page_size,
+        True,  # causal
+        problem.scale,
+        problem.dtype,
+        problem.kv_dtype,
+    )
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        q, cache = layer.q, layer.cache
+        wrapper.run(q[..., :latent], q[..., latent:], cache[..., :latent], cache[..., latent:], out=layer.out)
+        return layer.out
+
+    return run
+
+
+@provider(
+    "mla-prefill",
+    name="FLASHINFER",
+    objections=flashinfer_objections,
+    limits=limits,
+    default=False,
+    package="flashinfer-python",
+)
+def packed(problem: Problem, inputs: Inputs) -> Run:
     """FlashInfer's prefill over packed keys."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-    name = "FLASHINFER"
+    batch = inputs.batch
+    assert batch.kv_start_loc is not None
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(inputs), "NHD")
+    wrapper.plan(
+        batch.query_start_loc,
+        batch.kv_start_loc,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.head_dim,
+        head_dim_vo=problem.head_dim_v,
+        causal=True,
+        sm_scale=problem.scale,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.kv_dtype,
+    )
 
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        wrapper.run(layer.q, layer.keys, layer.values, out=layer.out)
+        return layer.out
 
-        batch = inputs.batch
-        assert batch.kv_start_loc is not None
-        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(inputs), "NHD")
-        wrapper.plan(
-            batch.query_start_loc,
-            batch.kv_start_loc,
-            problem.heads_q,
-            problem.heads_kv,
-            problem.head_dim,
-            head_dim_vo=problem.head_dim_v,
-            causal=True,
-            sm_scale=problem.scale,
-            q_data_type=problem.dtype,
-            kv_data_type=problem.kv_dtype,
-        )
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            wrapper.run(layer.q, layer.keys, layer.values, out=layer.out)
-            return layer.out
-
-        return Launch(run)
+    return run

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
+from dsl_backend.providers import Limits
 from dsl_backend.quant.format import is_fp8
+
+from ..check import BF16_LIMITS, EXACT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,10 @@ class Problem:
         """The two matrix products of the visible pairs only: a causal square counts as half of the full one."""
         twice = sum(twice_pairs(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         return twice * self.heads_q * (self.head_dim + self.head_dim_v)
+
+    @property
+    def limits(self) -> Limits:
+        return BF16_LIMITS
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -227,6 +234,10 @@ class WriteProblem:
     def traffic_bytes(self) -> int:
         elements = self.tokens * self.heads_kv * (self.head_dim + self.head_dim_v)
         return elements * (self.dtype.itemsize + self.kv_dtype.itemsize) + 8 * self.tokens
+
+    @property
+    def limits(self) -> Limits:
+        return EXACT
 
     @property
     def parameters(self) -> dict[str, object]:

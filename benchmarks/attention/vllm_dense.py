@@ -6,13 +6,14 @@ passes for each layer are passed for each layer here. Query quantization for fp8
 previous operation, is not timed.
 """
 
-import importlib.util
+from functools import partial
 
 import torch
 from dsl_backend.checks import short
+from dsl_backend.providers import Limits, Run, provider
 
-from ..case import Launch, Limits
 from ..check import BF16_LIMITS, FP8_LIMITS
+from ..columns import missing
 from .inputs import Inputs
 from .problems import Problem
 
@@ -25,10 +26,9 @@ TRITON_SEGMENTS = 16
 FLASH_SPLITS_IN_GRAPHS = 32
 
 
-def missing(package: str) -> list[str]:
-    """Why a package's kernels do not run here."""
-    reasons = [] if importlib.util.find_spec(package) else [f"{package} is not installed"]
-    return reasons if torch.cuda.is_available() else [*reasons, "needs a CUDA device"]
+def limits(problem: Problem) -> Limits:
+    """Of kernels that round queries and P to the 8 bits of the keys."""
+    return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
 
 
 def e4m3_only(problem: Problem) -> list[str]:
@@ -48,172 +48,172 @@ def queries(problem: Problem, inputs: Inputs) -> list[torch.Tensor]:
     return [layer.q.to(quantized) for layer in inputs.layers]
 
 
-class TritonAttention:
+def triton_attention_objections(problem: Problem) -> list[str]:
+    return missing("vllm") + e4m3_only(problem)
+
+
+@provider(
+    "decode", "prefill", name="TRITON_ATTN", objections=triton_attention_objections, limits=limits, package="vllm"
+)
+def triton_attention(problem: Problem, inputs: Inputs) -> Run:
     """TRITON_ATTN: `unified_attention`, which splits keys into segments for small batches."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-    name = "TRITON_ATTN"
-    default = True
+    wanted = TRITON_SMALLEST_GRID_2D // problem.heads_kv
+    threshold = min(CAPTURE_SIZES, key=lambda size: abs(size - wanted))
+    device = inputs.one.device
+    padded = 1 << (problem.head_dim - 1).bit_length()
+    segments = (threshold, problem.heads_q, TRITON_SEGMENTS)
+    segment_out = torch.empty(*segments, padded, dtype=torch.float32, device=device)
+    segment_max = torch.empty(segments, dtype=torch.float32, device=device)
+    segment_sum = torch.empty(segments, dtype=torch.float32, device=device)
+    batch, q = inputs.batch, queries(problem, inputs)
+    descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
+    q_descale = inputs.one if problem.is_fp8_kv else None
+    mode = get_kv_quant_mode("fp8" if problem.is_fp8_kv else "auto")
 
-    def objections(self, problem: Problem) -> list[str]:
-        return missing("vllm") + e4m3_only(problem)
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        unified_attention(
+            q=q[index],
+            k=layer.keys,
+            v=layer.values,
+            out=layer.out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=problem.scale,
+            causal=True,
+            window_size=window(problem),
+            block_table=batch.block_table,
+            softcap=0,
+            q_descale=q_descale,
+            k_descale=descale,
+            v_descale=descale,
+            seq_threshold_3D=threshold,
+            num_par_softmax_segments=TRITON_SEGMENTS,
+            softmax_segm_output=segment_out,
+            softmax_segm_max=segment_max,
+            softmax_segm_expsum=segment_sum,
+            kv_quant_mode=mode,
+        )
+        return layer.out
 
-    def limits(self, problem: Problem) -> Limits:
-        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-        from vllm.v1.kv_cache_interface import get_kv_quant_mode
-
-        wanted = TRITON_SMALLEST_GRID_2D // problem.heads_kv
-        threshold = min(CAPTURE_SIZES, key=lambda size: abs(size - wanted))
-        device = inputs.one.device
-        padded = 1 << (problem.head_dim - 1).bit_length()
-        segments = (threshold, problem.heads_q, TRITON_SEGMENTS)
-        segment_out = torch.empty(*segments, padded, dtype=torch.float32, device=device)
-        segment_max = torch.empty(segments, dtype=torch.float32, device=device)
-        segment_sum = torch.empty(segments, dtype=torch.float32, device=device)
-        batch, q = inputs.batch, queries(problem, inputs)
-        descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
-        q_descale = inputs.one if problem.is_fp8_kv else None
-        mode = get_kv_quant_mode("fp8" if problem.is_fp8_kv else "auto")
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            unified_attention(
-                q=q[index],
-                k=layer.keys,
-                v=layer.values,
-                out=layer.out,
-                cu_seqlens_q=batch.query_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                seqused_k=batch.seq_lens,
-                max_seqlen_k=batch.max_seq_len,
-                softmax_scale=problem.scale,
-                causal=True,
-                window_size=window(problem),
-                block_table=batch.block_table,
-                softcap=0,
-                q_descale=q_descale,
-                k_descale=descale,
-                v_descale=descale,
-                seq_threshold_3D=threshold,
-                num_par_softmax_segments=TRITON_SEGMENTS,
-                softmax_segm_output=segment_out,
-                softmax_segm_max=segment_max,
-                softmax_segm_expsum=segment_sum,
-                kv_quant_mode=mode,
-            )
-            return layer.out
-
-        return Launch(run)
+    return run
 
 
-class FlashAttention:
+def flash_attention_objections(problem: Problem, version: int) -> list[str]:
+    reasons = ["only FA3 serves fp8 keys"] if problem.is_fp8_kv and version != 3 else e4m3_only(problem)
+    if absent := missing("vllm"):
+        return absent + reasons
+    from vllm.vllm_flash_attn import fa_version_unsupported_reason
+
+    reason = fa_version_unsupported_reason(version)
+    return [reason, *reasons] if reason else reasons
+
+
+def flash_attention(problem: Problem, inputs: Inputs, version: int) -> Run:
     """FLASH_ATTN of one version; FA3 with the scheduler metadata that its builder makes once in a step."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    def __init__(self, version: int, default: bool) -> None:
-        self.version, self.name, self.default = version, f"FA{version}", default
+    batch, q = inputs.batch, queries(problem, inputs)
+    keys = [canonicalize_singleton_dim_strides(layer.keys) for layer in inputs.layers]
+    values = [canonicalize_singleton_dim_strides(layer.values) for layer in inputs.layers]
+    in_graph = version == 3 and problem.tokens <= CAPTURE_SIZES[-1]
+    splits = FLASH_SPLITS_IN_GRAPHS if in_graph else 0
+    schedule = None
+    if version == 3:
+        schedule = get_scheduler_metadata(
+            batch_size=problem.requests,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            num_heads_q=problem.heads_q,
+            num_heads_kv=problem.heads_kv,
+            headdim=problem.head_dim,
+            cache_seqlens=batch.seq_lens,
+            qkv_dtype=problem.kv_dtype,
+            cu_seqlens_q=batch.query_start_loc,
+            page_size=problem.page_size,
+            causal=True,
+            window_size=window(problem),
+            num_splits=splits,
+        )
+    descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
 
-    def objections(self, problem: Problem) -> list[str]:
-        reasons = ["only FA3 serves fp8 keys"] if problem.is_fp8_kv and self.version != 3 else e4m3_only(problem)
-        if absent := missing("vllm"):
-            return absent + reasons
-        from vllm.vllm_flash_attn import fa_version_unsupported_reason
+    def run(index: int) -> torch.Tensor:
+        out = inputs.layers[index].out
+        flash_attn_varlen_func(
+            q=q[index],
+            k=keys[index],
+            v=values[index],
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=problem.scale,
+            causal=True,
+            window_size=list(window(problem)),
+            block_table=batch.block_table,
+            softcap=0,
+            scheduler_metadata=schedule,
+            fa_version=version,
+            q_descale=descale,
+            k_descale=descale,
+            v_descale=descale,
+            num_splits=splits,
+        )
+        return out
 
-        reason = fa_version_unsupported_reason(self.version)
-        return [reason, *reasons] if reason else reasons
-
-    def limits(self, problem: Problem) -> Limits:
-        return FP8_LIMITS if problem.is_fp8_kv else BF16_LIMITS
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
-        batch, q = inputs.batch, queries(problem, inputs)
-        keys = [canonicalize_singleton_dim_strides(layer.keys) for layer in inputs.layers]
-        values = [canonicalize_singleton_dim_strides(layer.values) for layer in inputs.layers]
-        in_graph = self.version == 3 and problem.tokens <= CAPTURE_SIZES[-1]
-        splits = FLASH_SPLITS_IN_GRAPHS if in_graph else 0
-        schedule = None
-        if self.version == 3:
-            schedule = get_scheduler_metadata(
-                batch_size=problem.requests,
-                max_seqlen_q=batch.max_query_len,
-                max_seqlen_k=batch.max_seq_len,
-                num_heads_q=problem.heads_q,
-                num_heads_kv=problem.heads_kv,
-                headdim=problem.head_dim,
-                cache_seqlens=batch.seq_lens,
-                qkv_dtype=problem.kv_dtype,
-                cu_seqlens_q=batch.query_start_loc,
-                page_size=problem.page_size,
-                causal=True,
-                window_size=window(problem),
-                num_splits=splits,
-            )
-        descale = inputs.one.reshape(()).expand(problem.requests, problem.heads_kv)
-
-        def run(index: int) -> torch.Tensor:
-            out = inputs.layers[index].out
-            flash_attn_varlen_func(
-                q=q[index],
-                k=keys[index],
-                v=values[index],
-                out=out,
-                cu_seqlens_q=batch.query_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                seqused_k=batch.seq_lens,
-                max_seqlen_k=batch.max_seq_len,
-                softmax_scale=problem.scale,
-                causal=True,
-                window_size=list(window(problem)),
-                block_table=batch.block_table,
-                softcap=0,
-                scheduler_metadata=schedule,
-                fa_version=self.version,
-                q_descale=descale,
-                k_descale=descale,
-                v_descale=descale,
-                num_splits=splits,
-            )
-            return out
-
-        return Launch(run)
+    return run
 
 
-class FlashPrefill:
+for number in (3, 2, 4):
+    provider(
+        "decode",
+        "prefill",
+        name=f"FA{number}",
+        objections=partial(flash_attention_objections, version=number),
+        limits=limits,
+        default=number == 3,
+        package="vllm",
+    )(partial(flash_attention, version=number))
+
+
+def flash_prefill(problem: Problem, inputs: Inputs, version: int) -> Run:
     """MLA's prefill over packed keys, as vLLM's FlashAttnPrefillBackend runs its new tokens."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    def __init__(self, version: int, default: bool) -> None:
-        self.version, self.name, self.default = version, f"FA{version}", default
+    batch = inputs.batch
 
-    def objections(self, problem: Problem) -> list[str]:
-        return FlashAttention(self.version, self.default).objections(problem)
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        flash_attn_varlen_func(
+            q=layer.q,
+            k=layer.keys,
+            v=layer.values,
+            cu_seqlens_q=batch.query_start_loc,
+            cu_seqlens_k=batch.kv_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=problem.scale,
+            causal=True,
+            out=layer.out,
+            fa_version=version,
+        )
+        return layer.out
 
-    def limits(self, problem: Problem) -> Limits:
-        return BF16_LIMITS
+    return run
 
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        batch = inputs.batch
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            flash_attn_varlen_func(
-                q=layer.q,
-                k=layer.keys,
-                v=layer.values,
-                cu_seqlens_q=batch.query_start_loc,
-                cu_seqlens_k=batch.kv_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                max_seqlen_k=batch.max_seq_len,
-                softmax_scale=problem.scale,
-                causal=True,
-                out=layer.out,
-                fa_version=self.version,
-            )
-            return layer.out
-
-        return Launch(run)
+for number in (3, 2, 4):
+    provider(
+        "mla-prefill",
+        name=f"FA{number}",
+        objections=partial(flash_attention_objections, version=number),
+        default=number == 3,
+        package="vllm",
+    )(partial(flash_prefill, version=number))

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from dsl_backend.providers import Provider
 
-from ..case import Case, Provider, Reference
+from ..case import Case, Reference
+from ..columns import columns
 from . import providers, rows
 from .problems import Inputs, Problem, build, reference
-
-Column = Provider[Problem, Inputs]
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,8 @@ class LinearOperator:
     def cases(self) -> Sequence[Case[Problem]]:
         return rows.cases()
 
-    def providers(self, kernels: Sequence[str]) -> Sequence[Column]:
-        names: Sequence[str | None] = kernels or [None]
-        ours = [providers.Ours(name) for name in names]
-        quack = (providers.Quack(), providers.Quack(tuned=True))
-        peers = (providers.Cublas(), *quack, providers.Compiled(), providers.Ours("triton", "Triton"))
-        return [*ours, *peers]
+    def providers(self, kernels: Sequence[str]) -> Sequence[Provider]:
+        return columns(self.name, providers.ours, providers.objections, kernels)
 
     def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
         return build(problem, layers, device, seed)
@@ -39,6 +35,9 @@ class LinearOperator:
 
     def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
         return reference(problem, inputs, layer)
+
+    def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
+        return result
 
 
 def operators() -> dict[str, LinearOperator]:

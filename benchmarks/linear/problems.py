@@ -10,8 +10,10 @@ from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import reference as eager
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.providers import Limits
 
 from ..case import Reference
+from ..check import BF16_LIMITS
 
 COMPARED = 16  # number of compared rows of a layer
 
@@ -39,6 +41,10 @@ class Problem:
     @property
     def flops(self) -> int:
         return 2 * self.m * self.spec.weight_rows * self.k
+
+    @property
+    def limits(self) -> Limits:
+        return BF16_LIMITS
 
     @property
     def parameters(self) -> dict[str, object]:

@@ -3,54 +3,31 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear import api, dispatch
+from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 from torch.nn import functional
 
-from ..case import Launch, Limits
-from ..check import BF16_LIMITS
+from ..columns import missing, needs_gpu, reasons
 from .problems import Inputs, Problem
 
 
-class Column:
-    """The common part of all providers."""
-
-    default = True
-
-    def limits(self, problem: Problem) -> Limits:
-        return BF16_LIMITS
+def objections(problem: Problem, kernel: str | None = None) -> list[str]:
+    return reasons(lambda: dispatch.choose(problem.spec, targets.detect(), kernel))
 
 
-class Ours(Column):
-    """`api.linear`.
+def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
+    """`api.linear`, with a kernel from the dispatch table; by default the one that dispatch chooses."""
+    activation = problem.spec.activation
 
-    Args:
-        kernel: a name from the dispatch table; by default the kernel that dispatch chooses.
-        name: the column's name.
-    """
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        return api.linear(layer.x, layer.weight, out=layer.out, activation=activation, kernel=kernel)
 
-    def __init__(self, kernel: str | None = None, name: str | None = None) -> None:
-        self.kernel = kernel
-        self.name = name or ("dsl" if kernel is None else f"dsl:{kernel}")
-
-    def objections(self, problem: Problem) -> list[str]:
-        try:
-            dispatch.choose(problem.spec, targets.detect(), self.kernel)
-        except (InvalidInput, Unsupported) as error:
-            return [" ".join(str(error).split())]
-        return []
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        activation = problem.spec.activation
-
-        def run(index: int) -> torch.Tensor:
-            layer = inputs.layers[index]
-            return api.linear(layer.x, layer.weight, out=layer.out, activation=activation, kernel=self.kernel)
-
-        return Launch(run)
+    return run
 
 
 def silu_and_mul() -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -71,98 +48,88 @@ def silu_and_mul() -> Callable[[torch.Tensor, torch.Tensor], None]:
     return made
 
 
-class Cublas(Column):
+@provider("linear", name="cuBLAS + silu_and_mul", package="torch")
+def cublas(problem: Problem, inputs: Inputs) -> Run:
     """The kernels that vLLM runs: cuBLAS through torch.mm, then `silu_and_mul`."""
+    if not problem.gated:
 
-    name = "cuBLAS + silu_and_mul"
-
-    def objections(self, problem: Problem) -> list[str]:
-        return []
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        if not problem.gated:
-
-            def plain(index: int) -> torch.Tensor:
-                layer = inputs.layers[index]
-                return torch.mm(layer.x, layer.weight.t(), out=layer.out)
-
-            return Launch(plain)
-        activate = silu_and_mul()
-        both = inputs.layers[0].x.new_empty((problem.m, 2 * problem.n))
-
-        def run(index: int) -> torch.Tensor:
+        def plain(index: int) -> torch.Tensor:
             layer = inputs.layers[index]
-            torch.mm(layer.x, layer.weight.t(), out=both)
-            activate(layer.out, both)
-            return layer.out
+            return torch.mm(layer.x, layer.weight.t(), out=layer.out)
 
-        return Launch(run)
+        return plain
+    activate = silu_and_mul()
+    both = inputs.layers[0].x.new_empty((problem.m, 2 * problem.n))
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        torch.mm(layer.x, layer.weight.t(), out=both)
+        activate(layer.out, both)
+        return layer.out
+
+    return run
 
 
-class Quack(Column):
-    """quack's GEMM. Its gated epilogue needs alternating gate and up rows: the weights are repacked before the timing.
+def quack_objections(problem: Problem) -> list[str]:
+    return missing("quack", "quack-kernels")
+
+
+def quack(problem: Problem, inputs: Inputs, tuned: bool = False) -> Run:
+    """Quack's GEMM. Its gated epilogue needs alternating gate and up rows: the weights are repacked before the timing.
 
     Args:
         tuned: use the best configuration of quack's autotuner, which compiles all of them; otherwise the default.
     """
+    from quack import gemm_interface
 
-    def __init__(self, tuned: bool = False) -> None:
-        self.tuned = tuned
-        self.name = "quack tuned" if tuned else "quack"
-        self.default = not tuned
+    if not problem.gated:
 
-    def objections(self, problem: Problem) -> list[str]:
-        reasons = [] if torch.cuda.is_available() else ["needs a CUDA device"]
-        if importlib.util.find_spec("quack") is None:
-            reasons.append("quack-kernels is not installed")
-        return reasons
-
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        from quack import gemm_interface
-
-        if not problem.gated:
-
-            def plain(index: int) -> torch.Tensor:
-                layer = inputs.layers[index]
-                gemm_interface.gemm(layer.x, layer.weight.t(), out=layer.out, tuned=self.tuned)
-                return layer.out
-
-            return Launch(plain)
-        turned = [torch.stack(layer.weight.chunk(2), 1).flatten(0, 1) for layer in inputs.layers]
-
-        def run(index: int) -> torch.Tensor:
+        def plain(index: int) -> torch.Tensor:
             layer = inputs.layers[index]
-            gemm_interface.gemm_act(
-                layer.x,
-                turned[index].t(),
-                activation="swiglu",
-                postact_out=layer.out,
-                store_preact=False,
-                tuned=self.tuned,
-            )
+            gemm_interface.gemm(layer.x, layer.weight.t(), out=layer.out, tuned=tuned)
             return layer.out
 
-        return Launch(run)
+        return plain
+    turned = [torch.stack(layer.weight.chunk(2), 1).flatten(0, 1) for layer in inputs.layers]
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        gemm_interface.gemm_act(
+            layer.x,
+            turned[index].t(),
+            activation="swiglu",
+            postact_out=layer.out,
+            store_preact=False,
+            tuned=tuned,
+        )
+        return layer.out
+
+    return run
 
 
-class Compiled(Column):
+provider("linear", name="quack", objections=quack_objections, package="quack-kernels")(quack)
+provider("linear", name="quack tuned", objections=quack_objections, default=False, package="quack-kernels")(
+    partial(quack, tuned=True)
+)
+
+
+@provider("linear", name="torch.compile", objections=needs_gpu, package="torch")
+def compiled(problem: Problem, inputs: Inputs) -> Run:
     """The code that torch.compile makes for the exact shape, with a matrix product from cuBLAS or a template."""
+    # After a few shapes torch.compile silently falls back to eager mode.
+    torch.compiler.reset()
 
-    name = "torch.compile"
+    def layer_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made = functional.linear(x, weight)
+        if not problem.gated:
+            return made
+        gate, up = made.chunk(2, -1)
+        return functional.silu(gate) * up
 
-    def objections(self, problem: Problem) -> list[str]:
-        return [] if torch.cuda.is_available() else ["needs a CUDA device"]
+    made = torch.compile(layer_of, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return lambda index: made(inputs.layers[index].x, inputs.layers[index].weight)
 
-    def prepare(self, problem: Problem, inputs: Inputs) -> Launch:
-        # After a few shapes torch.compile silently falls back to eager mode.
-        torch.compiler.reset()
 
-        def layer_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            made = functional.linear(x, weight)
-            if not problem.gated:
-                return made
-            gate, up = made.chunk(2, -1)
-            return functional.silu(gate) * up
-
-        compiled = torch.compile(layer_of, dynamic=False, mode="max-autotune-no-cudagraphs")
-        return Launch(lambda index: compiled(inputs.layers[index].x, inputs.layers[index].weight))
+provider("linear", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
+    partial(ours, kernel="triton")
+)

@@ -24,7 +24,7 @@ from dsl_backend.runtime.workspace import Workspace
 from .. import sweep, timing
 from ..sweep import Contest, Ready
 from .problems import Inputs, Problem, build, reference
-from .providers import Cublas
+from .providers import cublas
 from .rows import MAIN, TOKENS
 
 
@@ -56,7 +56,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
 
         def run_of(config: Any) -> Callable[[int], torch.Tensor]:
             if isinstance(config, Unfused):
-                return Cublas().prepare(problem, inputs).run
+                return cublas(problem, inputs)
             return runner(problem, inputs, config, target, workspace)
 
         outputs = [layer.out for layer in inputs.layers]

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dsl_backend.providers import Limits
 from dsl_backend.sampling import reference as definition
 from dsl_backend.sampling.spec import Parameters
 
 from ..case import Reference
+from ..check import EXACT
 
 COMPARED = 8  # number of compared rows of a layer
 # The filters of a batch; all of its rows have the same.
@@ -36,6 +38,10 @@ class Problem:
     def traffic_bytes(self) -> int:
         """Every logit is read once."""
         return self.rows * (4 * self.vocab + 8)
+
+    @property
+    def limits(self) -> Limits:
+        return EXACT
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -88,23 +94,28 @@ def some_of(layer: Layer, chosen: torch.Tensor, **changes: torch.Tensor) -> Para
     return Parameters(**{**{name: value[chosen] for name, value in given.items()}, **changes})
 
 
-def verdict(inputs: Inputs, index: int, tokens: torch.Tensor, *, exact: bool) -> torch.Tensor:
-    """[rows, 1]: 0 for a compared token that is wrong, else 1.
+def only_exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of this package's kernels, with -1 for a compared one that the reference does not sample.
 
-    Args:
-        exact: a right token is the reference's token; otherwise it is any token that the filters keep.
+    Peers have other random numbers: they are right with any token that the filters keep.
     """
+    (layer,) = (layer for layer in inputs.layers if layer.tokens.data_ptr() == tokens.data_ptr())
+    chosen, marked = inputs.compared, tokens.view(-1).clone()
+    right = definition.sample(layer.logits[chosen], some_of(layer, chosen))[0] == marked[chosen]
+    marked[chosen] = marked[chosen].where(right, -1)
+    return marked
+
+
+def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: 0 for a compared token that is wrong, else 1; a right token is any that the filters keep."""
     layer, chosen = inputs.layers[index], inputs.compared
     logits, found = layer.logits[chosen], tokens.view(-1)[chosen].long()
-    if exact:
-        right = definition.sample(logits, some_of(layer, chosen))[0] == found
-    else:
-        wide = some_of(layer, chosen)
-        if wide.top_p is not None:
-            wide = some_of(layer, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
-        kept = definition.filter_mask(definition.scaled_logits(logits, wide.temperature)[0], wide)
-        inside = (found >= 0) & (found < logits.shape[1])
-        right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    wide = some_of(layer, chosen)
+    if wide.top_p is not None:
+        wide = some_of(layer, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
+    kept = definition.filter_mask(definition.scaled_logits(logits, wide.temperature)[0], wide)
+    inside = (found >= 0) & (found < logits.shape[1])
+    right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     judged = torch.ones(len(layer.logits), 1, dtype=torch.float64, device=logits.device)
     judged[chosen, 0] = right.double()
     return judged

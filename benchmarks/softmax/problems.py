@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from dsl_backend.checks import short
+from dsl_backend.providers import Limits
 from dsl_backend.softmax import reference as eager
 
 from ..case import Reference
+from ..check import BF16_LIMITS
 
 COMPARED = 64  # number of compared rows of a layer
+# Two approximate instructions (2^-22 each) and a sum of a quarter million terms.
+F32_LIMITS = Limits(total=1e-5, row=3e-5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,10 @@ class Problem:
     def traffic_bytes(self) -> int:
         """Every element is read once and written once."""
         return self.rows * self.width * (self.dtype.itemsize + self.out_dtype.itemsize)
+
+    @property
+    def limits(self) -> Limits:
+        return F32_LIMITS if self.out_dtype == torch.float32 else BF16_LIMITS
 
     @property
     def parameters(self) -> dict[str, object]:

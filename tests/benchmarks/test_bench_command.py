@@ -133,9 +133,9 @@ def test_peers_by_name() -> None:
 
 
 def test_a_wrong_result_of_ours_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.attention import ours
+    from benchmarks.attention import problems
 
-    monkeypatch.setattr(ours, "BF16_LIMITS", check.EXACT)
+    monkeypatch.setattr(problems, "BF16_LIMITS", check.EXACT)
     status, text = bench("decode")
     assert status == 1
     assert "dsl:reference: wrong: WrongResultError" in text

@@ -134,7 +134,7 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
     cases = select(benchmarks.operators()[operator].cases(), "fp8")
     said = {}
     for case in cases:
-        for peer in benchmarks.operators()[operator].peers:
+        for peer in benchmarks.operators()[operator].providers([])[1:]:
             reasons = [reason for reason in peer.objections(case.problem) if "fp8" in reason]
             said.setdefault(peer.name, {})[case.group] = reasons
     for name, by_group in said.items():

@@ -13,7 +13,8 @@ from benchmarks.attention import inputs, oracle
 from benchmarks.attention.inputs import Inputs
 from benchmarks.attention.problems import Problem, dense
 from benchmarks.attention.rows import case
-from benchmarks.case import Launch, Limits, Reference
+from benchmarks.case import Reference
+from dsl_backend.providers import Launch, Limits
 
 CPU = torch.device("cpu")
 CASE = case("two", dense(64, 4, 2, [1, 1], [5, 20]))

@@ -9,7 +9,7 @@ import torch
 
 import benchmarks
 from benchmarks.case import TABLE
-from benchmarks.sampling.problems import FILTERS, Problem, build, verdict
+from benchmarks.sampling.problems import FILTERS, Problem, build, only_exact, verdict
 from dsl_backend.sampling import reference
 
 
@@ -32,13 +32,17 @@ def test_wrong_tokens_are_seen(filters: str) -> None:
     layer = inputs.layers[1]
     tokens, _ = reference.sample(layer.logits, layer.parameters)
     least = layer.logits.argmin(-1)
-    assert verdict(inputs, 1, tokens, exact=True).all()
-    assert verdict(inputs, 1, tokens, exact=False).all()
-    assert verdict(inputs, 0, tokens, exact=True).sum() < 20
-    assert verdict(inputs, 1, least, exact=True).sum() == 20 - len(inputs.compared)
+    assert verdict(inputs, 1, tokens).all()
+    layer.tokens.copy_(tokens)
+    assert torch.equal(only_exact(inputs, layer.tokens), tokens)
+    # The tokens of another layer: -1, which no filter keeps.
+    inputs.layers[0].tokens.copy_(tokens)
+    marked = only_exact(inputs, inputs.layers[0].tokens)
+    assert 0 < (marked == -1).sum() <= len(inputs.compared)
+    assert verdict(inputs, 0, marked).sum() == 20 - (marked == -1).sum()
     allowed = 20 if filters == "none" else 20 - len(inputs.compared)
-    assert verdict(inputs, 1, least, exact=False).sum() == allowed
-    assert verdict(inputs, 1, tokens + 100, exact=False).sum() == 20 - len(inputs.compared)
+    assert verdict(inputs, 1, least).sum() == allowed
+    assert verdict(inputs, 1, tokens + 100).sum() == 20 - len(inputs.compared)
 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:

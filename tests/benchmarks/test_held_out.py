@@ -15,12 +15,13 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import command, held_out, runner, timing
-from benchmarks.case import Case, Launch
+from benchmarks.case import Case
 from benchmarks.check import Error
 from benchmarks.held_out import compile_ahead, random_rows, summary
 from benchmarks.held_out.draw import Draw
 from benchmarks.report import to_json
 from benchmarks.softmax.problems import Problem as SoftmaxProblem
+from dsl_backend.providers import Launch
 
 FIRST = {
     "mla-decode": ["00-h16-b27-q8-k993", "01-h16-b4-q7-k14344", "02-h16-b2-q2-k65495"],

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import emulator
 from benchmarks import sweep, timing, tune
 from benchmarks.attention import tune as attention
-from benchmarks.case import Launch, Reference
+from benchmarks.case import Reference
 from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
@@ -29,6 +29,7 @@ from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.linear.tuned import TUNED_CONFIGS, Unfused, problem_of
+from dsl_backend.providers import Launch
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns of an operator's table: this package's kernels, the benchmarks' peers, and installed providers."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from dsl_backend import providers
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.providers import Provider
+
+OURS = "dsl"
+
+
+def columns(
+    operator: str, make: Callable[..., Any], objections: Callable[..., Sequence[str]], kernels: Sequence[str]
+) -> list[Provider]:
+    """Every provider of an operator. This package's are first, one for each name in `kernels`, or the default one.
+
+    Args:
+        make, objections: of this package's kernels; they accept `kernel`, a name from the dispatch table or None.
+    """
+    names: Sequence[str | None] = kernels or [None]
+    ours = [
+        Provider(
+            operator=operator,
+            name=OURS if kernel is None else f"{OURS}:{kernel}",
+            make=partial(make, kernel=kernel),
+            objections=partial(objections, kernel=kernel),
+            package="dsl-backend",
+        )
+        for kernel in names
+    ]
+    return [*ours, *providers.of(operator), *providers.installed(operator)]
+
+
+def reasons(choose: Callable[[], object]) -> list[str]:
+    """Why a dispatch table has no kernel; empty if `choose` returns one."""
+    try:
+        choose()
+    except (InvalidInput, Unsupported) as error:
+        return [" ".join(str(error).split())]
+    return []
+
+
+def needs_gpu(problem: object = None) -> list[str]:
+    return [] if torch.cuda.is_available() else ["needs a CUDA device"]
+
+
+def missing(module: str, package: str | None = None) -> list[str]:
+    """Why a package's kernels do not run here.
+
+    Args:
+        package: the distribution of the module, if it has another name.
+    """
+    absent = [] if importlib.util.find_spec(module) else [f"{package or module} is not installed"]
+    return absent + needs_gpu()
