@@ -49,12 +49,14 @@ class Layer:
         words: its name, and what it is.
         facts: arguments of that function.
         quick: whether `--quick` compiles its kernels.
+        archs: that have such kernels.
     """
 
     operator: str
     words: str
     facts: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
+    archs: tuple[str, ...] = ARCHS
 
     def name(self, arch: str) -> str:
         return f"{arch} {self.operator} {self.words}"
@@ -104,6 +106,8 @@ LAYERS = (
     latent("latent, e4m3, 128 heads", 128, lse=True, stored=E4M3),
     latent("latent, e5m2, 128 heads", 128, stored=E5M2),
     latent("latent, invariant, 128 heads", 128, invariant=True),
+    Layer("experts", "swiglu", {}, archs=("sm_90a",)),
+    Layer("experts", "gpt-oss", {"gpt_oss": True}, archs=("sm_90a",)),
     Layer("linear", "product", {}),
     Layer("linear", "swiglu", {"activation": "swiglu", "every": 9}, quick=True),
     Layer("linear", "swiglu, bias, residual", {"activation": "swiglu", "added": True, "every": 4}),
@@ -185,6 +189,28 @@ class Package:
                 if not controlled.objections(spec, self.target.smem_bytes):
                     yield replace(unit, key=replace(unit.key, config=controlled))
 
+    def experts(self, *, gpt_oss: bool = False) -> Iterator[Build]:
+        """For any number of tokens."""
+        import torch
+
+        from dsl_backend.experts.precompile import precompile_specs_of
+        from dsl_backend.experts.spec import ExpertsSpec
+        from dsl_backend.gemm.activation import SWIGLU_OAI, Swiglu
+
+        spec = ExpertsSpec(
+            num_experts=32,
+            hidden_size=2880,
+            intermediate_size=2880,
+            topk=4,
+            dtype=torch.bfloat16,
+            activation=SWIGLU_OAI if gpt_oss else Swiglu(),
+            interleaved=gpt_oss,
+            w13_bias=gpt_oss,
+            w2_bias=gpt_oss,
+        )
+        for unit in precompile_specs_of(spec, self.target):
+            yield unit.compile
+
     def linear(
         self,
         *,
@@ -259,7 +285,8 @@ def kernels(asked: Asked) -> Iterator[tuple[str, list[Build]]]:
     for arch in ARCHS:
         package = Package(arch)
         for layer in LAYERS:
-            if (layer.quick or not asked.quick) and asked.words in layer.name(arch):
+            wanted = arch in layer.archs and (layer.quick or not asked.quick)
+            if wanted and asked.words in layer.name(arch):
                 yield layer.name(arch), list(getattr(package, layer.operator)(**layer.facts))
 
 

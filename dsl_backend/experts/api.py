@@ -140,6 +140,14 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
         tensor = getattr(given, name)
         require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
     checks.apart("out", given.out)
+    for name in ("x", "w13", "w2", "out"):
+        tensor = getattr(given, name)
+        rows = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+        require(
+            all(start % plan.alignment == 0 for start in rows),
+            f"{name} has rows that do not start at multiples of {plan.alignment} bytes, which {plan.title} needs: "
+            "copy it, or plan with kernel='triton'",
+        )
 
 
 def check_tensor(

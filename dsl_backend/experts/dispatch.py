@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a layer of experts on a target: a table of reasons, best kernel first."""
 
+from dsl_backend.experts.configs import KERNEL_ARCHS, candidates
 from dsl_backend.experts.spec import ExpertsSpec
-from dsl_backend.runtime import dispatch
+from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "experts"
+# Elements in 16 bytes.
+VECTOR = 8
+# Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
+ALIGNMENT = {"cute": 16}
+
+
+def cute(spec: ExpertsSpec, target: Target) -> list[str]:
+    """What the CuTe DSL kernels need."""
+    if reasons := target.arch_objections(*KERNEL_ARCHS):
+        return reasons
+    reasons = [*toolkit.missing()]
+    for name in ("hidden_size", "intermediate_size"):
+        size = getattr(spec, name)
+        if size % VECTOR:
+            reasons.append(f"{name} {size} is not a multiple of {VECTOR}")
+    if not reasons and not candidates(spec, target):
+        reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for every tile")
+    return reasons
 
 
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
@@ -14,6 +33,7 @@ def triton(spec: ExpertsSpec, target: Target) -> list[str]:
 
 
 TABLE = (
+    Entry("cute", "experts sm90", "dsl_backend.experts.cute.host:bind", cute),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
 )

@@ -16,6 +16,7 @@ class ExpertsPlan:
 
     Attributes:
         title: of the kernel, as the dispatch table has it.
+        alignment: bytes that rows of x, weights and out start at multiples of.
         layouts: of operands that were checked.
 
     Args:
@@ -28,7 +29,7 @@ class ExpertsPlan:
     def __init__(self, spec: ExpertsSpec, target: Target, workspace: Workspace, kernel: str | None = None) -> None:
         entry = dispatch.choose(spec, target, kernel)
         self.spec, self.target, self.workspace = spec, target, workspace
-        self.title = entry.title
+        self.title, self.alignment = entry.title, dispatch.ALIGNMENT.get(entry.name, 1)
         self.layouts: set[object] = set()
         self._launch: Launch = entry.load()(spec, target, workspace)
 

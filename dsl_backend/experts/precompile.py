@@ -8,6 +8,8 @@ import torch
 
 from dsl_backend.checks import short
 from dsl_backend.errors import InvalidInput
+from dsl_backend.experts import dispatch
+from dsl_backend.experts.configs import candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import DTYPES
@@ -63,12 +65,26 @@ def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels of a model's experts, for any number of tokens."""
-    return iter(())
+    spec = spec_of(model)
+    if isinstance(spec, ExpertsSpec):
+        yield from precompile_specs_of(spec, target)
+
+
+def precompile_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernels of a layer, for any number of tokens; none where no CuTe DSL kernel serves it."""
+    if dispatch.cute(spec, target):
+        return
+    # Imports CuTe DSL.
+    from dsl_backend.experts.cute import host
+
+    for config in candidates(spec, target):
+        yield PrecompileSpec("experts", host.build, host.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """Layer -> why CuTe DSL's kernels do not serve it."""
-    found = spec_of(model)
-    if found is None:
+    spec = spec_of(model)
+    if spec is None:
         return {}
-    return {LAYER: [found if isinstance(found, str) else "experts have no CuTe DSL kernel"]}
+    reasons = [spec] if isinstance(spec, str) else dispatch.cute(spec, target)
+    return {LAYER: reasons} if reasons else {}

@@ -20,10 +20,12 @@ class Role:
     Attributes:
         arrivals: of each CTA.
         ctas: of the cluster, whose roles all arrive.
+        generic: a producer that writes shared memory by the generic proxy, at least in part.
     """
 
     arrivals: int
     ctas: int = 1
+    generic: bool = False
 
     @property
     def count(self) -> int:
@@ -35,6 +37,11 @@ class Role:
 TMA = Role(1)
 # tcgen05.commit arrives once for all products before it.
 UMMA = Role(1)
+
+
+def cp_async(threads: int) -> Role:
+    """Each thread arrives once its copies are there; one more expects the bytes of TMA copies."""
+    return Role(threads + 1, generic=True)
 
 
 def warps(count: int, ctas: int = 1) -> Role:
@@ -105,8 +112,10 @@ class Pipeline:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(position), tx_bytes)
 
     def consumer_wait(self, position):
-        """Wait until the position's data are there."""
+        """Wait until the position's data are there, for matrix products too."""
         cute.arch.mbarrier_wait(self.full(position), self.phase(position))
+        if self.edge.producer.generic:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def warpgroup_release(self, position: cutlass.Int32, thread: cutlass.Int32):

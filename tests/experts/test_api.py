@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.experts import api, dispatch, precompile, reference
+from dsl_backend.experts import api, configs, dispatch, precompile, reference
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
-from dsl_backend.runtime import model
+from dsl_backend.runtime import model, toolkit
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -169,6 +169,53 @@ def test_plans_are_checked() -> None:
         api.plan(None, "cpu")  # type: ignore[arg-type]
 
 
+def test_rows_that_a_kernel_cannot_load_are_refused() -> None:
+    given = tensors(replace(PLAIN, pad_x=1), "cpu")
+    plan = api.plan(PLAIN.spec, "cpu", kernel="reference")
+    api.check(plan, given)
+    plan.alignment = dispatch.ALIGNMENT["cute"]
+    api.check(plan, tensors(replace(PLAIN, pad_x=8), "cpu"))
+    with pytest.raises(InvalidInput, match="x has rows that do not start at multiples of 16 bytes"):
+        api.check(plan, given)
+    shifted = torch.zeros(9 * 72 + 1, dtype=BF16)[1:].view(9, 72)
+    with pytest.raises(InvalidInput, match="out has rows that do not start at multiples of 16 bytes"):
+        api.check(plan, tensors(PLAIN, "cpu")._replace(out=shifted))
+
+
+H200 = from_arch("sm_90a")
+needs_cute = pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+
+
+@needs_cute
+def test_an_sm90_gets_the_cute_kernels() -> None:
+    assert dispatch.choose(PLAIN.spec, H200).name == "cute"
+    for other in ("sm_80", "sm_100a"):
+        assert dispatch.choose(PLAIN.spec, from_arch(other)).name == "triton"
+    for name in ("hidden_size", "intermediate_size"):
+        odd = spec(**{name: 84})
+        assert dispatch.choose(odd, H200).name == "triton"
+        with pytest.raises(Unsupported, match=f"{name} 84 is not a multiple of 8"):
+            dispatch.choose(odd, H200, "cute")
+    with pytest.raises(Unsupported, match="20000 bytes of shared memory are too few for every tile"):
+        dispatch.choose(PLAIN.spec, replace(H200, smem_bytes=20_000), "cute")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33, 64, 500, 3000, 8192, 1 << 17])
+def test_configurations(tokens: int) -> None:
+    qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
+    config = configs.choose(qwen, tokens, H200)
+    assert config in configs.candidates(qwen, H200)
+    assert config.first.tile_m == config.second.tile_m == config.tile_m
+    for tiles, gemm in zip((config.first, config.second), configs.products(qwen), strict=True):
+        assert tiles.objections(gemm, H200.smem_bytes) == []
+    assert all(1 <= ctas <= H200.sm_count for ctas in config.ctas(qwen, tokens, H200))
+    assert config.ctas(qwen, tokens, H200)[0] == min(-(-tokens * 8 // configs.SORTED_PAIRS), 132)
+    # All to one expert, evenly, one row more than tiles for each expert.
+    for counts in ([tokens] + [0] * 127, [tokens * 8 // 128] * 128, [config.tile_m + 1] * 128):
+        if sum(counts) <= tokens * 8:
+            assert sum(-(-rows // config.tile_m) for rows in counts) <= config.work_tiles(qwen, tokens)
+
+
 def test_a_gpu_is_not_served_by_the_reference() -> None:
     with pytest.raises(Unsupported, match="is for CPUs, this is sm_90a"):
         dispatch.choose(PLAIN.spec, from_arch("sm_90a"), "reference")
@@ -193,6 +240,17 @@ QWEN = {
 def test_experts_of_a_model() -> None:
     found = precompile.spec_of(model.shape_of(QWEN, tensor_parallel=2))
     assert found == ExpertsSpec(num_experts=128, hidden_size=2048, intermediate_size=384, topk=8, dtype=BF16)
+
+
+@needs_cute
+def test_a_models_kernels_are_compiled_ahead() -> None:
+    shape = model.shape_of(QWEN)
+    found = list(precompile.precompile_specs(shape, H200))
+    assert {unit.key.first.tile_m for unit in found} == {64, 128}
+    assert precompile.served_by_others(shape, H200) == {}
+    assert list(precompile.precompile_specs(shape, from_arch("sm_100a"))) == []
+    reason = "serves GPUs of sm_90a, this is sm_100a"
+    assert precompile.served_by_others(shape, from_arch("sm_100a")) == {precompile.LAYER: [reason]}
 
 
 def test_a_model_without_experts_has_none() -> None:

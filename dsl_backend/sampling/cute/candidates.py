@@ -6,12 +6,14 @@ from functools import partial
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.barrier import cta_barrier
+from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
-from dsl_backend.sampling.cute.cluster import Cluster, cta_barrier, load_peer_smem
+from dsl_backend.sampling.cute.cluster import Cluster, load_peer_smem
 from dsl_backend.sampling.cute.row import Row, RowReader
-from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector, warp_inclusive_sum
+from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
 # Buckets from the row's maximum down to the lowest group maximum: a candidate is a logit of the first buckets.

@@ -5,17 +5,10 @@ import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
 
+from dsl_backend.primitives.barrier import cta_barrier
+
 # Type suffixes of ld.shared::cluster.
 PTX_TYPES = {cutlass.Uint32: "u32", cutlass.Uint64: "u64", cutlass.Float32: "f32"}
-
-
-def cta_barrier():
-    """Synchronize all threads of the CTA.
-
-    Lanes that left a loop early reconverge first: bar.sync counts whole warps.
-    """
-    cute.arch.sync_warp()
-    cute.arch.sync_threads()
 
 
 @dsl_user_op

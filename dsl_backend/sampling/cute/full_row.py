@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
-from dsl_backend.sampling.cute.cluster import Cluster, cta_barrier
+from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
 from dsl_backend.sampling.cute.row import Row, RowReader
 from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum

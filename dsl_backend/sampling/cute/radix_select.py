@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.sampling.configs import HISTOGRAM_BINS, ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
-from dsl_backend.sampling.cute.cluster import Cluster, cta_barrier
+from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.row import Row, RowReader
 from dsl_backend.sampling.cute.scan import cta_inclusive_sum
 from dsl_backend.sampling.cute.smem import SharedStorage

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and inclusive prefix sums over the threads of a warp and of a CTA."""
+"""Sums and inclusive prefix sums over the threads of a CTA."""
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.sampling.cute.cluster import cta_barrier
+from dsl_backend.primitives.barrier import cta_barrier
+from dsl_backend.primitives.scan import warp_inclusive_sum
 
 WARP = 32
 
@@ -26,16 +27,6 @@ def load_smem_vector(sTensor: cute.Tensor, start, count: int) -> cute.Tensor:
     rVector = cute.make_rmem_tensor(count, sTensor.element_type)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), rVector)
     return rVector
-
-
-@cute.jit
-def warp_inclusive_sum(value):
-    """The sum of the values of lane 0 to this lane."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
-        value = value + below if lane >= (1 << step) else value
-    return value
 
 
 @cute.jit

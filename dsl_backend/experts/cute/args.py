@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch takes, spelled once: torch's tensors on the host, CuTe's in a kernel, under the same names.
+
+A pair is a token and one of its slots: number token * k + slot, of M k pairs. The pairs of this rank's experts, sorted
+by expert, are rows; a work tile is up to tile_m rows of one expert.
+"""
+
+from typing import Any, NamedTuple
+
+from dsl_backend.experts.args import ExpertsOperands
+
+# Int32 of a work tile's record: expert, first row, rows, 0. A power of two, so that one access loads it.
+RECORD = 4
+
+
+class ExpertsScratch(NamedTuple):
+    """Memory of a launch; contents undefined before and after it.
+
+    Attributes:
+        tiles: int32 [tiles, RECORD], the work tiles.
+        tile_count: int32 [1], the number of them.
+        counts: int32 [CTAs of the routing, E], rows of each expert among a CTA's pairs.
+        pairs: int32 [M k], the pair of each row, in each expert's rows in rising order.
+        hidden: [M k, I], the activation's result for each row.
+        made: [M k, H], an expert's result for each pair.
+    """
+
+    tiles: Any
+    tile_count: Any
+    counts: Any
+    pairs: Any
+    hidden: Any
+    made: Any
+
+
+class ExpertsArgs(NamedTuple):
+    """All that a launch takes, but for the stream.
+
+    Attributes:
+        routing_ctas: CTAs that sort the pairs.
+        first_ctas, second_ctas: CTAs at most of the first and of the second product.
+    """
+
+    operands: ExpertsOperands
+    scratch: ExpertsScratch
+    routing_ctas: Any
+    first_ctas: Any
+    second_ctas: Any

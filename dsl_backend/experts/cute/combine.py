@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sum over a token's experts, in the order of its slots: the same bits at every run."""
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.experts.cute.args import ExpertsArgs
+from dsl_backend.experts.cute.routing import flat, local_expert
+from dsl_backend.primitives.copy import load_vector, store_vector
+
+THREADS = 128
+VECTOR = 8
+
+
+class Combine:
+    """out [M, H] = sum over slots of weight * made [M k, H], in float32, rounded once; 0 for a token without experts.
+
+    Args:
+        experts: of this rank.
+        weighted: the router's weights are multiplied in.
+    """
+
+    def __init__(self, experts: int, weighted: bool):
+        self.experts, self.weighted = experts, weighted
+
+    @cute.jit
+    def launch(self, args: ExpertsArgs, stream):
+        operands = args.operands
+        tokens, hidden = operands.out.shape
+        weights = flat(operands.topk_weights) if cutlass.const_expr(self.weighted) else None
+        self.kernel(
+            flat(operands.topk_ids),
+            operands.expert_map,
+            weights,
+            args.scratch.made,
+            operands.out,
+            operands.topk_ids.shape[1],
+        ).launch(
+            grid=(tokens, cute.ceil_div(hidden, THREADS * VECTOR), 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mIds: cute.Tensor,
+        mMap: cute.Tensor,
+        mWeights: cute.Tensor,
+        mMade: cute.Tensor,
+        mOut: cute.Tensor,
+        topk: cutlass.Int32,
+    ):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        token, block, _ = cute.arch.block_idx()
+        column = (block * THREADS + cute.arch.thread_idx()[0]) * VECTOR
+        if column < mOut.shape[1]:
+            rMade = cute.make_rmem_tensor(VECTOR, mMade.element_type)
+            acc = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+            acc.fill(0.0)
+            for slot in cutlass.range(topk, unroll=1):
+                pair = token * topk + slot
+                if local_expert(mIds, mMap, pair, self.experts) >= 0:
+                    load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade)
+                    weight = mWeights[pair] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
+                    for i in cutlass.range_constexpr(VECTOR):
+                        acc[i] += weight * rMade[i].to(cutlass.Float32)
+            for i in cutlass.range_constexpr(VECTOR):
+                rMade[i] = acc[i].to(mOut.element_type)
+            store_vector(rMade, mOut.iterator, cutlass.Int64(token) * mOut.stride[0] + column)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to the kernels of experts: their keys, compiled functions, launches."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.configs import ExpertsConfig, choose
+from dsl_backend.experts.cute.args import RECORD, ExpertsArgs, ExpertsScratch
+from dsl_backend.experts.cute.key import ExpertsKey
+from dsl_backend.experts.cute.layer import ExpertsLayer
+from dsl_backend.experts.kernel import Launch
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.gemm.args import require_dynamic
+from dsl_backend.gemm.host import ALIGNMENT, matrix
+from dsl_backend.gemm.views import NUMERIC
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function, compile_kernel
+from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
+
+IDS = {torch.int32: Int32, torch.int64: Int64}
+
+
+def key_of(spec: ExpertsSpec, config: ExpertsConfig) -> ExpertsKey:
+    """The kernels of a layer."""
+    return ExpertsKey(
+        num_experts=spec.num_experts,
+        dtype=spec.dtype,
+        ids_dtype=spec.ids_dtype,
+        activation=spec.activation,
+        interleaved=spec.interleaved,
+        w13_bias=spec.w13_bias,
+        w2_bias=spec.w2_bias,
+        router_weights=spec.router_weights,
+        mapped=spec.global_experts is not None,
+        first=config.first,
+        second=config.second,
+    )
+
+
+def rows_of(numeric: Any, rows: Any, width: Any, align: int) -> Any:
+    """A fake contiguous matrix."""
+    return make_fake_tensor(numeric, (rows, width), (cute.sym_int64(), 1), assumed_align=align)
+
+
+def vector(numeric: Any, size: Any, align: int = 4) -> Any:
+    return make_fake_tensor(numeric, (size,), (1,), assumed_align=align)
+
+
+def fake_args(key: ExpertsKey) -> ExpertsArgs:
+    """What the kernels are compiled for: any sizes that are multiples of 16 bytes."""
+    dtype, numeric, experts = key.dtype, NUMERIC[key.dtype], key.num_experts
+    lanes = ALIGNMENT // dtype.itemsize
+    tokens, topk, pairs = (cute.sym_int() for _ in range(3))
+    hidden, width, rows = (cute.sym_int(divisibility=lanes) for _ in range(3))
+
+    def weight(n: Any, k: Any) -> Any:
+        strides = (cute.sym_int64(divisibility=lanes), cute.sym_int64(divisibility=lanes), 1)
+        return make_fake_tensor(numeric, (experts, n, k), strides, assumed_align=ALIGNMENT)
+
+    operands = ExpertsOperands(
+        x=matrix(dtype, tokens, hidden),
+        w13=weight(rows, hidden),
+        w2=weight(hidden, width),
+        topk_weights=None if key.router_weights is RouterWeights.NONE else rows_of(Float32, tokens, topk, 4),
+        topk_ids=rows_of(IDS[key.ids_dtype], tokens, topk, key.ids_dtype.itemsize),
+        w13_bias=rows_of(numeric, experts, rows, dtype.itemsize) if key.w13_bias else None,
+        w2_bias=rows_of(numeric, experts, hidden, dtype.itemsize) if key.w2_bias else None,
+        expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
+        out=matrix(dtype, tokens, hidden),
+    )
+    scratch = ExpertsScratch(
+        tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
+        tile_count=vector(Int32, 1),
+        counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
+        pairs=vector(Int32, pairs),
+        hidden=matrix(dtype, pairs, width),
+        made=matrix(dtype, pairs, hidden),
+    )
+    args = ExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
+    require_dynamic(args)
+    return args
+
+
+def build(key: ExpertsKey, target: Target) -> Function:
+    """The compiled function of x and `ExpertsArgs`; it launches on torch's current stream."""
+    args = fake_args(key)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_kernel(ExpertsLayer(key), (args.operands.x, args, stream), key=key, target=target)
+
+
+@lru_cache(maxsize=1 << 16)
+def chosen(
+    spec: ExpertsSpec, tokens: int, target: Target, libraries: str
+) -> tuple[ExpertsConfig, tuple[int, int, int], Function]:
+    """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
+    config = choose(spec, tokens, target)
+    return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
+
+
+def scratch_of(
+    spec: ExpertsSpec, config: ExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
+) -> ExpertsScratch:
+    """A launch's part of the workspace."""
+    pairs, tiles = tokens * spec.topk, config.work_tiles(spec, tokens)
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    sizes = (tiles * RECORD, 1, routing_ctas * spec.num_experts, pairs)
+    integers = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    # Elements of 2 bytes in a buffer of 4; both products' rows are multiples of 16 bytes.
+    values = workspace.partials(pairs * (hidden + width) // 2).view(spec.dtype)
+    return ExpertsScratch(
+        tiles=integers[0].view(tiles, RECORD),
+        tile_count=integers[1],
+        counts=integers[2].view(routing_ctas, spec.num_experts),
+        pairs=integers[3],
+        hidden=values[: pairs * width].view(pairs, width),
+        made=values[pairs * width : pairs * (width + hidden)].view(pairs, hidden),
+    )
+
+
+def run(
+    function: Function,
+    spec: ExpertsSpec,
+    config: ExpertsConfig,
+    operands: ExpertsOperands,
+    ctas: tuple[int, int, int],
+    workspace: Workspace,
+) -> None:
+    """Launch a function of `build`; `ctas` as `ExpertsConfig.ctas` has them."""
+    scratch = scratch_of(spec, config, operands.x.shape[0], ctas[0], workspace)
+    function(operands.x, ExpertsArgs(operands, scratch, *ctas))
+
+
+def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
+    """The kernels for any number of tokens."""
+
+    def launch(operands: ExpertsOperands) -> None:
+        config, ctas, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
+        run(function, spec, config, operands, ctas, workspace)
+
+    return launch

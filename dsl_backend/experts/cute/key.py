@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the code of the kernels of experts depends on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsl_backend.experts.spec import RouterWeights
+from dsl_backend.gemm.activation import Activation
+from dsl_backend.gemm.sm90.configs import GemmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductKey:
+    """One of the two products.
+
+    Attributes:
+        activation: of the first product; None is the second one.
+        interleaved: gate and up rows of the weights alternate.
+        scaled: the accumulators are multiplied with the router's weight.
+    """
+
+    dtype: torch.dtype
+    activation: Activation | None
+    interleaved: bool
+    bias: bool
+    scaled: bool
+    config: GemmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsKey:
+    """All launches of a layer; see `spec.ExpertsSpec`.
+
+    Attributes:
+        mapped: there is an expert map.
+        first, second: of the products; both have the same tile_m.
+    """
+
+    num_experts: int
+    dtype: torch.dtype
+    ids_dtype: torch.dtype
+    activation: Activation
+    interleaved: bool
+    w13_bias: bool
+    w2_bias: bool
+    router_weights: RouterWeights
+    mapped: bool
+    first: GemmConfig
+    second: GemmConfig
+
+    @property
+    def products(self) -> tuple[ProductKey, ProductKey]:
+        return (
+            ProductKey(
+                dtype=self.dtype,
+                activation=self.activation,
+                interleaved=self.interleaved,
+                bias=self.w13_bias,
+                scaled=self.router_weights is RouterWeights.INPUT,
+                config=self.first,
+            ),
+            ProductKey(
+                dtype=self.dtype,
+                activation=None,
+                interleaved=False,
+                bias=self.w2_bias,
+                scaled=False,
+                config=self.second,
+            ),
+        )
