@@ -13,7 +13,7 @@ import torch
 from dsl_backend import providers
 from rich.console import Console
 
-from . import attention, facts, held_out, linear, measured, report, runner, sampling, softmax
+from . import attention, facts, held_out, linear, measured, norm, report, runner, sampling, softmax
 from .case import Case, Provider, select
 from .held_out import compile_ahead, summary
 
@@ -72,7 +72,13 @@ DEFAULTS = Options()
 
 def operators(page_size: int = 16) -> dict[str, Any]:
     """Every operator that has a benchmark, by name."""
-    return {**attention.operators(page_size), **linear.operators(), **sampling.operators(), **softmax.operators()}
+    return {
+        **attention.operators(page_size),
+        **linear.operators(),
+        **norm.operators(),
+        **sampling.operators(),
+        **softmax.operators(),
+    }
 
 
 def choose_providers(available: Sequence[Provider], names: str | None, ours: Sequence[str]) -> list[Provider]:

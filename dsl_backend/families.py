@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of operator families. A family is a package of that name with a module `family` (see runtime/family.py)."""
 
-NAMES = ("attention", "experts", "linear", "sampling", "softmax")
+NAMES = ("attention", "experts", "linear", "norm", "sampling", "softmax")

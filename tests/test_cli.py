@@ -388,7 +388,7 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
         assert one.tuned_configs is not None
         one.tuned_configs.forget()
     monkeypatch.setattr(families, "load_all", lambda: fresh)
-    message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, sampling, softmax"
+    message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, norm, sampling, softmax"
     for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)
         assert one["problems"] == [message]

@@ -83,7 +83,7 @@ RULES = (
     Rule(
         "an operator family knows no other",
         ("dsl_backend/attention",),
-        ("dsl_backend.linear", "dsl_backend.sampling", "dsl_backend.softmax"),
+        ("dsl_backend.linear", "dsl_backend.norm", "dsl_backend.sampling", "dsl_backend.softmax"),
     ),
     Rule("the emulator knows no kernel", ("emulator",), ("dsl_backend", "vllm")),
     Rule(
@@ -217,6 +217,7 @@ def test_every_rule_is_seen_to_fail() -> None:
     assert {why for _, why in WRONG.values()} | {
         "experts's kernels know neither who plans nor who calls them",
         "linear's kernels know neither who plans nor who calls them",
+        "norm's kernels know neither who plans nor who calls them",
         "sampling's kernels know neither who plans nor who calls them",
         "softmax's kernels know neither who plans nor who calls them",
         "an operator family knows no other",

@@ -115,6 +115,10 @@ LAYERS = (
     Layer("linear", "geglu, bias, residual", {"activation": "geglu", "added": True, "every": 6}),
     Layer("linear", "geglu of tanh, float16", {"activation": "tanh", "dtype": "float16", "every": 6}),
     Layer("linear", "invariant", {"activation": "swiglu", "invariant": True}),
+    Layer("norm", "residual", {}),
+    Layer("norm", "residual, e4m3, a scale for each row", {"scaling": "token"}, quick=True),
+    Layer("norm", "odd short rows of float16, e4m3", {"dtype": "float16", "width": 1001, "scaling": "tensor"}),
+    Layer("norm", "long rows of float32, 1 + weight", {"dtype": "float32", "width": 65536, "weight_offset": 1.0}),
     Layer("sampling", "float32", {"dtype": "float32"}),
     Layer("sampling", "bfloat16", {"dtype": "bfloat16"}, quick=True),
     Layer("sampling", "odd float16", {"dtype": "float16", "vocab": 50257, "tokens": "int32", "top_k": "int64"}),
@@ -244,6 +248,29 @@ class Package:
         configs = configs_of(spec, self.target) if invariant else fitting(spec, self.target)[::every]
         for config in configs:
             yield partial(host.build, host.key_of(spec, config), self.target)
+
+    def norm(
+        self, *, dtype: str = "bfloat16", width: int = 4096, scaling: str = "none", weight_offset: float = 0.0
+    ) -> Iterator[Build]:
+        import math
+
+        import torch
+
+        from dsl_backend.norm.cute import host
+        from dsl_backend.norm.spec import FP8, NormSpec, Scaling
+
+        numbers = getattr(torch, dtype)
+        spec = NormSpec(
+            width=width,
+            dtype=numbers,
+            out_dtype=numbers if scaling == "none" else FP8,
+            weight_dtype=numbers,
+            residual=True,
+            weight_offset=weight_offset,
+            scaling=Scaling(scaling),
+            vector=math.gcd(8, width),
+        )
+        yield partial(host.build, host.key_of(spec), self.target)
 
     def sampling(
         self, *, dtype: str, vocab: int = 128256, tokens: str = "int64", top_k: str = "int32"

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
+from dsl_backend.rows import REGISTERS_PER_SM, ceil_div, common_vector, power_of_2
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
-from dsl_backend.softmax import launch
-from dsl_backend.softmax.configs import REGISTERS_PER_SM, RowConfig, ceil_div, default_config, power_of_2, widest_vector
+from dsl_backend.softmax.configs import SoftmaxConfig, default_config, widest_vector
 from dsl_backend.softmax.cute import host
 from dsl_backend.softmax.spec import SoftmaxSpec
 
@@ -30,7 +30,7 @@ NARROW = 1024  # row width up to which a thread may have fewer elements
 PART = 8192  # elements of one CTA of a cluster
 
 
-def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
+def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
     """The configurations that fit, the default first, each with as many CTAs per SM as the registers allow."""
     default = default_config(spec)
     yield default
@@ -43,7 +43,7 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
         vectors_per_thread = ceil_div(count, threads * cluster)
         if not fewest <= vector * vectors_per_thread <= MOST or threads > count or (threads < 128 and cluster > 1):
             continue
-        held = RowConfig(
+        held = SoftmaxConfig(
             vector=vector,
             vectors_per_thread=vectors_per_thread,
             threads_per_row=threads,
@@ -58,7 +58,7 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[RowConfig]:
         yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
 
 
-def ctas_per_sm(config: RowConfig, spec: SoftmaxSpec) -> int:
+def ctas_per_sm(config: SoftmaxConfig, spec: SoftmaxSpec) -> int:
     """The CTAs per SM that registers and threads allow; at least 1."""
     return max(1, min(REGISTERS_PER_SM // (config.registers(spec) * config.threads), 2048 // config.threads))
 
@@ -72,7 +72,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
         inputs = build(case.problem, layers, device, 0)
         outputs = [layer.out for layer in inputs.layers]
 
-        def runner(config: RowConfig) -> Callable[[int], torch.Tensor]:
+        def runner(config: SoftmaxConfig) -> Callable[[int], torch.Tensor]:
             function = host.build(host.key_of(spec, config), target)
 
             def run(index: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def contest(case: Case[Problem], target: targets.Target, device: torch.device) -
 def spec_of(problem: Problem) -> SoftmaxSpec:
     x = torch.empty(1, problem.width, dtype=problem.dtype)
     out = torch.empty(1, problem.width, dtype=problem.out_dtype)
-    vector = launch.common_vector(x, out)
+    vector = common_vector(x, out)
     return SoftmaxSpec(
         width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log, vector=vector
     )

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import cutlass
 from cutlass import cute
@@ -15,19 +15,6 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 # Of one value, or of a vector of them.
 Value = TypeVar("Value", cutlass.Float32, cute.TensorSSA)
-
-
-class MaxSum(NamedTuple):
-    """The online-softmax state of a set of values, both float32.
-
-    Attributes:
-        maximum: of the values; -inf if the set is empty, or has only -inf and NaN.
-        total: sum of exp(value - maximum); 0 if the maximum is -inf and no value is NaN. NaN if a value is NaN or +inf,
-            and then of every state that it is merged into.
-    """
-
-    maximum: cutlass.Float32
-    total: cutlass.Float32
 
 
 def exp2(x: cutlass.Float32) -> cutlass.Float32:

@@ -11,8 +11,8 @@ Arithmetic is float32, rounded once to the output's dtype. As in torch, a row wi
 import torch
 
 from dsl_backend import checks
+from dsl_backend.rows import DTYPES, check_rows
 from dsl_backend.softmax import launch
-from dsl_backend.softmax.spec import DTYPES
 
 __all__ = ["softmax"]
 
@@ -46,7 +46,7 @@ def softmax(
     if out_dtype is not None:
         checks.dtype("out_dtype", out_dtype, DTYPES)
     if torch.compiler.is_compiling():
-        launch.check_rows("x", x)
+        check_rows("x", x)
         return compiled(x, out, log, out_dtype, kernel)
     return launch.run(x, out, log, out_dtype, kernel)
 

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import require, short
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Kernels count columns and rows in 32 bits, and count past the end by less than a tile.
-MAX_WIDTH = 2**31 - 2**20
-MAX_ROWS = 2**31 - 2**10
+from dsl_backend.checks import short
+from dsl_backend.rows import DTYPES, check_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +32,7 @@ class SoftmaxSpec:
         checks.dtype("dtype", self.dtype, DTYPES)
         checks.dtype("out_dtype", self.out_dtype, DTYPES)
         checks.flag("log", self.log)
-        require(1 <= self.width <= MAX_WIDTH, f"width {self.width} is not from 1 to {MAX_WIDTH}")
-        require(self.vector in (1, 2, 4, 8), f"vector {self.vector} is not 1, 2, 4 or 8")
-        require(self.width % self.vector == 0, f"width {self.width} is not a multiple of the vector {self.vector}")
+        check_shape(self.width, self.vector)
 
     def __str__(self) -> str:
         types = short(self.dtype) if self.dtype == self.out_dtype else f"{short(self.dtype)} to {short(self.out_dtype)}"

@@ -12,17 +12,18 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import experts, sampling, softmax
+from dsl_backend.testing import experts, norm, sampling, softmax
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
+from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
 
-Problem = Case | WriteCase | LinearCase | ExpertsCase | SoftmaxCase | SamplingCase
-FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "experts", "softmax", "sampling")
+Problem = Case | WriteCase | LinearCase | ExpertsCase | NormCase | SoftmaxCase | SamplingCase
+FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "experts", "norm", "softmax", "sampling")
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -42,7 +43,7 @@ class Sizes:
         scores: most scores (heads · queries · keys) of one request, for the oracle's memory.
         linear: rows and columns of a linear layer, about.
         experts: tokens and columns of experts, about.
-        row: elements of a softmax, logits of a vocabulary.
+        row: elements of a norm or softmax, logits of a vocabulary.
     """
 
     kv: int
@@ -234,6 +235,8 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
     draw = random.Random(f"{family} {seed} {index}")
     if family == "write_kv":
         return write_case(draw, sizes)
+    if family == "norm":
+        return norm.random_case(draw.randrange(2**31), sizes.row)
     if family == "softmax":
         return softmax.random_case(draw.randrange(2**31), sizes.row)
     if family == "sampling":
@@ -276,6 +279,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
         check_linear(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, ExpertsCase):
         check_experts(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, NormCase):
+        norm.check_norm(case, kernel, device)
     elif isinstance(case, SoftmaxCase):
         softmax.check_softmax(case, kernel, device)
     elif isinstance(case, SamplingCase):

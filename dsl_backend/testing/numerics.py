@@ -3,6 +3,8 @@
 
 import torch
 
+from dsl_backend.quant.format import is_fp8
+
 
 def per_row(values: torch.Tensor) -> torch.Tensor:
     """The largest value of each row: [rows, ...] -> [rows]; 0 for rows without elements."""
@@ -40,6 +42,7 @@ def ranges(wrong: torch.Tensor) -> str:
 
 def assert_errors_fit(out: torch.Tensor, exact: torch.Tensor, budget: torch.Tensor, what: str) -> None:
     """|out - exact| <= budget where both are finite. out, exact: [rows, ...]; budget: [rows] or of out's shape."""
+    out = out.double()
     finite = exact.isfinite() & out.isfinite()
     error = torch.where(finite, (out.double() - exact.double()).abs(), 0.0)
     if budget.dim() == 1:
@@ -125,3 +128,50 @@ def assert_lse_within_budget(
     finite_magnitude = torch.where(magnitude.isfinite(), magnitude.double(), 0.0)
     budget = factor * error + ulps * torch.finfo(torch.float32).eps * (largest + finite_magnitude)
     assert_errors_fit(lse, exact, budget, what)
+
+
+def assert_rounded_once(
+    out: torch.Tensor,
+    exact: torch.Tensor,
+    single: torch.Tensor,
+    ulps: float = 2,
+    factor: float = 2,
+    *,
+    truncated: bool = False,
+    what: str,
+) -> None:
+    """An output is a float32 result that was rounded once to its dtype.
+
+    Its error is at most that of the nearest number of its dtype, and `factor` times that of float32 arithmetic in
+    torch, plus `ulps` of float32 at the row's largest magnitude. An output that was rounded to 16 bits on the way, or
+    truncated, is found.
+
+    Args:
+        out: [rows, ...], what is judged; e4m3 is saturated.
+        exact: the float64 oracle, out's shape. Where it is NaN, or infinite in out's dtype, out must be the same;
+            nowhere else.
+        single: the same maths in float32, out's shape.
+        truncated: bfloat16 is, as in Triton's interpreter.
+
+    Raises:
+        AssertionError: says where, how much, and what the budget was.
+    """
+    assert out.shape == exact.shape == single.shape, f"{what}: {out.shape=}, {exact.shape=}, {single.shape=}"
+    exact, single = exact.double(), single.double()
+    if is_fp8(out.dtype):
+        largest_number = torch.finfo(out.dtype).max
+        exact, single = (one.clamp(-largest_number, largest_number) for one in (exact, single))
+    # By way of float32: torch rounds float64 to the narrower types by way of it as well.
+    nearest = exact.float().to(out.dtype).double()
+    exact = torch.where(nearest.isinf(), nearest, exact)
+    assert_same_non_finite(out.double(), exact, what)
+    if out.numel() == 0:
+        return
+    usable = exact.isfinite() & single.isfinite()
+    error = per_row(torch.where(usable, (single - exact).abs(), 0.0))
+    largest = per_row(torch.where(exact.isfinite(), exact.abs(), 0.0))
+    slack = factor * error + ulps * torch.finfo(torch.float32).eps * largest
+    rounding = torch.where(exact.isfinite(), (nearest - exact).abs(), 0.0)
+    if truncated and out.dtype == torch.bfloat16:
+        rounding = torch.where(exact.isfinite(), torch.finfo(out.dtype).eps * exact.abs(), 0.0)
+    assert_errors_fit(out, exact, rounding + slack.view(-1, *[1] * (out.dim() - 1)), what)

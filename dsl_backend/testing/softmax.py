@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from dsl_backend.rows import ceil_div, common_vector, with_expected_strides
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import api, configs, launch, reference
-from dsl_backend.softmax.configs import RowConfig
+from dsl_backend.softmax import api, reference
+from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.testing.numerics import assert_within_budget
 
@@ -36,7 +37,7 @@ class SoftmaxCase:
     dtype: torch.dtype = BF16
     out_dtype: torch.dtype | None = None
     log: bool = False
-    config: RowConfig | None = None
+    config: SoftmaxConfig | None = None
     pad: int = 0
     pad_out: int = 0
     offset: int = 0
@@ -48,9 +49,9 @@ class SoftmaxCase:
         return self.out_dtype or self.dtype
 
 
-def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: object) -> RowConfig:
+def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: object) -> SoftmaxConfig:
     """A row of this width over so many CTAs and threads, with two elements for each access."""
-    vectors_per_thread = configs.ceil_div(width, 2 * threads * cluster)
+    vectors_per_thread = ceil_div(width, 2 * threads * cluster)
     fields = {
         "vector": 2,
         "vectors_per_thread": vectors_per_thread,
@@ -58,7 +59,7 @@ def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **mor
         "rows_per_cta": rows,
         "cluster": cluster,
     }
-    return RowConfig(**{**fields, **more})  # type: ignore[arg-type]
+    return SoftmaxConfig(**{**fields, **more})  # type: ignore[arg-type]
 
 
 def tensors(case: SoftmaxCase, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,11 +135,11 @@ def launch_as_configured(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) 
     from dsl_backend.softmax.cute import host
 
     function = host.build(host.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
-    function(launch.with_expected_strides(x), launch.with_expected_strides(out))
+    function(with_expected_strides(x), with_expected_strides(out))
 
 
 def spec_of(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) -> SoftmaxSpec:
-    vector = launch.common_vector(x, out)
+    vector = common_vector(x, out)
     return SoftmaxSpec(width=case.width, dtype=case.dtype, out_dtype=case.to, log=case.log, vector=vector)
 
 

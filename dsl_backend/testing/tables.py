@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.testing import experts, linear, sampling, softmax
+from dsl_backend.testing import experts, linear, norm, sampling, softmax
 from dsl_backend.testing.cases import CASES
 from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
 from dsl_backend.testing.kv_writes import WRITES
@@ -25,6 +25,8 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
         return {**linear.CASES, **(linear.REAL if large else {})}
     if family == "experts":
         return {**experts.CASES, **(experts.REAL if large else {})}
+    if family == "norm":
+        return {case.id: case for case in (*norm.CASES, *(norm.WIDE if large else ()))}
     if family == "softmax":
         return {case.id: case for case in (*softmax.CASES, *(softmax.WIDE if large else ()))}
     if family == "sampling":

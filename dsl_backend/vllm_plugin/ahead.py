@@ -27,7 +27,7 @@ from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
 
 # Families that other functions handle, or that vLLM does not call.
-UNUSED = ("attention", "experts", "linear", "sampling", "softmax")
+UNUSED = ("attention", "experts", "linear", "norm", "sampling", "softmax")
 
 # (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
 _begun: set[tuple[Any, ...]] = set()

@@ -19,9 +19,9 @@ from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 
 # Metadata builders compile attention, since they know the cache. The sampler compiles its kernels when it makes its
-# plans. vLLM calls no softmax and no experts of ours. Linear layers come from the list of fused ones, not from the
-# model's shape.
-ELSEWHERE = ("attention", "experts", "sampling", "softmax", "linear")
+# plans. vLLM calls no softmax, no norm and no experts of ours. Linear layers come from the list of fused ones, not from
+# the model's shape.
+ELSEWHERE = ("attention", "experts", "norm", "sampling", "softmax", "linear")
 
 
 class Provider:

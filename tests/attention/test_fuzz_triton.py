@@ -6,14 +6,17 @@ import torch
 
 from dsl_backend.attention import dispatch
 from dsl_backend.gemm.activation import Geglu, Swiglu
+from dsl_backend.norm.configs import NormConfig
+from dsl_backend.norm.spec import Scaling
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling.configs import ClusterConfig
-from dsl_backend.softmax.configs import RowConfig
+from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.testing import fuzz
 from dsl_backend.testing.cases import FULL, Case
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase
+from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
 
@@ -68,7 +71,8 @@ def test_specs_bound_the_compilations(family: str) -> None:
 def test_source_rebuilds_a_case() -> None:
     names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
-    names |= {"SoftmaxCase": SoftmaxCase, "RowConfig": RowConfig}
+    names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
+    names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig}
     for family in fuzz.FAMILIES:
         for case in fuzz.problems(family, 30, 4, fuzz.TINY, 30):

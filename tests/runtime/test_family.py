@@ -46,5 +46,7 @@ def test_families_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert families.chosen(["two"]) == [two]
     with pytest.raises(InvalidInput, match="family 'three' is not one of one, two"):
         families.chosen(["two", "three"])
-    with pytest.raises(InvalidInput, match="family 'one' is not one of attention, experts, linear, sampling, softmax"):
+    with pytest.raises(
+        InvalidInput, match="family 'one' is not one of attention, experts, linear, norm, sampling, softmax"
+    ):
         families.load("one")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.softmax.configs import ACCESS_BYTES, RowConfig, default_config
-from dsl_backend.softmax.spec import DTYPES, MAX_WIDTH, SoftmaxSpec
+from dsl_backend.rows import ACCESS_BYTES, DTYPES, MAX_WIDTH
+from dsl_backend.softmax.configs import SoftmaxConfig, default_config
+from dsl_backend.softmax.spec import SoftmaxSpec
 
 SMEM_BYTES = 227 * 1024
 WIDTHS = sorted(
@@ -58,7 +59,7 @@ def test_threads_and_clusters_of_a_width() -> None:
     assert level(262144) == (512, 16)
 
 
-FITS = RowConfig(vector=8, vectors_per_thread=4, threads_per_row=32, rows_per_cta=4)
+FITS = SoftmaxConfig(vector=8, vectors_per_thread=4, threads_per_row=32, rows_per_cta=4)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_what_is_refused(change: dict[str, int], message: str) -> None:
 
 
 def test_shared_memory_is_counted() -> None:
-    config = RowConfig(vector=8, vectors_per_thread=1, threads_per_row=512, rows_per_cta=1, cluster=16)
+    config = SoftmaxConfig(vector=8, vectors_per_thread=1, threads_per_row=512, rows_per_cta=1, cluster=16)
     assert config.smem_bytes == 8 * 16 * 16 + 8
     assert "2056 bytes of shared memory: 2000 are the most" in config.objections(spec(1000), 2000)
     assert FITS.smem_bytes == 0

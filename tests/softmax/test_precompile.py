@@ -4,9 +4,10 @@
 import pytest
 import torch
 
+from dsl_backend import rows
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
-from dsl_backend.softmax import launch, precompile
+from dsl_backend.softmax import precompile
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -22,7 +23,7 @@ def test_logits_get_a_kernel_of_the_list(vocab: int) -> None:
     listed = [one.key for one in precompile.precompile_specs(model.shape_of(CONFIG | {"vocab_size": vocab}), target)]
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(2, vocab, dtype=dtype)
-        vector = launch.common_vector(logits, torch.empty_like(logits))
+        vector = rows.common_vector(logits, torch.empty_like(logits))
         for log in (False, True):
             spec = SoftmaxSpec(width=vocab, dtype=dtype, out_dtype=dtype, log=log, vector=vector)
             assert host.key_of(spec) in listed

@@ -92,7 +92,7 @@ class TestWrongUse:
     @pytest.mark.parametrize(
         ("words", "says"),
         [
-            (["--families", "decode,norm"], "no family 'norm': choose from prefill, decode"),
+            (["--families", "decode,pool"], "no family 'pool': choose from prefill, decode"),
             (["--families", "write_kv", "--kernels", "cuda"], "no kernel 'cuda': choose from cute, reference, triton"),
             (["--only", "warp"], "name it with --families"),
             (["--families", "softmax", "--only", "wrap"], "softmax has no problem 'wrap'"),

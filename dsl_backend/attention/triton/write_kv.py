@@ -12,28 +12,8 @@ from dsl_backend.attention.protocol import Writes
 from dsl_backend.attention.triton.args import SCALE_STRIDES, cache_of, constants, rows_of, scale_stride
 from dsl_backend.attention.triton.configs import power_of_2
 from dsl_backend.quant.format import E5M2, is_fp8
+from dsl_backend.quant.triton.convert import quantize
 from dsl_backend.runtime.target import detect
-
-
-@triton.jit
-def quantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
-    """A float32 in the cache's dtype; fp8 saturates, NaN stays NaN; uint8 receives e5m2 or e4m3 bits."""
-    if dtype == tl.uint8 and E5M2:
-        # As for e4m3 below, with 2^-112 and 2 bits.
-        bits = (tl.clamp(x, -57344.0, 57344.0) * 1.925929944387236e-34).to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        rounded = (magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21
-        return tl.where(x != x, 0x7F, rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
-    elif dtype == tl.uint8:
-        # Times 2^-120, e4m3's range, subnormals included, has float32's exponents; then round to 3 bits, ties to even.
-        bits = (tl.clamp(x, -448.0, 448.0) * 7.52316384526264e-37).to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-        return tl.where(x != x, 0x7F, rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
-    elif dtype == tl.float8e4nv:
-        return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
-    else:
-        return x.to(dtype)
 
 
 class Layout(NamedTuple):

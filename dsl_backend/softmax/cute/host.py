@@ -12,12 +12,12 @@ from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
-from dsl_backend.softmax.configs import RowConfig, default_config
+from dsl_backend.softmax.configs import SoftmaxConfig, default_config
 from dsl_backend.softmax.cute.kernel import NUMERIC, Softmax, SoftmaxKey
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 
-def key_of(spec: SoftmaxSpec, config: RowConfig | None = None) -> SoftmaxKey:
+def key_of(spec: SoftmaxSpec, config: SoftmaxConfig | None = None) -> SoftmaxKey:
     """The kernel of a problem. Widths with the same configuration share one, except those that fill the registers."""
     config = config or default_config(spec)
     exact = spec.width % config.tile_elements == 0 if config.two_pass else spec.width == config.tile_elements

@@ -16,8 +16,9 @@ from cutlass import cute
 from dsl_backend.primitives import math, reduce
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector, store_vector
-from dsl_backend.primitives.math import MaxSum
-from dsl_backend.softmax.configs import RowConfig
+from dsl_backend.primitives.fragment import elements, from_float32, to_float32, words
+from dsl_backend.primitives.reduce import MaxSum
+from dsl_backend.softmax.configs import SoftmaxConfig
 
 NUMERIC = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
@@ -36,7 +37,7 @@ class SoftmaxKey:
     dtype: str
     out_dtype: str
     log: bool
-    config: RowConfig
+    config: SoftmaxConfig
     exact: bool
 
 
@@ -72,7 +73,7 @@ class Softmax:
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
-        slots, barrier = self.shared()
+        slots, barrier = reduce.row_smem(MaxSum, self.rows_per_cta, self.warps_per_row, self.cluster)
         if cutlass.const_expr(self.cluster > 1):
             reduce.init_cluster_reduce(barrier)
         if cutlass.const_expr(self.use_pdl):
@@ -132,21 +133,9 @@ class Softmax:
                 scale = math.exp_difference(thread_max, state.maximum) * cute.arch.rcp_approx(state.total)
                 self.store(lambda i: rP[None, i].load() * scale, mOut.iterator, out_offset, first, in_bounds, width)
 
-    def shared(self):
-        """Shared memory for the (maximum, sum) of each warp, and the mbarrier of their exchange; None if not needed."""
-        if self.warps_per_row == 1 and self.cluster == 1:
-            return None, None
-        allocator = cutlass.utils.SmemAllocator()
-        barrier = allocator.allocate_array(cutlass.Int64, 1) if self.cluster > 1 else None
-        layout = reduce.reduction_buffer_layout(self.rows_per_cta, self.warps_per_row, self.cluster)
-        return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=8), barrier
-
     def merged(self, state: MaxSum, slots, barrier) -> MaxSum:
         """The (maximum, sum) of the row, from those of its threads."""
-        state = reduce.warp_reduce(state, min(self.threads_per_row, reduce.WARP))
-        if self.cluster > 1:
-            return reduce.cluster_reduce(state, slots, barrier, self.warps_per_row, self.cluster)
-        return state if self.warps_per_row == 1 else reduce.cta_reduce(state, slots, self.warps_per_row)
+        return reduce.row_reduce(state, slots, barrier, self.threads_per_row, self.cluster)
 
     @cute.jit
     def load(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width):
@@ -213,45 +202,3 @@ def fragment_max(rX: cute.Tensor) -> cutlass.Float32:
         [pairs[i] for i in range(cute.size(pairs))], lambda a, b: math.max_f16x2(a, b, kind)
     )
     return math.tree_max(elements(to_float32(two)))
-
-
-def to_float32(rX: cute.Tensor) -> cute.TensorSSA:
-    """Convert registers of the input's type to float32.
-
-    libNVVM does not compile bfloat16 vectors of an odd length for sm_100a (CuTe DSL 4.6.0): these are converted one by
-    one. For an even length it makes three instructions for each pair; a shift and a mask are two.
-    """
-    rWide = cute.make_rmem_tensor(rX.shape, cutlass.Float32)
-    if cute.size(rX) % 2:
-        for i in range(cute.size(rX)):
-            rWide[i] = rX[i].to(cutlass.Float32)
-    elif rX.element_type is cutlass.BFloat16:
-        pairs, halves = words(rX), words(rWide)
-        for i in range(cute.size(pairs)):
-            halves[2 * i] = pairs[i] << cutlass.Uint32(16)
-            halves[2 * i + 1] = pairs[i] & cutlass.Uint32(0xFFFF0000)
-    else:
-        rWide.store(rX.load().to(cutlass.Float32))
-    return rWide.load()
-
-
-def words(rX: cute.Tensor) -> cute.Tensor:
-    """The same registers as 32-bit words; the number of 16-bit values is even."""
-    flat = cute.make_tensor(rX.iterator, cute.make_layout(cute.size(rX)))
-    return cute.recast_tensor(flat, cutlass.Uint32)
-
-
-def from_float32(values: cute.TensorSSA, rX: cute.Tensor):
-    """Convert float32 to registers of the output's type; see `to_float32`."""
-    if cute.size(rX) % 2 == 0:
-        rX.store(values.to(rX.element_type))
-    else:
-        for i, value in enumerate(elements(values)):
-            rX[i] = value.to(rX.element_type)
-
-
-def elements(values: cute.TensorSSA) -> list:
-    """A register tensor's elements, one by one."""
-    rX = cute.make_rmem_tensor(values.shape, cutlass.Float32)
-    rX.store(values)
-    return [rX[i] for i in range(cute.size(rX))]

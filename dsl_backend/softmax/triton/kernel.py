@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dsl_backend.rows import power_of_2
 from dsl_backend.runtime.target import Target
-from dsl_backend.softmax.configs import power_of_2
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 # The widest row that is read once: 64 elements for each thread of 8 warps.

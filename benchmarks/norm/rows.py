@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the RMSNorm benchmark: the default group, and further groups, selected by a regular expression."""
+
+import torch
+from dsl_backend.norm.spec import Scaling
+
+from ..case import TABLE, Case
+from .problems import Problem
+
+K = 1024
+# A step's norms with residual: decode with few requests, decode with many, prefill, of usual hidden sizes.
+MAIN = ((1, 4 * K), (16, 8 * K), (256, 4 * K), (4 * K, 4 * K), (16 * K, 8 * K))
+GRID_ROWS = tuple(512 * 2**i for i in range(7))
+GRID_WIDTHS = (4 * K, 8 * K, 16 * K, 32 * K)
+NARROW = (64, 128, 256, 512, 1024, 2048)
+WIDE = (64 * K, 128 * K, 256 * K)
+
+
+def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
+    name = f"{problem.rows}x{problem.width}"
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=0,
+        axis=axis,
+    )
+
+
+def cases() -> list[Case[Problem]]:
+    found = [case(Problem(rows=rows, width=width, residual=True)) for rows, width in MAIN]
+    found += [case(Problem(rows=rows, width=width), "grid", "rows") for rows in GRID_ROWS for width in GRID_WIDTHS]
+    found += [case(Problem(rows=4 * K, width=width), "wide", "width") for width in WIDE]
+    # Norms of heads.
+    found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
+    for group, scaling in (("fp8", Scaling.TOKEN), ("fp8-tensor", Scaling.TENSOR)):
+        found += [case(Problem(rows=m, width=n, residual=True, scaling=scaling), group) for m, n in MAIN]
+    found += [
+        case(Problem(rows=rows, width=width, dtype=torch.float32, residual=True), "f32") for rows, width in MAIN[2:]
+    ]
+    # Rows whose start is not aligned to 16 bytes.
+    found += [case(Problem(rows=rows, width=width), "odd") for rows, width in ((4 * K, 4099), (64, 8193))]
+    found += [case(Problem(rows=rows, width=width, residual=True), "tiny") for rows, width in ((3, 40), (2, 4099))]
+    return found

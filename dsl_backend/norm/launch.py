@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the tensors and the launch of the kernel that serves. The API and the operator use them."""
+
+import torch
+
+from dsl_backend import checks
+from dsl_backend.checks import require, short
+from dsl_backend.norm import dispatch
+from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
+from dsl_backend.rows import DTYPES, check_like, check_rows, common_vector, with_expected_strides
+from dsl_backend.runtime import target as targets
+
+
+def check_out_dtype(out: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raise InvalidInput where an output is no tensor, or not of the dtype that is asked for."""
+    checks.tensor("out", out)
+    require(
+        out_dtype in (None, out.dtype),
+        f"out is {short(out.dtype)} and out_dtype {out_dtype}: they must agree, or out_dtype be left out",
+    )
+
+
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+) -> None:
+    """Raise InvalidInput where the tensors do not match; arguments as `api.rms_norm`."""
+    check_rows("x", x)
+    check_rows("out", out, (*DTYPES, FP8))
+    check_like("out", out, x)
+    checks.apart("out", out)
+    if weight is not None:
+        check_vector("weight", weight, x, DTYPES, x.shape[1], "width")
+    require(
+        residual is not None or residual_out is None, "residual_out is given without a residual: it needs one to add"
+    )
+    for name, tensor in (("residual", residual), ("residual_out", residual_out)):
+        if tensor is not None:
+            check_rows(name, tensor, (x.dtype,))
+            check_like(name, tensor, x)
+    if residual_out is not None:
+        checks.apart("residual_out", residual_out)
+    if out.dtype == FP8:
+        require(
+            (scale is None) != (scale_out is None),
+            "out is float8_e4m3fn: either scale, one for all rows, or scale_out, one for each row, is needed",
+        )
+    for name, tensor, count, what in (("scale", scale, 1, "element"), ("scale_out", scale_out, len(x), "rows")):
+        if tensor is not None:
+            require(out.dtype == FP8, f"{name} is given and out is {short(out.dtype)}: float8_e4m3fn is needed")
+            check_vector(name, tensor, x, (torch.float32,), count, what)
+
+
+def check_vector(
+    name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], count: int, what: str
+) -> None:
+    """Raise InvalidInput where a tensor has not `count` contiguous elements of one of the dtypes on x's device."""
+    checks.tensor(name, tensor)
+    require(
+        tensor.dtype in dtypes,
+        f"{name} is {short(tensor.dtype)}: one of {', '.join(map(short, dtypes))} is needed",
+    )
+    shapes = [(count,), (count, 1), ()][: 3 if name == "scale" else 2 if name == "scale_out" else 1]
+    require(tuple(tensor.shape) in shapes, f"{name} has shape {tuple(tensor.shape)}: {what} {count} is needed")
+    require(tensor.is_contiguous(), f"{name} has strides {tensor.stride()}: contiguous elements are needed")
+    require(tensor.device == x.device, f"{name} is on {tensor.device}, x on {x.device}")
+    checks.no_gradient(name, tensor)
+
+
+def spec_of(tensors: NormTensors, weight_offset: float) -> NormSpec:
+    """The problem of tensors with the strides that kernels expect."""
+    x, weight = tensors.x, tensors.weight
+    matrices = [one for one in (x, tensors.residual, tensors.out, tensors.residual_out) if one is not None]
+    vector = common_vector(*matrices)
+    if weight is not None:
+        while weight.data_ptr() // weight.element_size() % vector:
+            vector //= 2
+    scaling = Scaling.TENSOR if tensors.scale is not None else Scaling.NONE
+    return NormSpec(
+        width=x.shape[1],
+        dtype=x.dtype,
+        out_dtype=tensors.out.dtype,
+        weight_dtype=None if weight is None else weight.dtype,
+        residual=tensors.residual is not None,
+        weight_offset=float(weight_offset),
+        scaling=Scaling.TOKEN if tensors.scale_out is not None else scaling,
+        vector=vector,
+    )
+
+
+def tensors_of(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+) -> NormTensors:
+    """The tensors of a launch with the shapes and strides that kernels expect."""
+
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else with_expected_strides(tensor)
+
+    def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.view(-1)
+
+    return NormTensors(
+        x=with_expected_strides(x),
+        residual=rows(residual),
+        weight=weight,
+        scale=flat(scale),
+        out=with_expected_strides(out),
+        residual_out=rows(residual_out),
+        scale_out=flat(scale_out),
+    )
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    scale: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+    kernel: str | None,
+) -> None:
+    """Check the tensors, and launch; arguments as `api.rms_norm`."""
+    check(x, weight, out, residual, residual_out, scale, scale_out)
+    require(
+        weight is not None or weight_offset == 0,
+        f"weight_offset is {weight_offset:g} and there is no weight: 0 is needed",
+    )
+    if x.numel() == 0:
+        return
+    # A tensor that torch.compile traces with has no address: not in `check`.
+    require(
+        residual_out is None or residual_out.data_ptr() != out.data_ptr(), "residual_out and out are the same memory"
+    )
+    tensors = tensors_of(x, weight, out, residual, residual_out, scale, scale_out)
+    spec, target = spec_of(tensors, weight_offset), targets.detect(x.device)
+    dispatch.chosen(spec, target, kernel)(tensors, eps, spec, target)
