@@ -283,6 +283,12 @@ def circles(edges: dict[str, set[str]]) -> list[tuple[str, ...]]:
     return sorted(groups)
 
 
+def test_one_convention_for_dependent_launches() -> None:
+    """Kernels call `primitives/dependent_launch.py`, which says what they may do before they wait."""
+    sources = (ROOT / "dsl_backend").rglob("*.py")
+    assert [one.name for one in sources if "griddepcontrol_" in one.read_text()] == ["dependent_launch.py"]
+
+
 def test_circles_are_the_known_ones() -> None:
     assert circles(graph(ROOT)) == sorted(CIRCLES)
 

@@ -27,6 +27,7 @@ from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.gemm.views import NUMERIC, parts_view
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
@@ -161,7 +162,7 @@ class SmallMGemmBase:
         prologue = cutlass.min(count, self.stages)
         for position in cutlass.range(prologue, unroll=1):
             self.load_weights(params, tWsW, tWgW, pipeline, work, position)
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         for position in cutlass.range(prologue, unroll=1):
             self.load_x(params, tXsX, tXgX, pipeline, work, position)
         for position in cutlass.range(prologue, count, unroll=1):

@@ -50,6 +50,8 @@ class Device:
         self.launches = 0
         self._registered: list[Region] = []
         self._passed: list[Region] = []
+        self._capturing = False
+        self._waiting: list[Launch] = []
 
     @property
     def findings(self) -> Sequence[object]:
@@ -73,15 +75,49 @@ class Device:
 
     @contextmanager
     def passing(self, regions: Sequence[Region]) -> Iterator[None]:
-        """The global memory that a call passes, while the call runs."""
+        """The global memory that a call passes, while the call runs; its launches run when it ends."""
         outer, self._passed = self._passed, [*self._passed, *regions]
         try:
-            yield
+            with self.capture():
+                yield
         finally:
             self._passed = outer
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Inside, launches are recorded as in a CUDA graph; they run, in their order, when the block is left.
+
+        Without it, the launches of a call run when the call ends. Of launches that run together, one with programmatic
+        stream serialization (`use_pdl`) overlaps with the one before it, and it is found if it does not wait for it.
+        Until then tensors hold what they held before; what host code writes inside is there before the first launch.
+        """
+        if self._capturing:
+            yield
+            return
+        self._capturing = True
+        try:
+            yield
+            self._run_waiting()
+        finally:
+            self._capturing = False
+            self._waiting.clear()
+
+    def _run_waiting(self) -> None:
+        """Run what was launched: each with programmatic stream serialization beside the launch before it."""
+        while self._waiting:
+            count = 1
+            while count < len(self._waiting) and self._waiting[count].programmatic:
+                count += 1
+            together, self._waiting = self._waiting[:count], self._waiting[count:]
+            overlap = getattr(self.machine, "overlap", None)
+            if count > 1 and overlap is not None:
+                overlap(together)
+            else:
+                for launch in together:
+                    self.machine.launch(launch)
+
     def launch(self, request: Request) -> None:
-        """Check a launch as a device's driver would, and run it."""
+        """Check a launch as a device's driver would, and leave it to `passing` or `capture` to run it."""
         module = request.kernel.module
         if module.arch != self.arch:
             raise HostError(f"{module.name} was compiled for {module.arch}, and this device is an {self.arch}")
@@ -105,7 +141,9 @@ class Device:
         )
         check(launch, request, self.sms)
         self.launches += 1
-        self.machine.launch(launch)
+        self._waiting.append(launch)
+        if not self._capturing:
+            self._run_waiting()
 
 
 def dim3(values: Sequence[int]) -> Dim3:

@@ -94,7 +94,10 @@ class Launch:
 
 
 class Machine(Protocol):
-    """Runs launches. One that has `findings` or a `profile` shows them through the device."""
+    """Runs launches. One that has `findings` or a `profile` shows them through the device.
+
+    One that has `overlap(launches)` runs launches of which each may start while the one before it runs.
+    """
 
     def launch(self, launch: Launch) -> None:
         """Run a kernel to its end; what it raises reaches whoever called the compiled function."""

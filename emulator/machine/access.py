@@ -141,8 +141,14 @@ def touch_global(
         if clash is not None:
             doing = "written" if write else "read"
             byte = max(4 * clash.word - region.lead, 0)
-            message = f"byte {byte} of {region.name} is {doing}, and nothing orders an earlier {clash.earlier}"
             other = runner.run.place_of(clash.cluster, clash.component, clash.where)
+            if not runner.run.owns(clash.cluster):
+                message = (
+                    f"byte {byte} of {region.name} is {doing}, and nothing orders another launch's {clash.earlier}"
+                )
+                runner.report(Kind.DEPENDENCY, message, other=other, index=access.where)
+                continue
+            message = f"byte {byte} of {region.name} is {doing}, and nothing orders an earlier {clash.earlier}"
             seen = knows.seen if read_order is None else read_order
             known = clash.cluster == access.cluster and seen[clash.component] >= clash.clock
             kind = Kind.PROXY if order is not None and known else Kind.RACE

@@ -34,6 +34,7 @@ class Cta:
         registers: a thread's, by warp; asked: whether the warp has set them.
         pool: registers that no warp holds.
         overtaken: reads of shared memory that arrivals overtook, by the component of their warp.
+        has_released: it has executed launch_dependents, and launches overlap.
         refused: stamp of the response that no cluster is left to cancel.
         tensor_shadow: who touched which of tensor memory last; a word for TENSOR_BLOCK lanes of a column.
         state: whatever a family of instructions keeps for this CTA.
@@ -50,6 +51,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.runners: list[Runner] = []
         self.overtaken: dict[int, Overtaken] = {}
+        self.has_released = False
         self.refused: tuple[int, int] | None = None
         self.state: dict[str, object] = {}
         warps = -(-threads // 32)

@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     ALIGNMENT = "misaligned access"
     UNINITIALISED = "read of something never written"
     RACE = "data race"
+    DEPENDENCY = "launches that overlap: missing griddepcontrol.wait"
     PROXY = "missing proxy fence"
     TENSOR_ORDER = "missing tcgen05 wait or commit"
     TENSOR_FENCE = "missing tcgen05 fence"

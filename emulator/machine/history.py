@@ -3,6 +3,8 @@
 
 As `shadow.Shadow` for shared memory, with two differences: clusters come and go, so a stamp names its cluster as well;
 and of the reads since the last write only the latest is kept, which finds fewer races of a write with reads.
+
+Launches that overlap share their histories. The upper bits of a cluster's number are the launch's then.
 """
 
 from dataclasses import dataclass
@@ -55,18 +57,39 @@ class Clash:
 
 # An access in two integers: who made it, which is 0 for nobody, and the rest.
 COMPONENT, CLUSTER = 24, 40  # first bits, behind the clock's
+CLUSTER_BITS = 62 - CLUSTER
+# Of launches that overlap: where a cluster's number has the launch's.
+LAUNCH_SHIFT = 16
+MOST_LAUNCHES = (1 << CLUSTER_BITS - LAUNCH_SHIFT) - 1
 ATOMIC, WHERE = 4, 5  # behind a bit for each byte
 
 
-class _Side:
-    """The latest write, or read, of each word. Zeroed pages cost nothing until they are touched."""
+def launch_key(launch: int) -> int:
+    """What stands for all clusters of a launch in Knowledge.foreign."""
+    return -1 - launch
 
-    def __init__(self, words: int) -> None:
-        self.who = np.zeros(words, np.int64)
-        self.rest = np.zeros(words, np.int32)
+
+class _Side:
+    """The latest write, or read, of each word.
+
+    Args:
+        who, rest: arrays of words.
+        shift: of a cluster's number to its launch's.
+    """
+
+    def __init__(self, who: NDArray[np.int64], rest: NDArray[np.int32], shift: int) -> None:
+        self.who, self.rest, self.shift = who, rest, shift
+
+    @classmethod
+    def new(cls, words: int, shift: int) -> "_Side":
+        # Zeroed pages cost nothing until they are touched.
+        return cls(np.zeros(words, np.int64), np.zeros(words, np.int32), shift)
+
+    def part(self, words: slice) -> "_Side":
+        return _Side(self.who[words], self.rest[words], self.shift)
 
     def put(self, words: Words, access: Access, mask: Mask) -> None:
-        if access.clock >> COMPONENT or access.component >> CLUSTER - COMPONENT or access.cluster >> 62 - CLUSTER:
+        if access.clock >> COMPONENT or access.component >> CLUSTER - COMPONENT or access.cluster >> CLUSTER_BITS:
             raise Unsupported("so long a launch: its events or clusters cannot be told apart any more")
         self.who[words] = access.cluster + 1 << CLUSTER | access.component << COMPONENT | access.clock
         rest = access.where << WHERE | access.atomic << ATOMIC
@@ -84,19 +107,22 @@ class _Side:
         rest = self.rest[words]
         late &= (rest & mask) != 0
         if access.atomic:
-            late &= rest >> ATOMIC & 1 == 0
+            # Atomics of another launch need an order: that launch may count on what it finds.
+            others = (who >> CLUSTER) - 1 >> self.shift != access.cluster >> self.shift
+            late &= (rest >> ATOMIC & 1 == 0) | others
         if not late.any():
             return None
         place = int(late.argmax())
         cluster, component, clock = split(int(who[place]))
         return Clash(int(words[place]), cluster, component, int(rest[place]) >> WHERE, earlier, clock)
 
-    @staticmethod
-    def known(who: int, access: Access, order: Vector) -> bool:
+    def known(self, who: int, access: Access, order: Vector) -> bool:
         """Whether an earlier access is ordered before this one."""
         cluster, component, clock = split(who)
         known = order if cluster == access.cluster else access.foreign.get(cluster)
-        return known is not None and bool(known[component] >= clock)
+        if known is not None and known[component] >= clock:
+            return True
+        return launch_key(cluster >> self.shift) in access.foreign
 
 
 def split(who: int) -> tuple[int, int, int]:
@@ -105,11 +131,22 @@ def split(who: int) -> tuple[int, int, int]:
 
 
 class History:
-    """The accesses to `size` bytes."""
+    """The accesses to `size` bytes.
 
-    def __init__(self, size: int) -> None:
-        words = -(-size // 4)
-        self._writes, self._reads = _Side(words), _Side(words)
+    Args:
+        shared: by launches that overlap.
+    """
+
+    def __init__(self, size: int, *, shared: bool = False) -> None:
+        words, shift = -(-size // 4), LAUNCH_SHIFT if shared else CLUSTER_BITS
+        self._writes, self._reads = _Side.new(words, shift), _Side.new(words, shift)
+
+    def part(self, start: int, size: int) -> "History":
+        """That of `size` bytes from `start`, a multiple of 4, in the same arrays."""
+        words = slice(start // 4, -(-(start + size) // 4))
+        made = object.__new__(History)
+        made._writes, made._reads = self._writes.part(words), self._reads.part(words)
+        return made
 
     def read(self, words: Words, access: Access, mask: Mask) -> Clash | None:
         """Record a read; the write that is not ordered before it, if there is one."""

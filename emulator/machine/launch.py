@@ -17,9 +17,11 @@ from emulator.host.launch import Dim3, Launch
 from emulator.machine.cluster import Cluster, Cta
 from emulator.machine.findings import Finding, Findings, Kind, Place
 from emulator.machine.handlers import handler_of
+from emulator.machine.history import LAUNCH_SHIFT
 from emulator.machine.memory import GlobalMemory, Region
+from emulator.machine.overlap import Overlap
 from emulator.machine.profile import Profile
-from emulator.machine.runner import Abort, Handler, Runner
+from emulator.machine.runner import PATIENCE, Abort, Handler, Runner
 from emulator.machine.tasks import Tasks
 from emulator.ptx import parse
 from emulator.ptx.ir import Module
@@ -28,8 +30,6 @@ from emulator.ptx.printer import show_instr
 if TYPE_CHECKING:
     from emulator.machine.clocks import Knowledge
 
-# Turns of all warps in which nothing changed, after which the kernel is stuck in a loop.
-PATIENCE = 2000
 MOST_INSTRUCTIONS = 1 << 34  # hours
 MOST_SHARED = 1 << 33  # bytes of the emulator's memory for what runs at once
 KEPT = 16  # parsed kernels in memory, of some ten MB each
@@ -62,6 +62,8 @@ class Run:
         handlers: of each instruction that the interpreter hands over, by its index.
         left: warp instructions before the launch counts as endless.
         progress: grows whenever something changed that another warp can see.
+        idle: turns since it last grew.
+        order: the launch's place among those that overlap.
         votes: of barrier.red: each warp's predicates and lanes, by barrier and round.
         flags: what was released to words of memory, by their address: (cluster's rank or -1, address).
     """
@@ -75,6 +77,7 @@ class Run:
         findings: Findings,
         profile: Profile,
         limit: int = MOST_INSTRUCTIONS,
+        overlap: Overlap | None = None,
     ) -> None:
         self.launch = launch
         self.left = limit
@@ -83,14 +86,20 @@ class Run:
         self.tasks = Tasks(schedule, seed)
         self.findings = findings
         self.profile = profile.of(launch.kernel, self.program)
-        self.progress = 0
+        self.progress = self.idle = 0
+        allocates = any(instr.op.name == "tcgen05.alloc" for instr in self.program.instrs)
+        self.order = None if overlap is None else overlap.join(launch, allocates, self.place_of)
         self.flags: dict[tuple[int, int], Knowledge] = {}
         self.votes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.symbols, regions = self._globals()
         # Kernel parameters are memory as well: tensor maps are read there, by their address.
         self.parameters = aligned(self._parameter_block())
         regions.append(Region.at(self.parameters.ctypes.data, self.parameters.size, "the kernel's parameters"))
-        regions += [Region.at(region.address, region.bytes, region.name) for region in launch.regions]
+        histories = [overlap.histories.of(one) if overlap is not None else None for one in launch.regions]
+        regions += [
+            Region.at(one.address, one.bytes, one.name, history)
+            for one, history in zip(launch.regions, histories, strict=True)
+        ]
         self.memory = GlobalMemory(regions)
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.warps = -(-self.threads // 32)
@@ -138,7 +147,7 @@ class Run:
         first = next(self._indices, None)
         if first is None:
             return False
-        number = len(self.names)
+        number = (self.number << LAUNCH_SHIFT) + len(self.names)
         cluster = Cluster(number, self.members, self.warps, has_tensor_memory=self.launch.arch.startswith("sm_10"))
         self.names[number] = cluster.components.names
         cluster.slot = min(set(range(self.resident)) - {other.slot for other in self.clusters.values()})
@@ -155,7 +164,10 @@ class Run:
     def next_cancelled(self) -> Dim3 | None:
         """Take the next cluster off the grid, for cluster launch control: its first CTA, None if there is none left."""
         first = next(self._indices, None)
-        self.cancelled += first is not None
+        if first is not None:
+            self.cancelled += 1
+            if self.order is not None:
+                self.order.holding -= self.members
         return first
 
     def _runner(self, cta: Cta, number: int, place: Dim3, sm: int) -> Runner:
@@ -202,31 +214,50 @@ class Run:
             addresses=self.symbols,
             live=live,
         )
-        return Runner(self, cta, number, warp)
+        runner = Runner(self, cta, number, warp)
+        if self.order is not None:
+            runner.clock.knows.join_foreign(self.order.over_at_start)
+        return runner
 
     # Running.
 
     def execute(self) -> None:
         """Run the launch to its end, or to what makes it impossible; findings say what."""
         try:
-            while len(self.clusters) < self.resident and self.start():
-                pass
-            idle = 0
+            self.begin()
             while self.clusters:
-                before = self.progress
-                idle = 0 if self._turn() and self.progress != before else idle + 1
-                if self.left < 0:
-                    self._deadlock("the kernel does not come to an end")
-                if idle > PATIENCE:
+                if not self.turn():
+                    self._deadlock("every warp waits")
+                if self.idle > PATIENCE:
                     self._deadlock("nothing changes any more")
         except Abort:
+            self.collect_rest()
+
+    def begin(self) -> None:
+        """Start as many clusters as run at the same time."""
+        while len(self.clusters) < self.resident and self.start():
             pass
+
+    def collect_rest(self) -> None:
+        """The counts of clusters that did not come to their ends."""
         for cluster in list(self.clusters.values()):
             with suppress(Abort):
                 self._collect(cluster)
 
+    def turn(self) -> bool:
+        """A turn of every warp, and of asynchronous work; False if nobody can go on.
+
+        Raises:
+            Abort: a finding makes going on impossible.
+        """
+        before = self.progress
+        moved = self._turn()
+        self.idle = 0 if self.progress != before else self.idle + 1
+        if self.left < 0:
+            self._deadlock("the kernel does not come to an end")
+        return moved
+
     def _turn(self) -> bool:
-        """A turn of every warp, and of asynchronous work; whether anything happened."""
         runners = [runner for cluster in self.clusters.values() for runner in cluster.runners if not runner.done]
         moved, before = False, self.progress
         for position in self.tasks.shuffled(len(runners)):
@@ -239,18 +270,22 @@ class Run:
                 self.progress += 1
             else:
                 expired = [runner.expire() for runner in runners if not runner.done]
-                if not any(expired):
-                    self._deadlock("every warp waits")
+                moved = any(expired)
         for number, cluster in list(self.clusters.items()):
             if cluster.done:
                 self._collect(cluster)
                 del self.clusters[number]
                 self.progress += 1
+                moved = True
                 self.start()
-        return True
+        return moved or self.progress != before
 
     def ended(self, runner: Runner) -> None:
-        """A warp has ended: barriers for all warps may be complete without it."""
+        """A warp has ended: barriers for all warps may be complete without it, and launches may start."""
+        if self.order is not None:
+            self.order.warp_ended(runner.clock.knows.foreign)
+            if all(other.done for other in runner.cta.runners):
+                self.order.release(runner.cta, {key for one in runner.cta.runners for key in one.clock.knows.foreign})
         for barrier in (runner.cta.named.get(0), runner.cta.cluster.barrier):
             if barrier is not None:
                 barrier.leave()
@@ -277,7 +312,11 @@ class Run:
             self.findings.add(Finding(Kind.UNFINISHED, barrier, place, warning=True))
 
     def _deadlock(self, why: str) -> None:
-        """Report every warp and barrier, and end the launch."""
+        self.report_deadlock(why)
+        raise Abort
+
+    def report_deadlock(self, why: str) -> None:
+        """Report every warp and barrier."""
         waiting = [
             (runner, f"    {runner.place()}: {runner.wait.what if runner.wait else 'runs in a loop'}")
             for cluster in self.clusters.values()
@@ -294,11 +333,21 @@ class Run:
         message = "\n".join([why, *(line for _, line in waiting), *barriers, *pending])
         place = waiting[0][0].place() if waiting else Place("nobody")
         self.findings.add(Finding(Kind.DEADLOCK, message, place))
-        raise Abort
 
     # Names.
 
+    @property
+    def number(self) -> int:
+        """Among the launches that overlap, from 0."""
+        return 0 if self.order is None else self.order.number
+
+    def owns(self, cluster: int) -> bool:
+        """Whether a cluster is this launch's, and not another one's that overlaps with it."""
+        return cluster in self.names
+
     def place(self, who: str, index: int) -> Place:
+        if self.order is not None:
+            who = f"launch {self.number}, {who}"
         if not 0 <= index < len(self.program.instrs):
             return Place(who)
         instr = self.program.instrs[index]
@@ -306,6 +355,8 @@ class Run:
 
     def place_of(self, cluster: int, component: int, index: int) -> Place:
         """The place of an earlier access, by its stamp."""
+        if self.order is not None and not self.owns(cluster):
+            return self.order.overlap.orders[cluster >> LAUNCH_SHIFT].place_of(cluster, component, index)
         return self.place(self.names[cluster][component], index)
 
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine behind an emulated device."""
 
+from collections.abc import Sequence
+
 from emulator.host.launch import Launch
 from emulator.machine.findings import Findings
 from emulator.machine.launch import MOST_INSTRUCTIONS, Run
+from emulator.machine.overlap import Overlap
 from emulator.machine.profile import Profile
+from emulator.machine.stream import Stream
 
 
 class Machine:
-    """Runs launches one after the other, each to its end.
+    """Runs launches one after the other, or so that they overlap.
 
     Args:
         arch: such as sm_100a.
@@ -36,4 +40,12 @@ class Machine:
         Raises:
             EmulatorError: something in it is not emulated.
         """
-        Run(launch, self.sms, self.schedule, self.seed, self.findings, self.profile, self.limit).execute()
+        self._run(launch).execute()
+
+    def overlap(self, launches: Sequence[Launch]) -> None:
+        """Run kernels of which each may start while the one before it runs; otherwise as `launch`."""
+        overlap = Overlap(list(launches))
+        Stream([self._run(launch, overlap) for launch in launches], self.schedule, self.seed).execute()
+
+    def _run(self, launch: Launch, overlap: Overlap | None = None) -> Run:
+        return Run(launch, self.sms, self.schedule, self.seed, self.findings, self.profile, self.limit, overlap)

@@ -16,6 +16,8 @@ Addresses = NDArray[np.int64]
 Values = NDArray[Any]  # of unsigned integers
 
 UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+# Of a region's base: offsets are aligned as addresses are.
+ALIGNMENT = 16
 # What memory holds before anyone writes it: a NaN in every floating type, so that a stale read shows.
 POISON = 0xFF
 
@@ -91,12 +93,16 @@ class Region:
     lead: int = 0
 
     @classmethod
-    def at(cls, base: int, size: int, name: str) -> "Region":
-        """The memory of this process at an address; its owner must outlive the region."""
-        lead = base % 16
+    def at(cls, base: int, size: int, name: str, history: History | None = None) -> "Region":
+        """The memory of this process at an address; its owner must outlive the region.
+
+        Args:
+            history: from its base on; a new one if there is none.
+        """
+        lead = base % ALIGNMENT
         base, size = base - lead, size + lead
         raw = (ctypes.c_uint8 * size).from_address(base)
-        return cls(base, size, name, Bytes(np.ctypeslib.as_array(raw)), History(size), lead)
+        return cls(base, size, name, Bytes(np.ctypeslib.as_array(raw)), history or History(size), lead)
 
 
 class GlobalMemory:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from emulator.machine.loads import Loads
 
 TURN = 4096  # instructions that a warp runs before others get their turn
+# Turns of all warps in which nothing changed, after which a kernel is stuck in a loop.
+PATIENCE = 2000
 
 
 KINDS = {

@@ -18,7 +18,6 @@ from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.linear import F16, LinearCase, Tensors, expected, judge, random_case, tensors
-from emulator.machine import Machine
 
 SMEM_BYTES = 227 * 1024
 SMS = 4
@@ -57,18 +56,14 @@ def spec_of(case: LinearCase) -> LinearSpec:
     )
 
 
-def emulate(one: Emulated, schedule: str, seed: int = 0, machine: Machine | None = None) -> Tensors:
-    """Compile, run on the emulator, judge; any finding or warning raises.
-
-    Args:
-        machine: a machine to run on, of the same arch, SMs and schedule.
-    """
+def emulate(one: Emulated, schedule: str, seed: int = 0) -> Tensors:
+    """Compile, run on the emulator, judge; any finding or warning raises."""
     given = tensors(one.case, "cpu")
     wanted = expected(one.case, given)
     spec = spec_of(one.case)
     assert one.config.objections(spec, SMEM_BYTES) == []
     workspace = Workspace(torch.device("cpu"))
-    with emulator.device(arch=one.arch, sms=one.sms, schedule=schedule, seed=seed, strict=True, machine=machine):
+    with emulator.device(arch=one.arch, sms=one.sms, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(spec, one.config), from_arch(one.arch))
         host.run(function, one.config, GemmOperands(*given), one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"

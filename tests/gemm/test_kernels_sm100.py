@@ -4,15 +4,13 @@
 from dataclasses import replace
 
 import pytest
-from gemm_cases import CASES_SM100, SMALL_M_SM100, TWO_CTA, Emulated, emulate, random_sm100, spec_of
+from gemm_cases import CASES_SM100, Emulated, emulate, random_sm100, spec_of
 
 from dsl_backend.gemm.activation import Swiglu
-from dsl_backend.gemm.configs import Config, fitting
+from dsl_backend.gemm.configs import fitting
 from dsl_backend.gemm.sm100.configs import GEMMS, SMALL_M, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
-from emulator.host.launch import Launch
-from emulator.machine import Machine
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 3, 150
@@ -36,31 +34,6 @@ def test_case(one: Emulated, schedule: str) -> None:
 )
 def test_fuzz(seed: int) -> None:
     emulate(random_sm100(seed), SCHEDULES[seed % 3], seed)
-
-
-class Reader(Machine):
-    """Keeps the PTX of its last launch."""
-
-    ptx = ""
-
-    def launch(self, launch: Launch) -> None:
-        self.ptx = launch.ptx
-        super().launch(launch)
-
-
-# The load warp waits for the kernel before. Where it loads weights before that, the epilogue waits too.
-@pytest.mark.parametrize(("config", "waits"), [(TWO_CTA, 1), (SMALL_M_SM100, 2)], ids=["gemm", "small-m"])
-def test_order_of_launches(config: Config, waits: int) -> None:
-    """A kernel allocates its tensor memory before the next kernel may start, which would take it and wait for this one.
-
-    Launches overlap on a GPU only, so the order of the instructions is tested.
-    """
-    one = Emulated(id="order", why="launches that overlap", case=LinearCase(rows=1, n=8, k=8), config=config)
-    machine = Reader(one.arch, one.sms, "eager")
-    emulate(one, "eager", machine=machine)
-    words = ("tcgen05.alloc", "griddepcontrol.launch_dependents", "griddepcontrol.wait")
-    assert [machine.ptx.count(word) for word in words] == [1, 1, waits]
-    assert machine.ptx.index(words[0]) < machine.ptx.index(words[1])
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.sizes import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.softmax import finalize
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import VECTOR_BYTES, load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma, quotient, tree_reduce
 
@@ -161,7 +162,7 @@ class CombineThread:
             )
             if first == 0:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
-                cute.arch.griddepcontrol_wait()
+                dependent_launch.wait()
             cta_range, warp_range = (
                 self.split_range(split_ranges, cta_source),
                 self.split_range(split_ranges, warp_source),
@@ -231,7 +232,7 @@ class CombineThread:
             source, task = self.task_at(split_ranges, worker, num_workers, first + self.lane)
             if first == 0:
                 # Before any exit, as above.
-                cute.arch.griddepcontrol_wait()
+                dependent_launch.wait()
             own_range = self.fixed_split_range(split_ranges, source)
             exists = own_range.num_splits > 0 and task < own_range.num_rows * self.column_blocks
             lanes = cute.arch.vote_ballot_sync(exists)

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.tiles import NUMERIC, VECTOR
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, f32_to_e5m2
 from dsl_backend.quant.format import E4M3, E5M2, KVFormat
@@ -87,8 +88,8 @@ class WriteRows:
         mVScale: cute.Tensor | None,  # (head_kv)
     ):
         # The attention kernel may start on free SMs; it waits for the end of this one.
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         thread = cute.arch.thread_idx()[0]
         token_of_cta = thread // self.cta_vectors
         token = cute.arch.block_idx()[0] * self.tokens + token_of_cta

@@ -6,6 +6,7 @@ from cutlass import cute
 
 from dsl_backend.experts.cute.args import ExpertsArgs
 from dsl_backend.experts.cute.routing import flat, local_expert
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import load_vector, store_vector
 
 THREADS = 128
@@ -52,8 +53,8 @@ class Combine:
         mOut: cute.Tensor,
         topk: cutlass.Int32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         token, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * VECTOR
         if column < mOut.shape[1]:

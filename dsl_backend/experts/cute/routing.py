@@ -15,6 +15,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.scan import warp_inclusive_sum
@@ -119,8 +120,8 @@ class Routing:
     def count_kernel(self, params: RoutingParams):
         """Counts of a CTA's range of pairs."""
         smem = self.allocate()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         self.count(params, smem)
         for expert in cutlass.range(cute.arch.thread_idx()[0], self.experts, self.threads, unroll=1):
             params.mCounts[cute.arch.block_idx()[0], expert] = self.total(smem, expert)
@@ -131,8 +132,8 @@ class Routing:
         smem = self.allocate()
         thread = cute.arch.thread_idx()[0]
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         self.count(params, smem)
         for expert in cutlass.range(thread, self.experts, self.threads, unroll=1):
             total, before = cutlass.Int32(0), cutlass.Int32(0)

@@ -17,7 +17,7 @@ from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import ACC_STAGES, LOAD_WARP, MMA_K, MMA_M, MMA_WARP, GemmConfig
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
-from dsl_backend.primitives import tmem
+from dsl_backend.primitives import dependent_launch, tmem
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.math import add_pair, in_pairs
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
@@ -110,8 +110,8 @@ class Gemm(GemmBase):
         tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
         self.cluster_sync()
         # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         if role == LOAD_WARP:
             self.load(params, sX, sW, pipeline)
         if role == MMA_WARP and cta_rank == 0:

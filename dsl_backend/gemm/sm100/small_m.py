@@ -25,7 +25,7 @@ from dsl_backend.gemm.sm100.configs import (
 )
 from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives import tmem
+from dsl_backend.primitives import dependent_launch, tmem
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
 
@@ -92,7 +92,7 @@ class SmallMGemm(SmallMGemmBase):
         cute.arch.sync_threads()
         tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
         # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
-        cute.arch.griddepcontrol_launch_dependents()
+        dependent_launch.launch_dependents()
         work = self.work(params)
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
@@ -180,7 +180,7 @@ class SmallMGemm(SmallMGemmBase):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         acc_0, acc_1 = (cute.make_rmem_tensor(self.thread_tokens, cutlass.Float32) for _ in range(2))
         # A kernel before this one may write the residual, or read what this one writes.
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         first_tile, tiles = self.tile_range(work)
         for i in cutlass.range(tiles, unroll=1):
             tile = first_tile + i

@@ -18,6 +18,7 @@ from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.gemm.views import bias_of
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
@@ -108,8 +109,8 @@ class Gemm(GemmBase):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         group = warp // (WARPGROUP // 32)
         if group == CONSUMERS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -14,6 +14,7 @@ from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, SmallMConfig
 from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 
@@ -72,7 +73,7 @@ class SmallMGemm(SmallMGemmBase):
             for atom in (params.tma_atom_w, params.tma_atom_x):
                 cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
+        dependent_launch.launch_dependents()
         work = self.work(params)
         group = warp // (WARPGROUP // 32)
         if group == self.groups:
@@ -110,7 +111,7 @@ class SmallMGemm(SmallMGemmBase):
         shape = tiled_mma.partition_shape_C((MMA_M, self.tokens))
         acc_0, acc_1 = (cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(2))
         # A kernel before this one may write the residual, or read what this one writes.
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         for tile in cutlass.range(work.start // work.k_tiles, (work.end - 1) // work.k_tiles + 1, unroll=1):
             tile_start = tile * work.k_tiles
             start = cutlass.max(work.start, tile_start)

@@ -16,7 +16,7 @@ from cutlass import cute
 
 from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import FP8_MAX, MIN_SCALE, NormTensors, Scaling
-from dsl_backend.primitives import math, reduce
+from dsl_backend.primitives import dependent_launch, math, reduce
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.fragment import elements, from_float32, to_e4m3, to_float32
 from dsl_backend.primitives.reduce import Sum, SumMax
@@ -99,8 +99,8 @@ class RMSNorm:
             # No kernel of a step writes weights: they need not wait for the one before.
             rW = self.load(args.weight, cutlass.Int64(0), first, width, first < width)
         if cutlass.const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            dependent_launch.launch_dependents()
+            dependent_launch.wait()
         rZ = self.load(args.x, row_start(args.x, row), first, width, active)
         if cutlass.const_expr(self.residual):
             rR = self.load(args.residual, row_start(args.residual, row), first, width, active)

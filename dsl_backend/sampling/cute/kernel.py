@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point, smem
@@ -96,7 +97,7 @@ class Sample:
         if cutlass.const_expr(self.cluster.ctas > 1):
             cute.arch.cluster_arrive()
         # The previous kernel on the stream may run until here.
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
 
         index = cute.arch.block_idx()[0]
         segment = self.segment(args.logits, index)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives import dependent_launch
+
 WARP = 32
 WARPS = 4
 NO_TOKEN = -1
@@ -65,7 +67,7 @@ class AcceptDrafts:
 
     @cute.kernel
     def kernel(self, args: VerifyArgs):
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         request = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
         if request < args.counts.shape[0]:
             self.verify(args, request)

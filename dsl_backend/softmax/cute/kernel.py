@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from dsl_backend.primitives import math, reduce
+from dsl_backend.primitives import dependent_launch, math, reduce
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector, store_vector
 from dsl_backend.primitives.fragment import elements, from_float32, to_float32, words
@@ -77,8 +77,8 @@ class Softmax:
         if cutlass.const_expr(self.cluster > 1):
             reduce.init_cluster_reduce(barrier)
         if cutlass.const_expr(self.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            dependent_launch.launch_dependents()
+            dependent_launch.wait()
         rows, width = mX.shape
         thread = cute.arch.thread_idx()[0]
         row = cute.arch.block_idx()[0] * self.rows_per_cta + thread // self.threads_per_row

@@ -46,16 +46,41 @@ def execute_init_fence(runner: Runner, instr: Instr) -> None:
         execute_fence(runner, instr)
 
 
-@executes("griddepcontrol.wait", "griddepcontrol.launch_dependents")
-def execute_dependency(runner: Runner, instr: Instr) -> None:
-    """Launches run one after the other: whatever a grid depends on is complete."""
+@executes("griddepcontrol.wait")
+def execute_dependency_wait(runner: Runner, instr: Instr) -> Wait | None:
+    """Where launches do not overlap, whatever a grid depends on is complete."""
     runner.run.profile.count(instr.op.text)
+    order = runner.run.order
+    before = None if order is None else order.before
+    if order is None or before is None:
+        return None
+    return Wait(
+        "waits for the launch before",
+        lambda: before.complete,
+        lambda: runner.clock.knows.join_foreign(order.over_after_wait()),
+    )
+
+
+@executes("griddepcontrol.launch_dependents")
+def execute_launch_dependents(runner: Runner, instr: Instr) -> Wait | None:
+    """The first of a CTA counts; it orders no access to memory."""
+    runner.run.profile.count(instr.op.text)
+    order = runner.run.order
+    if order is None or order.is_last or not order.release(runner.cta, runner.clock.knows.foreign):
+        return None
+    runner.run.progress += 1
+    return pause("lets the next launch start")
 
 
 @executes("nanosleep")
 def execute_sleep(runner: Runner, instr: Instr) -> Wait:
+    return pause("sleeps")
+
+
+def pause(what: str) -> Wait:
+    """Others have their turns."""
     turns = iter((False, True))
-    return Wait("sleeps", lambda: next(turns, True))
+    return Wait(what, lambda: next(turns, True))
 
 
 @executes("setmaxnreg")

@@ -104,6 +104,10 @@ def execute_alloc(runner: Runner, instr: Instr) -> Wait:
     where = runner.warp.address(operand)[runner.lanes[:1]]
     if space_of(instr) is None:
         ((_, _, where),) = by_space(where)
+    order = runner.run.order
+    if order is not None and runner.cta.has_released and order.tensor_memory_at_risk():
+        message = "asked for after launch_dependents: CTAs of a later launch may hold it while they wait for this one"
+        runner.report(Kind.TENSOR_MEMORY, message)
     one = pairing(runner, ctas, count)
     tensors = [tensor_of(cta)[0] for cta in ctas]
     runner.run.progress += 1

@@ -44,6 +44,7 @@ from dsl_backend.attention.cute.sm100.kv_stages import (
 )
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -145,7 +146,7 @@ class DenseForward(TiledKernel):
         config = self.config
         if cutlass.const_expr(self.key.split):
             # The combine kernel can start beside this one. It waits for this one's results.
-            cute.arch.griddepcontrol_launch_dependents()
+            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, sO = self.allocate_q(allocator)
         if cutlass.const_expr(config.shared_kv_stages):

@@ -34,6 +34,7 @@ from dsl_backend.attention.cute.sm100.mla_configs import (
 )
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -94,7 +95,7 @@ class MlaForward(TiledMla):
         config = self.config
         if cutlass.const_expr(self.key.split):
             # The combine kernel may be launched beside this one: it waits for this one's end.
-            cute.arch.griddepcontrol_launch_dependents()
+            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)

@@ -32,6 +32,7 @@ from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp, SeparateKVStages, allocate_swizzled
 from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwapABSoftmaxWarps
 from dsl_backend.attention.cute.tiles import TiledKernel
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
@@ -67,7 +68,7 @@ class SwapABForward(DenseForward):
     ):
         config, s_stages = self.config, self.s_stages
         # The combine kernel can start beside this one. It waits for this one's results.
-        cute.arch.griddepcontrol_launch_dependents()
+        dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, _ = self.allocate_q(allocator)
         kv_stages = SeparateKVStages(self, allocator, self.tile_n, self.dims_v)

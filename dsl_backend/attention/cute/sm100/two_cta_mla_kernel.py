@@ -25,6 +25,7 @@ from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.two_cta_mla_load import TwoCtaMlaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_mma import TwoCtaMlaMmaWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_softmax import TwoCtaMlaSoftmaxWarps
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -68,7 +69,7 @@ class TwoCtaMlaForward(MlaForward):
         config = self.config
         if cutlass.const_expr(self.key.split):
             # The combine kernel may be launched beside this one: it waits for this one's end.
-            cute.arch.griddepcontrol_launch_dependents()
+            dependent_launch.launch_dependents()
         sQ_layout, sK_layout, sP_layout = self.layouts()
         sV_layout = cute.tile_to_shape(
             self.atom(self.chunk), (self.tile_n, self.dims_v // CTA_PAIR, config.stages), order=(0, 1, 2)

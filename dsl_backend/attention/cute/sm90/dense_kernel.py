@@ -26,6 +26,7 @@ from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, 
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import VECTOR_BYTES
 
 LOAD_WARP, SCHEDULER_WARP = 0, 1
@@ -147,10 +148,10 @@ class DenseForward(TiledKernel):
         cute.arch.sync_threads()
 
         # Nothing before this point depends on the kernels before this one (programmatic dependent launch).
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         if cutlass.const_expr(self.key.split):
             # The combine kernel may start on free SMs; it waits for the end of this one.
-            cute.arch.griddepcontrol_launch_dependents()
+            dependent_launch.launch_dependents()
         work_pipeline = WorkTilePipeline(work_tiles, barriers.work_full, barriers.work_empty)
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.load_registers)

@@ -27,6 +27,7 @@ from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WA
 from dsl_backend.attention.cute.sm90.mla_barriers import WARPS_PER_WARPGROUP, Barriers, mbar_arrays
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_mma import ACC_SCALE, MlaMmaConsumer, MlaSmem
+from dsl_backend.primitives import dependent_launch
 
 
 class MlaForward(TiledMla):
@@ -125,10 +126,10 @@ class MlaForward(TiledMla):
         self.cluster_sync()
 
         # Until here, nothing was accessed that the kernels before this one read or write.
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.wait()
         if cutlass.const_expr(self.key.split):
             # The combine kernel may be launched beside this one: it waits for this one's end.
-            cute.arch.griddepcontrol_launch_dependents()
+            dependent_launch.launch_dependents()
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         mma_registers, other_registers, dequant_registers = config.registers
         if warp < WARPS_PER_WARPGROUP:

@@ -25,6 +25,7 @@ from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, ORDER_BARRIER, Gemm
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import box_layout
 from dsl_backend.gemm.views import bias_of, parts_view
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector, store_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
@@ -191,8 +192,8 @@ class GroupedGemm(Gemm):
             clear_rows(sX[None, None, stage], 0, self.tile_m, cute.arch.thread_idx()[0], self.threads)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
         schedule = self.tiles_of_cta(params)
         group = warp // (WARPGROUP // 32)
         if group == CONSUMERS:
