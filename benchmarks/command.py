@@ -13,7 +13,7 @@ import torch
 from dsl_backend import providers
 from rich.console import Console
 
-from . import attention, facts, held_out, linear, measured, norm, report, runner, sampling, softmax
+from . import attention, experts, facts, held_out, linear, measured, norm, report, runner, sampling, softmax
 from .case import Case, Provider, select
 from .held_out import compile_ahead, summary
 
@@ -74,6 +74,7 @@ def operators(page_size: int = 16) -> dict[str, Any]:
     """Every operator that has a benchmark, by name."""
     return {
         **attention.operators(page_size),
+        **experts.operators(),
         **linear.operators(),
         **norm.operators(),
         **sampling.operators(),

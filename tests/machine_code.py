@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
@@ -130,6 +131,14 @@ LINEAR_LAYERS: dict[str, dict[str, Any]] = {
     "geglu-all": ALL | {"activation": Geglu()},
     "geglu-tanh-all": ALL | {"activation": Geglu(tanh=True)},
 }
+EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
+EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
+    "swiglu": EXPERTS | {"topk": 4},
+    "swiglu-oai-biases": EXPERTS
+    | {"topk": 4, "activation": SWIGLU_OAI, "interleaved": True, "w13_bias": True, "w2_bias": True},
+    "geglu-tanh-input": EXPERTS
+    | {"topk": 1, "activation": Geglu(tanh=True), "w13_bias": True, "router_weights": RouterWeights.INPUT},
+}
 ARCHS = tuple(arch.name for arch in registry.with_kernels())
 LIMIT_S = 300
 
@@ -197,9 +206,26 @@ def linear_kernels(arch: str, spec: LinearSpec) -> Iterator[Made]:
         yield Made(config, build)
 
 
+def experts_subjects() -> Iterator[Subject]:
+    """All pairs of tiles that are chosen for a layer."""
+    for name, facts in EXPERTS_LAYERS.items():
+        yield Subject(
+            id=f"sm_90a-experts-{name}", arch="sm_90a", kernels=partial(experts_kernels, "sm_90a", ExpertsSpec(**facts))
+        )
+
+
+def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
+    from dsl_backend.experts.precompile import precompile_specs_of
+    from dsl_backend.runtime.target import from_arch
+
+    for unit in precompile_specs_of(spec, from_arch(arch)):
+        yield Made((unit.key.first, unit.key.second), unit.compile)
+
+
 def subjects() -> Iterator[Subject]:
     yield from attention_subjects()
     yield from linear_subjects()
+    yield from experts_subjects()
 
 
 def compiled(subject: Subject, folder: Path) -> Iterator[Code]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dsl_backend.experts import dispatch, precompile
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI
-from dsl_backend.runtime.family import Check, Family
+from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
 
@@ -38,5 +38,7 @@ FAMILY = Family(
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
     served_by_others=precompile.served_by_others,
-    checks={"experts": Check("experts", ())},
+    checks={
+        "experts": Check("experts", (Benchmark("experts", r"^qwen3-30b-\d+$", r"^qwen3-30b-(8|2048)$"),)),
+    },
 )

@@ -20,7 +20,7 @@ from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP
-from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
+from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, ORDER_BARRIER, Gemm
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import box_layout
@@ -34,8 +34,6 @@ from dsl_backend.primitives.schedule import raster
 VECTOR = 8
 # 16-byte copies of a row in a stage.
 ROW_VECTORS = BLOCK_K // VECTOR
-# setmaxnreg: the threads that gather hold the addresses of their rows.
-GATHER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 56, 224, 40
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ class GroupedGemm(Gemm):
             )
         )
         self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
-        self.producer_registers, self.consumer_registers = PRODUCER_REGISTERS, 232
         if self.gathers:
-            self.producer_registers, self.consumer_registers = GATHER_REGISTERS, CONSUMER_REGISTERS
             self.load_edge = Edge("gathered x, and weights", cp_async(WARPGROUP), self.load_edge.consumers, self.stages)
 
     @cute.jit
@@ -194,18 +190,17 @@ class GroupedGemm(Gemm):
         cute.arch.sync_threads()
         dependent_launch.launch_dependents()
         dependent_launch.wait()
-        schedule = self.tiles_of_cta(params)
         group = warp // (WARPGROUP // 32)
         if group == CONSUMERS:
-            cute.arch.setmaxregister_decrease(self.producer_registers)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if cutlass.const_expr(self.gathers):
-                self.gather(params, sX, sW, pipeline, schedule, warp == CONSUMERS * (WARPGROUP // 32))
+                self.gather(params, sX, sW, pipeline, warp == CONSUMERS * (WARPGROUP // 32))
             else:
                 if warp == CONSUMERS * (WARPGROUP // 32):
-                    self.load(params, sX, sW, pipeline, schedule)
+                    self.load(params, sX, sW, pipeline)
         else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, schedule, group)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
 
     def tiles_of_cta(self, params: GroupedParams) -> Schedule:
         """Static persistent scheduler over tiles whose number the device knows."""
@@ -246,10 +241,10 @@ class GroupedGemm(Gemm):
         sX: cute.Tensor,
         sW: cute.Tensor,
         pipeline: Pipeline,
-        schedule: Schedule,
         loads_weights: cutlass.Boolean,
     ):
         """Four load warps: each thread copies the same 16 bytes of every 16th row; one warp loads the weights too."""
+        schedule = self.tiles_of_cta(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         vector, row = thread % ROW_VECTORS, thread // ROW_VECTORS
         step = cutlass.const_expr(WARPGROUP // ROW_VECTORS)
@@ -284,9 +279,9 @@ class GroupedGemm(Gemm):
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(position))
 
     @cute.jit
-    def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline, schedule: Schedule):
+    def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
         """The load warp: rows that lie in order, and weights."""
-        one = cute.make_layout(1)
+        schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
         k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
         tWsW, tWgW = self.partition_weights(params, sW)
         sX_tail = cute.local_tile(sX, (TAIL_ROWS, BLOCK_K), (None, 0, None))
@@ -330,10 +325,10 @@ class GroupedGemm(Gemm):
         sW: cute.Tensor,
         sOut: cute.Tensor,
         pipeline: Pipeline,
-        schedule: Schedule,
         group: cutlass.Int32,
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
+        schedule = self.tiles_of_cta(params)
         k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         thr_mma = tiled_mma.get_slice(thread)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of routed experts, its tensors, and the exact results of some tokens."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from dsl_backend.checks import short
+from dsl_backend.experts import reference as eager
+from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.providers import Limits
+
+from ..case import Reference
+from ..check import BF16_LIMITS
+
+COMPARED = 16  # number of compared tokens of a layer
+ROUTINGS = ("uniform", "zipf", "one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Tokens [m, hidden] through the top k of experts with SwiGLU.
+
+    Attributes:
+        routing: the chance of an expert: equal, by Zipf's law, or all tokens to the same k experts.
+    """
+
+    m: int
+    experts: int
+    hidden: int
+    width: int
+    topk: int
+    routing: str = "uniform"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            num_experts=self.experts,
+            hidden_size=self.hidden,
+            intermediate_size=self.width,
+            topk=self.topk,
+            dtype=self.dtype,
+        )
+
+    @property
+    def chances(self) -> torch.Tensor:
+        """Of each expert, not normalised; float64 [experts]."""
+        chances = torch.ones(self.experts, dtype=torch.float64)
+        if self.routing == "zipf":
+            chances /= torch.arange(1, self.experts + 1)
+        elif self.routing == "one":
+            chances[self.topk :] = 0
+        return chances
+
+    @property
+    def chosen_experts(self) -> float:
+        """Experts with a token, on average; a token's choices count as independent."""
+        share = (self.chances / self.chances.sum() * self.topk).clamp(max=1)
+        return float((1 - (1 - share) ** self.m).sum())
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Weights of the chosen experts and x are read once; the output is written once."""
+        weights = self.chosen_experts * 3 * self.width * self.hidden
+        return int((weights + 2 * self.m * self.hidden) * self.dtype.itemsize)
+
+    @property
+    def flops(self) -> int:
+        return 6 * self.m * self.topk * self.hidden * self.width
+
+    @property
+    def limits(self) -> Limits:
+        return BF16_LIMITS
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {
+            "m": self.m,
+            "experts": self.experts,
+            "hidden": self.hidden,
+            "width": self.width,
+            "topk": self.topk,
+            "routing": self.routing,
+            "dtype": short(self.dtype),
+        }
+
+
+@dataclass(frozen=True)
+class Layer:
+    """See `ExpertsOperands`: x [m, hidden], w13 with gate rows first, topk_ids int32, out [m, hidden]."""
+
+    x: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    layers: tuple[Layer, ...]
+
+
+def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+    """Normal x, weights that preserve its variance, normalised router weights, and outputs of NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+    chances = problem.chances.to(device, torch.float32)
+
+    def normal(*shape: int, deviation: float = 1.0) -> torch.Tensor:
+        made = torch.empty(shape, dtype=problem.dtype, device=device)
+        return made.normal_(0, deviation, generator=generator)
+
+    def layer() -> Layer:
+        m, experts, hidden, width = problem.m, problem.experts, problem.hidden, problem.width
+        ids = torch.multinomial(chances.expand(m, experts), problem.topk, generator=generator)
+        weights = torch.rand(ids.shape, generator=generator, device=device) + 0.1
+        return Layer(
+            x=normal(m, hidden),
+            w13=normal(experts, 2 * width, hidden, deviation=hidden**-0.5),
+            w2=normal(experts, hidden, width, deviation=width**-0.5),
+            topk_weights=weights / weights.sum(-1, keepdim=True),
+            topk_ids=ids.int(),
+            out=torch.full((m, hidden), torch.nan, dtype=problem.dtype, device=device),
+        )
+
+    return Inputs(tuple(layer() for _ in range(layers)))
+
+
+def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+    """The first token, the last one and random ones in float64."""
+    inner = random.Random(seed).sample(range(problem.m), min(COMPARED, problem.m))
+    given = inputs.layers[layer]
+    chosen = torch.tensor(sorted({0, problem.m - 1, *inner}), device=given.x.device)
+    operands = ExpertsOperands(
+        x=given.x[chosen],
+        w13=given.w13,
+        w2=given.w2,
+        topk_weights=given.topk_weights[chosen],
+        topk_ids=given.topk_ids[chosen],
+        w13_bias=None,
+        w2_bias=None,
+        expert_map=None,
+        out=given.out[chosen],
+    )
+    return Reference(chosen, eager.exact(problem.spec, operands))

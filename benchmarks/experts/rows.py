@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the experts benchmark: the default group, and further groups, selected by a regular expression."""
+
+from typing import Any
+
+from ..case import TABLE, Case
+from .problems import Problem
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b": {"experts": 128, "hidden": 2048, "width": 768, "topk": 8},
+    "deepseek-v2-lite": {"experts": 64, "hidden": 2048, "width": 1408, "topk": 6},
+    "gpt-oss-20b-size": {"experts": 32, "hidden": 2880, "width": 2880, "topk": 4},
+    "mixtral-tp2": {"experts": 8, "hidden": 4096, "width": 7168, "topk": 2},
+    "deepseek-v3-ep8": {"experts": 32, "hidden": 7168, "width": 2048, "topk": 8},
+}
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SKEWED_TOKENS = (8, 128, 2048)
+
+
+def case(problem: Problem, name: str, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=problem.flops,
+        axis=axis,
+    )
+
+
+def cases() -> list[Case[Problem]]:
+    found = [case(Problem(m=m, **model), f"{name}-{m}") for name, model in MODELS.items() for m in TOKENS]
+    qwen = MODELS["qwen3-30b"]
+    found += [case(Problem(m=m, **qwen), f"{m}", "sweep", "m") for m in SWEEP]
+    found += [
+        case(Problem(m=m, routing=routing, **qwen), f"{routing}-{m}", "skewed")
+        for routing in ("zipf", "one")
+        for m in SKEWED_TOKENS
+    ]
+    tiny: dict[str, Any] = {"experts": 4, "hidden": 64, "width": 40, "topk": 2}
+    found += [case(Problem(m=m, **tiny), f"{m}", "tiny") for m in (1, 5)]
+    return found

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the kernels of experts, each of which a case on the emulator finds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutlass.cute.runtime import make_fake_stream
+from experts_cases import CONFIGS, EMULATED, MANY, SMS, TARGET, Emulated
+
+import emulator
+from dsl_backend.experts.cute import combine, host, layer, routing
+from dsl_backend.experts.cute.key import ExpertsKey
+from dsl_backend.experts.cute.sm90 import grouped
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.experts import judge, tensors
+from emulator.errors import EmulatorError
+from tests.attention.mistakes import Mistake, spoilt
+
+KNOWN = {one.id: one for one in EMULATED}
+# Three experts whose rows end within a tile, one k tile that is not whole, four that are.
+RAGGED = Emulated(id="ragged", why="", case=replace(MANY, hidden=328, width=104, biases=True), config="split")
+ORDER = Emulated(id="order", why="", case=replace(MANY, tokens=300, num_experts=2), config="pingpong")
+TALL = Emulated(id="tall", why="", case=replace(MANY, tokens=250, num_experts=2, topk=1), config="tall")
+SPREAD = replace(RAGGED, routing_ctas=3)
+BARRIER = "cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)"
+MISTAKES = [
+    (RAGGED, Mistake("x is not fenced", grouped, "cp_async(WARPGROUP)", "type(cp_async(1))(WARPGROUP + 1)")),
+    (RAGGED, Mistake("one arrival is missing", grouped, "cp_async(WARPGROUP)", "cp_async(WARPGROUP - 1)")),
+    (
+        RAGGED,
+        Mistake(
+            "stages are not cleared", grouped, "sX[None, None, stage], 0, self.tile_m", "sX[None, None, stage], 0, 0"
+        ),
+    ),
+    (RAGGED, Mistake("no swizzle", grouped, "(vector ^ (row % 8))", "vector")),
+    (
+        RAGGED,
+        Mistake(
+            "x beyond its columns", grouped, "cutlass.Int32(16) if inside else cutlass.Int32(0)", "cutlass.Int32(16)"
+        ),
+    ),
+    (RAGGED, Mistake("rows of pairs", grouped, "// params.topk", "")),
+    (
+        RAGGED,
+        Mistake(
+            "rows of the first expert", grouped, "params.mPairs[work.first_row + place] //", "params.mPairs[place] //"
+        ),
+    ),
+    (
+        RAGGED,
+        Mistake(
+            "weights of the first expert", grouped, "None, None, None, None, work.expert]", "None, None, None, None, 0]"
+        ),
+    ),
+    (RAGGED, Mistake("bias of the first expert", grouped, "params.mBias[work.expert, None]", "params.mBias[0, None]")),
+    (RAGGED, Mistake("bias of the next column", grouped, "column + 8 * j + a, part", "column + 8 * j, part")),
+    (
+        RAGGED,
+        Mistake("hidden rows of the first expert", grouped, "(work.first_row, 0), params.mX", "(0, 0), params.mX"),
+    ),
+    (RAGGED, Mistake("bytes of whole tiles", grouped, "boxes * (TAIL_ROWS", "8 * (TAIL_ROWS")),
+    (RAGGED, Mistake("a row too many", grouped, "top + row < work.rows and", "top + row <= work.rows and")),
+    (RAGGED, Mistake("results in the order of rows", grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
+    (RAGGED, Mistake("columns beyond the end", grouped, " and column < params.mOut.shape[1]:", ":")),
+    (ORDER, Mistake("consumers out of order", grouped, "if tile > 0:", "if tile > 9999:")),
+    (
+        ORDER,
+        Mistake(
+            "the tile before",
+            grouped,
+            "schedule.first + tile * schedule.stride",
+            "schedule.first + (tile - 1) * schedule.stride",
+        ),
+    ),
+    (
+        TALL,
+        Mistake(
+            "staged rows are overwritten",
+            grouped,
+            f"# All threads have read what was staged last.\n                {BARRIER}",
+            "",
+        ),
+    ),
+    (
+        TALL,
+        Mistake(
+            "staged rows are not awaited",
+            grouped,
+            f"{BARRIER}\n                self.store_rows",
+            "self.store_rows",
+        ),
+    ),
+    (KNOWN["input-weights"], Mistake("scales of other rows", grouped, "scales[i // 2]", "scales[i % 2]")),
+    (
+        KNOWN["input-weights"],
+        Mistake(
+            "scales of rows, not of pairs",
+            grouped,
+            "params.mScale[params.mPairs[work.first_row + place]]",
+            "params.mScale[work.first_row + place]",
+        ),
+    ),
+    (
+        KNOWN["padding"],
+        Mistake("padding is an expert", routing, "if expert >= 0 and expert < known:", "if expert < known:"),
+    ),
+    (KNOWN["mapped"], Mistake("no map", routing, "local = mMap[local]", "local = local % experts")),
+    (SPREAD, Mistake("its own rows are before it", routing, "if other < cta:", "if other <= cta:")),
+    (
+        SPREAD,
+        Mistake(
+            "all CTAs' rows are its own", routing, "smem.sStarts[expert] + smem.sBefore[expert]", "smem.sStarts[expert]"
+        ),
+    ),
+    (
+        RAGGED,
+        Mistake(
+            "ranks are not moved on",
+            routing,
+            "                cute.arch.sync_warp()\n            if expert >= 0 and rank == 0:",
+            "            if expert >= 0 and rank == 0 and not place:",
+        ),
+    ),
+    (
+        RAGGED,
+        Mistake(
+            "counts are not awaited",
+            routing,
+            "            smem.sTotals[expert], smem.sBefore[expert] = total, before\n        cta_barrier()",
+            "            smem.sTotals[expert], smem.sBefore[expert] = total, before",
+        ),
+    ),
+    (
+        RAGGED,
+        Mistake("a tile too few", routing, "(rows + (self.tile_m - 1)) // self.tile_m", "(rows + 63) // self.tile_m"),
+    ),
+    (
+        RAGGED,
+        Mistake(
+            "rows of the whole tile",
+            routing,
+            "cutlass.min(smem.sStarts[low + 1] - first, self.tile_m)",
+            "cutlass.Int32(self.tile_m)",
+        ),
+    ),
+    (
+        KNOWN["padding"],
+        Mistake(
+            "pairs without an expert count",
+            combine,
+            "if local_expert(mIds, mMap, pair, self.experts) >= 0:",
+            "if pair >= 0:",
+        ),
+    ),
+    (RAGGED, Mistake("weights of tokens", combine, "mWeights[pair]", "mWeights[token]")),
+    (
+        KNOWN["strides"],
+        Mistake("rows of out lie side by side", combine, "mOut.stride[0] + column", "mOut.shape[1] + column"),
+    ),
+]
+CLASSES = {grouped: "GroupedGemm", routing: "Routing", combine: "Combine"}
+
+
+def build(key: ExpertsKey) -> Function:
+    """Compiled anew: kernels in the cache were compiled from other source."""
+    args = host.fake_args(key)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    made: Function = toolkit.compiled(layer.ExpertsLayer(key), (args.operands.x, args, stream), TARGET.arch, "")
+    return made
+
+
+def emulate(one: Emulated) -> None:
+    """Compile, then run and judge under two orders of events."""
+    spec, config = one.case.spec, CONFIGS[one.config]
+    ctas = (one.routing_ctas, *config.ctas(spec, one.case.tokens, TARGET)[1:])
+    for schedule in ("lazy", "random"):
+        given = tensors(one.case, "cpu")
+        with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=1, strict=True):
+            host.run(build(host.key_of(spec, config)), spec, config, given, ctas, Workspace(given.x.device))
+        judge(one.case, given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("one", {id(one): one for one, _ in MISTAKES}.values(), ids=lambda one: one.id)
+def test_the_cases_pass(one: Emulated) -> None:
+    emulate(one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("one", "mistake"), MISTAKES, ids=[mistake.id for _, mistake in MISTAKES])
+def test_it_is_found(one: Emulated, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = CLASSES[mistake.module]
+    monkeypatch.setattr(layer, name, getattr(spoilt(mistake, tmp_path), name))
+    with pytest.raises((EmulatorError, AssertionError)):
+        emulate(one)
