@@ -144,9 +144,9 @@ LIMIT_S = 300
 
 
 def attention_subjects() -> Iterator[Subject]:
-    """Those that a CuTe DSL kernel serves: short queries, long ones by claims or launch control, the longest alone."""
+    """Layers that a CuTe DSL kernel serves: short queries; long ones by claims, CLC or splits; the longest."""
     from dsl_backend.attention import dispatch
-    from dsl_backend.attention.cute.sm90.dense_configs import long_query_config
+    from dsl_backend.attention.cute.sm90.dense_configs import extend_config, long_query_config
     from dsl_backend.attention.cute.sm100 import dense_configs as sm100
     from dsl_backend.runtime.target import from_arch
 
@@ -158,8 +158,10 @@ def attention_subjects() -> Iterator[Subject]:
                 if any(entry.name == "cute" and not why for entry, why in judged):
                     short = operation is not dispatch.Operation.PREFILL
                     kinds = ["decode" if short else "prefill"]
-                    if kernel_arch == "sm90" and not short and long_query_config(case.spec):
-                        kinds.append("longest")
+                    if kernel_arch == "sm90" and not short:
+                        kinds += ["longest"] if long_query_config(case.spec) else []
+                        # On SM100 it is the kernel for short queries.
+                        kinds += ["extend"] if extend_config(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.latent:
                         smem_bytes = from_arch(arch).smem_bytes
                         kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
@@ -178,7 +180,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     spec: AttentionSpec = case.spec
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")
     kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
-    kernel = kernel.other if kind in ("longest", "few") else kernel
+    kernel = kernel.other if kind in ("longest", "few") else kernel.extend if kind == "extend" else kernel
     if kind == "launched":
         controlled = replace(kernel.config, use_clc=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)

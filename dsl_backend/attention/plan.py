@@ -86,8 +86,14 @@ class Planner:
         limit = self.short[2].max_query_len_served()
         if limit is None or batch.max_query_len <= limit:
             return AttentionPlan(self.spec, batch, (self.part(self.short, batch, 0, batch.max_query_len),), self)
-        parts = (self.part(self.long, batch, limit + 1, batch.max_query_len), self.part(self.short, batch, 0, limit))
-        return AttentionPlan(self.spec, batch, parts, self)
+        long, first = self.long, limit + 1
+        split = long[2].split_of(batch, first)
+        if split is not None:
+            long, first = (*long[:2], split[0]), split[1]
+        parts = [self.part(long, batch, first, batch.max_query_len)]
+        if first > 0:
+            parts.append(self.part(self.short, batch, 0, first - 1))
+        return AttentionPlan(self.spec, batch, tuple(parts), self)
 
     def for_unaligned(self, error: Misaligned) -> "Planner":
         """A planner of kernels that take any alignment, for tensors that the best kernel refused.

@@ -111,11 +111,11 @@ def precompile_specs_of(
         planner = Planner(spec, target, Workspace(torch.device("cpu")), kernel)
     except Unsupported:
         return
-    for _, _, chosen in planner.kernels:
-        # Triton's have none.
-        if hasattr(chosen, "keys"):
-            for key in chosen.keys(lse, sinks):
-                yield PrecompileSpec("attention", type(chosen).build, key, target)  # type: ignore[attr-defined]
+    # Triton's kernels have no keys. Some kernels are both for short queries and for few tiles of long ones.
+    chosen: list[Any] = [kernel for _, _, kernel in planner.kernels if hasattr(kernel, "keys")]
+    builds = {key: type(kernel).build for kernel in chosen for key in kernel.keys(lse, sinks)}
+    for key, build in builds.items():
+        yield PrecompileSpec("attention", build, key, target)
     if spec.page_size is not None and not dispatch.cute_writes(spec, target):
         # Imports CuTe DSL.
         from dsl_backend.attention.cute import write_kv_host as write_launch

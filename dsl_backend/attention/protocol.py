@@ -78,6 +78,17 @@ class Kernel(Protocol):
         """The longest query that the kernel is meant for; None: no limit."""
         ...
 
+    def split_of(self, batch: Batch, min_seqlen_q: int) -> "tuple[Kernel, int] | None":
+        """The kernel that takes this one's place where splitting the keys of a batch's long queries is faster.
+
+        Args:
+            min_seqlen_q: fewest queries of a request that the kernel for long queries serves.
+
+        Returns:
+            (kernel, fewest queries of a request that it is to serve); None where this kernel is as fast, or alone.
+        """
+        return None
+
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         """Compile what launches with or without LSE need, and with sinks of that dtype or without sinks.
 

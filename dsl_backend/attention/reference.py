@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dsl_backend.attention.protocol import Launch, Operands, Writes
+from dsl_backend.attention.protocol import Kernel, Launch, Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require
 from dsl_backend.errors import InvalidInput
@@ -189,7 +189,7 @@ def owned_rows(batch: Batch) -> slice:
     return slice(int(batch.query_start_loc[0]), int(batch.query_start_loc[-1]))
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """The eager reference behind the kernels' interface."""
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace) -> None:

@@ -2,6 +2,7 @@
 """The compiled kernels of each dispatch row of attention, and the batches that each serves. Needs no CuTe DSL."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dsl_backend.attention.cute.mla_configs import ROWS as MLA_ROWS
@@ -48,21 +49,47 @@ def few_rows(spec: AttentionSpec, target: Target) -> Variant | None:
     return of_dense(config, max_query_len=config.tile_m // packed_gqa_heads(spec.group))
 
 
+def split_prompts(config: Any, spec: AttentionSpec, target: Target) -> Variant | None:
+    """Split-KV for batches whose query tiles are too few for the SMs; None where the configuration does not fit."""
+    if config.objections(spec, target.smem_bytes):
+        return None
+    return replace(of_dense(config), name=f"split-KV {of_dense(config).name}", few_tiles=True)
+
+
+def sm90_extend(spec: AttentionSpec, target: Target) -> Variant | None:
+    config = sm90.extend_config(spec)
+    return None if config is None else split_prompts(config, spec, target)
+
+
+def sm100_extend(spec: AttentionSpec, target: Target) -> Variant | None:
+    """The kernel of short queries, as it is."""
+    if spec.batch_invariant:
+        # Splits begin at fixed keys.
+        return None
+    config = config_of(spec, target, sm100.default_split_config)
+    return split_prompts(sm100.default_split_config(spec) if config.swap_ab else config, spec, target)
+
+
 def only_one(spec: AttentionSpec, target: Target) -> None:
     return None
 
 
-def dense(default: Heuristic, second: Second = only_one) -> Variants:
-    """The kernels of dense attention, the usual one first. A tuned one serves all batches."""
+def dense(default: Heuristic, second: Second = only_one, extend: Second = only_one) -> Variants:
+    """The kernels of dense attention, the usual one first. A tuned one serves batches of all query lengths.
+
+    Args:
+        second: for some query lengths. extend: for few query tiles.
+    """
 
     def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
         config = config_of(spec, target, default)
-        other = second(spec, target) if config == default(spec) else None
-        if other is None:
-            return [of_dense(config)]
-        if other.max_query_len is None:
-            return [of_dense(config, max_query_len=other.min_query_len - 1), other]
-        return [of_dense(config, min_query_len=other.max_query_len + 1), other]
+        other, splitting = second(spec, target) if config == default(spec) else None, extend(spec, target)
+        usual = of_dense(config)
+        if other is not None and other.max_query_len is None:
+            usual = of_dense(config, max_query_len=other.min_query_len - 1)
+        elif other is not None and other.max_query_len is not None:
+            usual = of_dense(config, min_query_len=other.max_query_len + 1)
+        return [one for one in (usual, other, splitting) if one is not None]
 
     return variants
 
@@ -77,9 +104,9 @@ def mla(default: Heuristic) -> Variants:
     return variants
 
 
-SM90_PREFILL = dense(sm90.default_config, long_queries)
+SM90_PREFILL = dense(sm90.default_config, long_queries, sm90_extend)
 SM90_DECODE = dense(sm90.default_split_config)
 SM90_MLA = mla(mla_sm90.default_mla_config)
-SM100_PREFILL = dense(sm100.default_config)
+SM100_PREFILL = dense(sm100.default_config, extend=sm100_extend)
 SM100_DECODE = dense(sm100.default_split_config, few_rows)
 SM100_MLA = mla(mla_sm100.default_mla_config)

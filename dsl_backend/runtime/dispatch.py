@@ -22,12 +22,14 @@ class Variant:
         name: what it is, such as `swap-AB 16x128`.
         config: its configuration.
         min_query_len, max_query_len: of a batch's longest query, both within; None is any.
+        few_tiles: it takes the place of the others where a batch has few query tiles behind long keys.
     """
 
     name: str
     config: Any
     min_query_len: int = 0
     max_query_len: int | None = None
+    few_tiles: bool = False
 
     def serves(self, query_len: int) -> bool:
         """Whether it serves a batch whose longest query has so many tokens."""
@@ -35,6 +37,8 @@ class Variant:
 
     @property
     def batches(self) -> str:
+        if self.few_tiles:
+            return "few query tiles behind long keys"
         if self.max_query_len is not None:
             return f"queries of at most {self.max_query_len} tokens"
         return f"queries of {self.min_query_len} tokens or more" if self.min_query_len else "all batches"

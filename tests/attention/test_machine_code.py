@@ -17,6 +17,7 @@ from tests.machine_code import Code, attention_subjects, found
 QUICK = (
     *(f"{arch}-hd128-{kind}" for arch in ("sm_90a", "sm_100a") for kind in ("prefill", "decode")),
     *(f"{arch}-mla16-decode" for arch in ("sm_90a", "sm_100a")),
+    "sm_90a-hd128-extend",
     "sm_100a-hd128-launched",
     "sm_100a-hd128-few",
     "sm_100a-hd256-prefill",

@@ -330,6 +330,18 @@ def test_paired_row_tiles(name: str, tokens: int, clusters: int, cluster: int) -
     assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=True)
 
 
+@pytest.mark.parametrize("pair_row_tiles", [True, False])
+def test_random_prompts_beside_decodes(pair_row_tiles: bool) -> None:
+    """Every key tile of every row tile once, in tiles of as many tokens as a group of heads leaves."""
+    draw = random.Random(7)
+    for _ in range(25):
+        tokens, num_ctas = draw.choice((4, 5, 8, 18)), draw.choice((2, 7, 16))
+        q_lens = [draw.choice((1, 1, draw.randint(0, 3), draw.randint(4, 120))) for _ in range(draw.randint(1, 40))]
+        lengths = [queries + draw.choice((0, draw.randint(0, 30), draw.randint(0, 1500))) for queries in q_lens]
+        found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=tokens, pair_row_tiles=pair_row_tiles)
+        assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=pair_row_tiles)
+
+
 def assert_balanced(
     found: list[list[WorkTile]],
     split_ranges: list[SplitRange],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
+from dsl_backend.attention.cute.extend import Tiling, shortest_of_split
 from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.fixed_splits import tiles_per_split
 from dsl_backend.attention.cute.mla import MlaKey
@@ -18,7 +19,7 @@ from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIEL
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, ScoreModKey
 from dsl_backend.attention.cute.sizes import fold_workspace_size, packed_gqa_heads, padded, partial_size, v_splits
 from dsl_backend.attention.cute.tiles import LayerKey
-from dsl_backend.attention.protocol import COUNTERS, Launch, Misaligned, Operands
+from dsl_backend.attention.protocol import COUNTERS, Kernel, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.tuned import config_of
 from dsl_backend.attention.variants import Variants
@@ -123,7 +124,7 @@ def nothing(operands: Operands) -> None:
     """The launch of an empty batch."""
 
 
-class LayerKernel:
+class LayerKernel(Kernel):
     """Launches one attention kernel for layers of one spec. A subclass names the kernel.
 
     Attributes:
@@ -259,26 +260,57 @@ class DenseKernel(LayerKernel):
     """Attention over keys and values, as opposed to MLA's latent rows.
 
     Attributes:
-        variants: the configurations of the kernel, and the batches that each serves; at most two.
-        other: the kernel of the second one; None where one serves all batches.
+        variants: the configurations of the kernel, and the batches that each serves; at most two by query length, and
+            one for few query tiles.
+        extend_type: the class of the kernel for few query tiles.
+        other: the kernel of the second one; None where one serves all query lengths.
+        extend: the kernel for few query tiles; None where keys of long queries are not split.
     """
 
     variants: Variants
+    extend_type: "type[DenseKernel]"
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         # A configuration that was asked for serves all batches.
         found = self.variants(spec, target) if config is None else []
         super().__init__(spec, target, workspace, found[0].config if found else config)
-        self.others_batches = found[1] if len(found) > 1 else None
-        self.other = type(self)(spec, target, workspace, found[1].config) if len(found) > 1 else None
+        self.others_batches = next((one for one in found[1:] if not one.few_tiles), None)
+        few_tiles = next((one for one in found if one.few_tiles), None)
+        self.other = self.extend = None
+        if self.others_batches is not None:
+            self.other = type(self)(spec, target, workspace, self.others_batches.config)
+        if few_tiles is not None:
+            self.extend = self.extend_type(spec, target, workspace, few_tiles.config)
+
+    @property
+    def others(self) -> "list[DenseKernel]":
+        return [kernel for kernel in (self.other, self.extend) if kernel is not None]
 
     def keys(self, lse: bool, sinks: torch.dtype | None) -> list[Any]:
-        return super().keys(lse, sinks) + ([] if self.other is None else self.other.keys(lse, sinks))
+        return super().keys(lse, sinks) + [key for kernel in self.others for key in kernel.keys(lse, sinks)]
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
         super().prepare(lse, sinks)
-        if self.other is not None:
-            self.other.prepare(lse, sinks)
+        for kernel in self.others:
+            kernel.prepare(lse, sinks)
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(
+            rows=self.tile_m,
+            keys=self.config.tile_n,
+            pack_gqa=self.pack_gqa,
+            head_blocks=self.head_blocks,
+            columns=self.columns,
+            num_ctas=self.num_ctas,
+            pairs=getattr(self.config, "pair_row_tiles", False),
+        )
+
+    def split_of(self, batch: Batch, min_seqlen_q: int) -> tuple[Kernel, int] | None:
+        if self.extend is None:
+            return None
+        shortest = shortest_of_split(self.spec, batch, self.target, self.tiling, self.extend.tiling, min_seqlen_q)
+        return None if shortest is None else (self.extend, shortest)
 
     def is_for_other(self, query_len: int) -> bool:
         """Whether `other` serves a batch whose longest query, among those asked of this kernel, has so many tokens."""

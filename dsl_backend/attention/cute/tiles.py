@@ -115,9 +115,11 @@ class TiledKernel:
         math_clears: the MMA warps zero-fill the rows beyond the first box, and release the stages of Q to the load warp
             before the first work tile.
         box: keys of one TMA box.
+        pair_row_tiles: split-KV schedules the row tiles of causal prompts in pairs.
     """
 
     most_boxes = 1
+    pair_row_tiles = False
 
     def __init__(self, key: Any, config: Any) -> None:
         self.key, self.config = key, config
@@ -221,9 +223,15 @@ class TiledKernel:
                 self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, partials
             )
         if self.key.split:
-            least = self.config.min_split_tiles
             return BalancedSplitKVTileScheduler(
-                self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace, least
+                self.key,
+                work_pipeline,
+                self.tokens_per_tile,
+                self.tile_n,
+                requests,
+                scheduler_workspace,
+                self.config.min_split_tiles,
+                pair_row_tiles=self.pair_row_tiles,
             )
         return DynamicPersistentTileScheduler(
             self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsl_backend.attention.protocol import Launch, Operands
+from dsl_backend.attention.protocol import Kernel, Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.args import (
     SCALE_STRIDES,
@@ -269,7 +269,7 @@ def combine_kernel(outputs, score_mod, v_scale_stride, scratch, rows_of_partial,
             epilogue(softmax, token, head, row >= 0, outputs, Scores(score_mod, 0, v_scale_stride), LAYER)
 
 
-class BatchInvariant:
+class BatchInvariant(Kernel):
     """Batch-invariant attention of one layer spec, for queries of any length; see the module."""
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsl_backend.attention.protocol import Launch, Operands
+from dsl_backend.attention.protocol import Kernel, Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.args import SCALE_STRIDES, STEP_ARGUMENTS, launch_arguments, layer_of, tiles_of
 from dsl_backend.attention.triton.configs import PrefillConfig
@@ -63,7 +63,7 @@ def prefill_kernel(
     epilogue(softmax, tile.token, tile.head, tile.keep, tensors.outputs, scores, LAYER)
 
 
-class Prefill:
+class Prefill(Kernel):
     """Attention of long queries for one layer spec; see the module."""
 
     def __init__(

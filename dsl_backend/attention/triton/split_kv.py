@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsl_backend.attention.protocol import Launch, Operands
+from dsl_backend.attention.protocol import Kernel, Launch, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.args import (
     SCALE_STRIDES,
@@ -176,7 +176,7 @@ def combine_kernel(
             tl.store(lse.ptr + token * lse.token_stride + head * lse.head_stride + tl.arange(0, 1), row_lse)
 
 
-class SplitKV:
+class SplitKV(Kernel):
     """Split-KV attention of one layer spec; see the module."""
 
     def __init__(

@@ -27,6 +27,16 @@ def build(key: DenseKey, target: Target) -> Function:
     return compile_kernel(kind(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
 
 
+class SplitKV(DenseKernel):
+    """Attention of short queries, whose key ranges are split; and of prompts whose query tiles are too few."""
+
+    build = staticmethod(build)
+    key_type = DenseKey
+    default = staticmethod(default_split_config)
+    variants = staticmethod(SM100_DECODE)
+    split = True
+
+
 class Prefill(DenseKernel):
     """Attention of long queries: key ranges are not split."""
 
@@ -34,6 +44,7 @@ class Prefill(DenseKernel):
     key_type = DenseKey
     default = staticmethod(default_config)
     variants = staticmethod(SM100_PREFILL)
+    extend_type = SplitKV
 
     def sizes(self) -> tuple[int, int, int]:
         num_ctas, pack_gqa, tile_m = super().sizes()
@@ -46,11 +57,3 @@ class Prefill(DenseKernel):
         requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
         row_tiles = requests + -(-batch.num_tokens // self.tile_m)
         return row_tiles * self.head_blocks
-
-
-class SplitKV(Prefill):
-    """Attention of short queries, whose key ranges are split."""
-
-    default = staticmethod(default_split_config)
-    variants = staticmethod(SM100_DECODE)
-    split = True

@@ -44,6 +44,7 @@ class DenseConfig:
             of 16 bits.
         fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
             than in global memory.
+        pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
     groups: int
@@ -56,6 +57,7 @@ class DenseConfig:
     speculative_max: bool = False
     dequant_stages: int = 0
     fold_in_smem: bool = False
+    pair_row_tiles: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -169,6 +171,19 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig | None:
     if spec.is_fp8_kv or spec.batch_invariant or max(spec.head_dim, spec.head_dim_v) > 64:
         return None
     return DenseConfig(groups=3, tile_n=128, stages=4, ping_pong=True)
+
+
+def extend_config(spec: AttentionSpec) -> DenseConfig | None:
+    """The default for batches whose query tiles are too few for the SMs: the tiles of long queries, with split keys.
+
+    None for a batch-invariant layer, whose splits begin at fixed keys.
+    """
+    if spec.batch_invariant:
+        return None
+    if max(spec.head_dim, spec.head_dim_v) > 256:
+        # Those of short queries: with 128 rows, the load warp's registers spill 8 bytes (ptxas 13.0).
+        return default_split_config(spec)
+    return replace(default_config(spec), pair_row_tiles=True)
 
 
 def default_split_config(spec: AttentionSpec) -> DenseConfig:

@@ -22,16 +22,20 @@ class Dense(DenseKernel):
     key_type = DenseKey
 
 
+class SplitKV(Dense):
+    """Attention of short queries: split-KV, with an even share of the key tiles for each CTA.
+
+    With the tiles of long queries, also that of prompts whose query tiles are too few for the SMs.
+    """
+
+    default = staticmethod(default_split_config)
+    variants = staticmethod(SM90_DECODE)
+    split = True
+
+
 class Prefill(Dense):
     """Attention of long queries. Batches with a query of LONG_QUERY tokens or more have a kernel of their own."""
 
     default = staticmethod(default_config)
     variants = staticmethod(SM90_PREFILL)
-
-
-class SplitKV(Dense):
-    """Attention of short queries: split-KV, with an even share of the key tiles for each CTA."""
-
-    default = staticmethod(default_split_config)
-    variants = staticmethod(SM90_DECODE)
-    split = True
+    extend_type = SplitKV
