@@ -251,6 +251,37 @@ def compile_kernels(
     )
 
 
+@app.command()
+def draw(
+    layout: Annotated[
+        str, typer.Argument(help="Such as '((2,4),(8,2)):((1,8),(2,64))', or 'Sw<3,3,3> o (8,64):(64,1)'.")
+    ],
+    out: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Write the SVG there; by default to standard output.")
+    ] = None,
+    tile: Annotated[
+        str | None,
+        typer.Option(metavar="MxN", help="Show the owners of such a tile; the layout goes from (thread, value)."),
+    ] = None,
+    chunk: Annotated[int, typer.Option(metavar="N", help="Consecutive offsets of one colour.")] = 1,
+) -> None:
+    """Draw a CuTe layout as SVG: a table of offsets, or of the threads that own a tile's elements."""
+    from dsl_backend import layout_svg, layouts
+
+    def run() -> int:
+        picture = layout_svg.draw(layouts.parse(layout), tile=layout_svg.tile_of(tile), chunk=chunk)
+        if out is None:
+            typer.echo(picture, nl=False)
+        else:
+            try:
+                out.write_text(picture)
+            except OSError as error:
+                refuse(f"--out {out} cannot be written: {error.strerror}")
+        return 0
+
+    attempt(run)
+
+
 cache_app = typer.Typer(help="Compiled kernels on disk.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 
