@@ -19,11 +19,12 @@ SORTED_PAIRS = 4096
 # Tiles to choose among, as many stages as fit; not measured. Those of 64 rows are for experts with few rows.
 TILES = (
     GemmConfig(tile_m=128, box_n=128),
-    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (96, 64, 32, 16)),
+    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (96, 64, 48, 32, 16)),
 )
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_TOKENS = tuple(1 << i for i in range(18))
-# What a tile takes beside its products, in ns. Not measured.
+# Bytes that an SM loads in a ns at most, and what a tile takes beside its products, in ns. Not measured.
+SM_RATE = 60.0
 TILE_NS = 1000.0
 
 
@@ -89,6 +90,7 @@ def estimated_ns(config: GemmConfig, gemm: GemmSpec, spec: ExpertsSpec, tokens: 
     # Weights come from memory once for all tiles of rows of an expert.
     step = max(
         flops / rates.flops,
+        (weights + x) / SM_RATE,
         (weights + x) * active / (rates.l2 * target.sm_count),
         weights * active * hit / m_tiles / (rates.memory * target.sm_count),
     )

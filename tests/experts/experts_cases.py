@@ -34,20 +34,24 @@ class Emulated:
 
     Attributes:
         why: what this case alone would find.
-        config: one of CONFIGS.
+        config: one of CONFIGS, or another.
         routing_ctas: CTAs that sort the pairs.
     """
 
     id: str
     why: str
     case: ExpertsCase
-    config: str
+    config: str | ExpertsConfig
     routing_ctas: int = 1
+
+    @property
+    def tiles(self) -> ExpertsConfig:
+        return CONFIGS[self.config] if isinstance(self.config, str) else self.config
 
 
 def emulate(one: Emulated, schedule: str, seed: int = 0) -> torch.Tensor:
     """Compile, run on the emulator, judge; any finding or warning raises. Returns the output."""
-    given, spec, config = tensors(one.case, "cpu"), one.case.spec, CONFIGS[one.config]
+    given, spec, config = tensors(one.case, "cpu"), one.case.spec, one.tiles
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(spec, config), TARGET)

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CuTe DSL kernels of experts for SM90 on the emulator: right, and without a finding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from experts_cases import EMULATED, Emulated, emulate, random_emulated
+from experts_cases import EMULATED, TARGET, Emulated, emulate, random_emulated
+
+from dsl_backend.experts.configs import TILES, ExpertsConfig, fitting, products
+from dsl_backend.testing.experts import ExpertsCase
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 6, 100
@@ -43,6 +48,18 @@ def test_the_bits_are_the_same_in_any_order_of_events() -> None:
     one = next(one for one in EMULATED if one.id == "rows")
     first = emulate(one, "eager")
     assert torch.equal(first, emulate(one, "random", seed=5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", range(len(TILES)))
+def test_every_tile_that_is_chosen(place: int) -> None:
+    """At full size, on two and a half rounds of the stages of each product; experts of several tiles and of a row."""
+    case = ExpertsCase(tokens=1, num_experts=3, hidden=8, width=8, topk=2, routing="zipf", biases=place % 2 == 0)
+    first, second = (fitting(gemm, TARGET)[place] for gemm in products(case.spec))
+    hidden, width = (64 * tiles.stages * 5 // 2 - 24 for tiles in (first, second))
+    case = replace(case, tokens=first.tile_m * 2 - 3, hidden=hidden, width=width)
+    config = ExpertsConfig(first=first, second=second)
+    emulate(Emulated(id=str(config), why="real tiles", case=case, config=config), "random", place)
 
 
 def test_ids_are_unique() -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import make_fake_stream
-from experts_cases import CONFIGS, EMULATED, MANY, SMS, TARGET, Emulated
+from experts_cases import EMULATED, MANY, SMS, TARGET, Emulated
 
 import emulator
 from dsl_backend.experts.cute import combine, host, layer, routing
@@ -45,7 +45,7 @@ MISTAKES = [
             "x beyond its columns", grouped, "cutlass.Int32(16) if inside else cutlass.Int32(0)", "cutlass.Int32(16)"
         ),
     ),
-    (RAGGED, Mistake("rows of pairs", grouped, "// params.topk", "")),
+    (RAGGED, Mistake("rows of pairs", grouped, "// self.pairs_per_row", "")),
     (
         RAGGED,
         Mistake(
@@ -177,7 +177,7 @@ def build(key: ExpertsKey) -> Function:
 
 def emulate(one: Emulated) -> None:
     """Compile, then run and judge under two orders of events."""
-    spec, config = one.case.spec, CONFIGS[one.config]
+    spec, config = one.case.spec, one.tiles
     ctas = (one.routing_ctas, *config.ctas(spec, one.case.tokens, TARGET)[1:])
     for schedule in ("lazy", "random"):
         given = tensors(one.case, "cpu")

@@ -18,25 +18,19 @@ class Combine:
 
     Args:
         experts: of this rank.
+        topk: slots of a token.
         weighted: the router's weights are multiplied in.
     """
 
-    def __init__(self, experts: int, weighted: bool):
-        self.experts, self.weighted = experts, weighted
+    def __init__(self, experts: int, topk: int, weighted: bool):
+        self.experts, self.topk, self.weighted = experts, topk, weighted
 
     @cute.jit
     def launch(self, args: ExpertsArgs, stream):
         operands = args.operands
         tokens, hidden = operands.out.shape
         weights = flat(operands.topk_weights) if cutlass.const_expr(self.weighted) else None
-        self.kernel(
-            flat(operands.topk_ids),
-            operands.expert_map,
-            weights,
-            args.scratch.made,
-            operands.out,
-            operands.topk_ids.shape[1],
-        ).launch(
+        self.kernel(flat(operands.topk_ids), operands.expert_map, weights, args.scratch.made, operands.out).launch(
             grid=(tokens, cute.ceil_div(hidden, THREADS * VECTOR), 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -51,23 +45,26 @@ class Combine:
         mWeights: cute.Tensor,
         mMade: cute.Tensor,
         mOut: cute.Tensor,
-        topk: cutlass.Int32,
     ):
         dependent_launch.launch_dependents()
         dependent_launch.wait()
         token, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * VECTOR
         if column < mOut.shape[1]:
-            rMade = cute.make_rmem_tensor(VECTOR, mMade.element_type)
-            acc = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
-            acc.fill(0.0)
-            for slot in cutlass.range(topk, unroll=1):
-                pair = token * topk + slot
+            # All loads are on their way before the first one is waited for.
+            rMade = cute.make_rmem_tensor((VECTOR, self.topk), mMade.element_type)
+            weights = cute.make_rmem_tensor(self.topk, cutlass.Float32)
+            rMade.fill(0.0)
+            weights.fill(0.0)
+            for slot in cutlass.range_constexpr(self.topk):
+                pair = token * self.topk + slot
                 if local_expert(mIds, mMap, pair, self.experts) >= 0:
-                    load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade)
-                    weight = mWeights[pair] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
-                    for i in cutlass.range_constexpr(VECTOR):
-                        acc[i] += weight * rMade[i].to(cutlass.Float32)
+                    load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade[None, slot])
+                    weights[slot] = mWeights[pair] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
+            rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
             for i in cutlass.range_constexpr(VECTOR):
-                rMade[i] = acc[i].to(mOut.element_type)
-            store_vector(rMade, mOut.iterator, cutlass.Int64(token) * mOut.stride[0] + column)
+                total = cutlass.Float32(0.0)
+                for slot in cutlass.range_constexpr(self.topk):
+                    total += weights[slot] * rMade[i, slot].to(cutlass.Float32)
+                rOut[i] = total.to(mOut.element_type)
+            store_vector(rOut, mOut.iterator, cutlass.Int64(token) * mOut.stride[0] + column)

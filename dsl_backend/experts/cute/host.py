@@ -30,6 +30,7 @@ def key_of(spec: ExpertsSpec, config: ExpertsConfig) -> ExpertsKey:
     """The kernels of a layer."""
     return ExpertsKey(
         num_experts=spec.num_experts,
+        topk=spec.topk,
         dtype=spec.dtype,
         ids_dtype=spec.ids_dtype,
         activation=spec.activation,
@@ -56,7 +57,7 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs:
     """What the kernels are compiled for: any sizes that are multiples of 16 bytes."""
     dtype, numeric, experts = key.dtype, NUMERIC[key.dtype], key.num_experts
     lanes = ALIGNMENT // dtype.itemsize
-    tokens, topk, pairs = (cute.sym_int() for _ in range(3))
+    tokens, topk, pairs = cute.sym_int(), key.topk, cute.sym_int()
     hidden, width, rows = (cute.sym_int(divisibility=lanes) for _ in range(3))
 
     def weight(n: Any, k: Any) -> Any:

@@ -15,12 +15,14 @@ class ProductKey:
     """One of the two products.
 
     Attributes:
+        pairs_per_row: of x.
         activation: of the first product; None is the second one.
         interleaved: gate and up rows of the weights alternate.
         scaled: the accumulators are multiplied with the router's weight.
     """
 
     dtype: torch.dtype
+    pairs_per_row: int
     activation: Activation | None
     interleaved: bool
     bias: bool
@@ -38,6 +40,7 @@ class ExpertsKey:
     """
 
     num_experts: int
+    topk: int
     dtype: torch.dtype
     ids_dtype: torch.dtype
     activation: Activation
@@ -54,6 +57,7 @@ class ExpertsKey:
         return (
             ProductKey(
                 dtype=self.dtype,
+                pairs_per_row=self.topk,
                 activation=self.activation,
                 interleaved=self.interleaved,
                 bias=self.w13_bias,
@@ -62,6 +66,7 @@ class ExpertsKey:
             ),
             ProductKey(
                 dtype=self.dtype,
+                pairs_per_row=1,
                 activation=None,
                 interleaved=False,
                 bias=self.w2_bias,

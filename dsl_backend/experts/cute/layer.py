@@ -17,7 +17,7 @@ class ExpertsLayer:
     def __init__(self, key: ExpertsKey):
         self.routing = Routing(key.num_experts, key.first.tile_m)
         self.first, self.second = (GroupedGemm(product) for product in key.products)
-        self.combine = Combine(key.num_experts, key.router_weights is RouterWeights.OUTPUT)
+        self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ExpertsArgs, stream):

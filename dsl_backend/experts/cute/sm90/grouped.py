@@ -47,7 +47,6 @@ class GroupedParams:
         mBias: [E, parts * n]. mScale: float32 [pairs]. Either may be missing.
         mOut: [pairs, n].
         mPairs, mTiles, mTileCount: see `args.ExpertsScratch`.
-        topk: pairs of a row of x.
     """
 
     tma_atom_x: cute.CopyAtom
@@ -61,7 +60,6 @@ class GroupedParams:
     mPairs: cute.Tensor
     mTiles: cute.Tensor
     mTileCount: cute.Tensor
-    topk: cutlass.Int32
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,7 @@ class GroupedGemm(Gemm):
             )
         )
         self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
+        self.pairs_per_row = key.pairs_per_row
         if self.gathers:
             self.load_edge = Edge("gathered x, and weights", cp_async(WARPGROUP), self.load_edge.consumers, self.stages)
 
@@ -135,7 +134,6 @@ class GroupedGemm(Gemm):
             scratch.pairs,
             scratch.tiles,
             scratch.tile_count,
-            operands.topk_ids.shape[1],
         )
         sOut_layout = self.sOut_layout()
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
@@ -259,7 +257,7 @@ class GroupedGemm(Gemm):
             work = self.work_tile(params, schedule, tile)
             for i in cutlass.range_constexpr(copies):
                 place = cutlass.min(row + i * step, work.rows - 1)
-                token = params.mPairs[work.first_row + place] // params.topk
+                token = params.mPairs[work.first_row + place] // self.pairs_per_row
                 element = cutlass.Int64(token) * params.mX.stride[0] + vector * VECTOR
                 sources[i] = params.mX.iterator.toint() + element * 2
             for k_tile in cutlass.range(k_tiles, unroll=1):
