@@ -66,7 +66,7 @@ STEPS = (
     bench("invariant", "decode prefill mla-decode --rows invariant", 40, 120, "batch-invariant mode and its peers"),
     bench("held-out-attention", "mla-decode prefill --held-out", 60, 200, "shapes that nothing is tuned for"),
     bench("held-out-others", "linear softmax --held-out", 60, 200, "shapes that nothing is tuned for"),
-    bench("sampling", "sampling", 30, 120, "every filter beside FlashInfer"),
+    bench("sampling", "sampling verification --peers FlashInfer,vLLM,plain", 30, 150, "every filter, and drafts"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),
     Step("invariance", ("-m", "integration.invariance", "--graphs"), 60, 240, "served log-probabilities, bit by bit"),
     tests("served", "integration/test_numerics.py integration/test_linear.py", 60, 240, "log-probabilities of engines"),

@@ -13,7 +13,20 @@ import torch
 from dsl_backend import providers
 from rich.console import Console
 
-from . import attention, experts, facts, held_out, linear, measured, norm, report, runner, sampling, softmax
+from . import (
+    attention,
+    experts,
+    facts,
+    held_out,
+    linear,
+    measured,
+    norm,
+    report,
+    runner,
+    sampling,
+    softmax,
+    verification,
+)
 from .case import Case, Provider, select
 from .held_out import compile_ahead, summary
 
@@ -79,6 +92,7 @@ def operators(page_size: int = 16) -> dict[str, Any]:
         **norm.operators(),
         **sampling.operators(),
         **softmax.operators(),
+        **verification.operators(),
     }
 
 

@@ -88,9 +88,9 @@ def reference(problem: Problem, inputs: Inputs) -> Reference:
     return Reference(inputs.compared, values)
 
 
-def some_of(layer: Layer, chosen: torch.Tensor, **changes: torch.Tensor) -> Parameters:
+def some_of(parameters: Parameters, chosen: torch.Tensor, **changes: torch.Tensor) -> Parameters:
     """The parameters of the chosen rows."""
-    given = {name: value for name, value in vars(layer.parameters).items() if value is not None}
+    given = {name: value for name, value in vars(parameters).items() if value is not None}
     return Parameters(**{**{name: value[chosen] for name, value in given.items()}, **changes})
 
 
@@ -101,7 +101,7 @@ def only_exact(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
     """
     (layer,) = (layer for layer in inputs.layers if layer.tokens.data_ptr() == tokens.data_ptr())
     chosen, marked = inputs.compared, tokens.view(-1).clone()
-    right = definition.sample(layer.logits[chosen], some_of(layer, chosen))[0] == marked[chosen]
+    right = definition.sample(layer.logits[chosen], some_of(layer.parameters, chosen))[0] == marked[chosen]
     marked[chosen] = marked[chosen].where(right, -1)
     return marked
 
@@ -110,9 +110,9 @@ def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
     """[rows, 1]: 0 for a compared token that is wrong, else 1; a right token is any that the filters keep."""
     layer, chosen = inputs.layers[index], inputs.compared
     logits, found = layer.logits[chosen], tokens.view(-1)[chosen].long()
-    wide = some_of(layer, chosen)
+    wide = some_of(layer.parameters, chosen)
     if wide.top_p is not None:
-        wide = some_of(layer, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
+        wide = some_of(layer.parameters, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
     kept = definition.filter_mask(definition.scaled_logits(logits, wide.temperature)[0], wide)
     inside = (found >= 0) & (found < logits.shape[1])
     right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)

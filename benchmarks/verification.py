@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of verifying drafts: a token for each row of logits, and which drafts are accepted.
+
+Drafts are the likeliest tokens of their rows. Nothing is known of the distributions that they were drawn from, as with
+n-grams and greedy drafters. The column `plain` samples the same rows and verifies nothing: what verification costs is
+the difference.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from dsl_backend.providers import Launch, Limits, Provider, Run, provider
+from dsl_backend.runtime import target as targets
+from dsl_backend.sampling import api, dispatch, verification, verification_dispatch, verification_reference
+from dsl_backend.sampling import reference as definition
+from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.verification_spec import NO_TOKEN, Drafts, VerificationSpec, Verified
+
+from .case import SMALLEST, TABLE, Case, Reference
+from .check import EXACT
+from .columns import columns, missing, reasons
+from .sampling import problems
+from .sampling.problems import FILTERS, NEAR
+
+VLLM_UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
+VLLM_FILTERS = "vllm.v1.sample.ops.topk_topp_sampler"
+DRAFTS = 5
+LLAMA = 128256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Verifying `drafts` drafts of each request. A request has one row of bfloat16 logits more than drafts."""
+
+    requests: int
+    drafts: int
+    vocab: int
+    filters: str
+    temperature: float
+
+    @property
+    def rows(self) -> int:
+        return self.requests * (self.drafts + 1)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Every logit is read once."""
+        return self.rows * (2 * self.vocab + 8)
+
+    @property
+    def limits(self) -> Limits:
+        return EXACT
+
+    @property
+    def specs(self) -> tuple[SamplingSpec, VerificationSpec]:
+        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16)
+        return drawn, VerificationSpec(max_drafts=self.drafts, vocab=self.vocab)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Logits [rows, vocab] bfloat16; `drafts` has the drafts and the first row of each request."""
+
+    logits: torch.Tensor
+    parameters: Parameters
+    drafts: Drafts
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Some layers; `compared` has the requests whose tokens are checked."""
+
+    problem: Problem
+    layers: tuple[Layer, ...]
+    compared: torch.Tensor
+
+
+def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+    of_rows = problems.Problem(rows=problem.rows, vocab=problem.vocab, filters=problem.filters)
+    drawn = problems.build(of_rows, layers, device, seed)
+    rows = problem.drafts + 1
+    made = []
+    for layer in drawn.layers:
+        logits = layer.logits.bfloat16()
+        # The draft of a row is the input of the next one.
+        inputs = logits.argmax(-1).roll(1)
+        cu_rows = torch.arange(0, problem.rows + 1, rows, dtype=torch.int32, device=device)
+        temperature = torch.full((problem.rows,), problem.temperature, device=device)
+        parameters = replace(layer.parameters, temperature=temperature)
+        made.append(Layer(logits, parameters, Drafts(inputs=inputs, cu_rows=cu_rows)))
+    return Inputs(problem, tuple(made), (drawn.compared // rows).unique())
+
+
+def compared_rows(inputs: Inputs) -> torch.Tensor:
+    """The rows of the compared requests: [requests compared * (drafts + 1)]."""
+    step = torch.arange(inputs.problem.drafts + 1, device=inputs.compared.device)
+    return (inputs.compared.unsqueeze(1) * len(step) + step).flatten()
+
+
+def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
+    """[requests, 1]: 0 for a compared request whose tokens are not possible, else 1.
+
+    Args:
+        tokens: [requests, drafts + 1], -1 behind a request's last one.
+    """
+    problem, layer, chosen = inputs.problem, inputs.layers[index], compared_rows(inputs)
+    shape = (len(inputs.compared), problem.drafts + 1)
+    wide = problems.some_of(layer.parameters, chosen)
+    if wide.top_p is not None:
+        wide = replace(wide, top_p=(wide.top_p + NEAR).clamp(max=1))
+    kept = definition.filter_mask(definition.scaled_logits(layer.logits[chosen], wide.temperature)[0], wide)
+    found = tokens[inputs.compared].long()
+    there = found >= 0
+    counts = there.sum(-1)
+    step = torch.arange(shape[1], device=tokens.device)
+    is_kept = kept.gather(1, found.clamp(0, problem.vocab - 1).view(-1, 1)).view(shape) & (found < problem.vocab)
+    is_draft = layer.drafts.inputs[chosen].view(shape).roll(-1, 1) == found
+    first, accepted = step < counts.unsqueeze(1), step < counts.unsqueeze(1) - 1
+    right = (counts > 0) & (there == first).all(-1) & (is_kept | ~first).all(-1) & (is_draft | ~accepted).all(-1)
+    judged = torch.ones(problem.requests, 1, dtype=torch.float64, device=tokens.device)
+    judged[inputs.compared, 0] = right.double()
+    return judged
+
+
+def only_exact(inputs: Inputs, layer: Layer, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of this package, with none for a compared request whose tokens are not the definition's."""
+    chosen, width = compared_rows(inputs), inputs.problem.drafts + 1
+    parameters = problems.some_of(layer.parameters, chosen)
+    drawn = Sampled(definition.sample(layer.logits[chosen], parameters)[0])
+    cu_rows = torch.arange(0, len(chosen) + 1, width, dtype=torch.int32, device=tokens.device)
+    drafts = Drafts(inputs=layer.drafts.inputs[chosen], cu_rows=cu_rows)
+    expected, _ = verification_reference.verify(drawn, parameters, drafts, inputs.problem.specs[1])
+    marked = tokens.clone()
+    marked[inputs.compared] = marked[inputs.compared].where(
+        (expected == tokens[inputs.compared]).all(-1, True), NO_TOKEN
+    )
+    return marked
+
+
+def objections(problem: Problem, kernel: str | None = None) -> list[str]:
+    target, (drawn, verified) = targets.detect(), problem.specs
+    return reasons(lambda: dispatch.choose(drawn, target, kernel)) + reasons(
+        lambda: verification_dispatch.choose(verified, target, kernel)
+    )
+
+
+def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
+    """`api.run` and `verification.run`, with plans for each layer, because a plan has one buffer for results.
+
+    Args:
+        kernel: a name from both dispatch tables; by default the kernels that dispatch chooses.
+    """
+    device, (drawn, verified) = inputs.compared.device, problem.specs
+    samplers = [api.plan(drawn, problem.rows, device, kernel) for _ in inputs.layers]
+    verifiers = [verification.plan(verified, problem.requests, problem.rows, device, kernel) for _ in inputs.layers]
+    for one in verifiers:
+        one.results.tokens.fill_(NO_TOKEN)
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        rows = api.run(samplers[index], layer.logits, layer.parameters)
+        return verification.run(verifiers[index], rows, layer.parameters, layer.drafts).tokens
+
+    def view(tokens: torch.Tensor) -> torch.Tensor:
+        written = [one.results.tokens.data_ptr() for one in verifiers].index(tokens.data_ptr())
+        return only_exact(inputs, inputs.layers[written], tokens)
+
+    return Launch(run, view)
+
+
+def plain_objections(problem: Problem) -> list[str]:
+    return objections(problem)
+
+
+@provider("verification", name="plain", objections=plain_objections, package="dsl-backend")
+def plain(problem: Problem, inputs: Inputs) -> Launch:
+    """Samples the rows and verifies nothing; the check verifies its tokens by the definition."""
+    plans = [api.plan(problem.specs[0], problem.rows, inputs.compared.device) for _ in inputs.layers]
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        return api.run(plans[index], layer.logits, layer.parameters).tokens
+
+    def view(tokens: torch.Tensor) -> torch.Tensor:
+        index = [one.results.tokens.data_ptr() for one in plans].index(tokens.data_ptr())
+        layer = inputs.layers[index]
+        verified = verification_reference.verify(Sampled(tokens), layer.parameters, layer.drafts, problem.specs[1])
+        return Verified(*verified).tokens
+
+    return Launch(run, view)
+
+
+def vllm_objections(problem: Problem) -> list[str]:
+    return missing("vllm")
+
+
+@provider("verification", name="vLLM", objections=vllm_objections, package="vllm")
+def vllm(problem: Problem, inputs: Inputs) -> Run | Launch:
+    """The rejection sampler of vLLM's second model runner, behind what that runner does to the logits.
+
+    Logits that nothing changes are read as they are; the others are copied to float32, divided and filtered.
+    """
+    rejection_sample = importlib.import_module(VLLM_UTILS).rejection_sample
+    apply = importlib.import_module(VLLM_FILTERS).apply_top_k_top_p
+    device, rows = inputs.compared.device, problem.drafts + 1
+    request = torch.arange(problem.requests, dtype=torch.int32, device=device)
+    of_row, position = request.repeat_interleave(rows), torch.arange(rows, dtype=torch.int32, device=device)
+    position = position.repeat(problem.requests)
+    temperature = torch.full((problem.requests,), problem.temperature, device=device)
+
+    def run(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = inputs.layers[index]
+        logits, given = layer.logits, layer.parameters
+        if problem.temperature != 1:
+            logits = logits.float().div_(problem.temperature)
+        if given.top_k is not None or given.top_p is not None:
+            logits = apply(logits.float(), given.top_k, given.top_p)
+        tokens, counts = rejection_sample(
+            logits,
+            None,
+            layer.drafts.inputs,
+            layer.drafts.cu_rows,
+            given.positions,
+            request,
+            of_row,
+            position,
+            temperature,
+            given.seeds,
+            problem.drafts,
+        )
+        return tokens, counts
+
+    def view(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, counts = result
+        return tokens.where(position.view(problem.requests, rows) < counts.unsqueeze(1), NO_TOKEN)
+
+    return Launch(run, view)  # type: ignore[arg-type]  # only `view` reads the result
+
+
+provider("verification", name="Triton", objections=lambda problem: objections(problem, "triton"), default=False)(
+    lambda problem, inputs: ours(problem, inputs, "triton")
+)
+
+
+def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
+    name = f"{problem.filters}-t{problem.temperature:g}-{problem.requests}x{problem.drafts}x{problem.vocab}"
+    parameters = {name: getattr(problem, name) for name in ("requests", "drafts", "vocab", "filters", "temperature")}
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=0,
+    )
+
+
+@dataclass(frozen=True)
+class VerificationOperator:
+    """Draws a token for each row of logits and accepts drafts."""
+
+    name: str = "verification"
+    unit: str = "TB/s"
+
+    def cases(self) -> Sequence[Case[Problem]]:
+        table = [("none", 1.0), ("none", 0.8), ("k+p", 0.8)]
+        found = [
+            case(Problem(requests=requests, drafts=DRAFTS, vocab=LLAMA, filters=filters, temperature=temperature))
+            for filters, temperature in table
+            for requests in (1, 16, 64, 128)
+        ]
+        small = [
+            Problem(requests=2, drafts=2, vocab=300, filters=filters, temperature=0.8)
+            for filters in FILTERS
+            if filters != "min-p"
+        ]
+        return found + [case(problem, SMALLEST) for problem in small]
+
+    def providers(self, kernels: Sequence[str]) -> Sequence[Provider]:
+        return columns(self.name, ours, objections, kernels)
+
+    def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
+        return build(problem, layers, device, seed)
+
+    def poison(self, inputs: Inputs) -> None:
+        """Nothing: results lie in a provider's own buffers, where this package's have no token at first."""
+
+    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
+        """Ones, one for each compared request: `verdict` returns 1 for tokens that are possible."""
+        values = torch.ones(len(inputs.compared), 1, dtype=torch.float64, device=inputs.compared.device)
+        return Reference(inputs.compared, values)
+
+    def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
+        return verdict(inputs, layer, result)
+
+
+def operators() -> dict[str, VerificationOperator]:
+    """Name -> operator."""
+    return {"verification": VerificationOperator()}
