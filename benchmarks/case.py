@@ -123,7 +123,9 @@ class Operator(Protocol[ProblemT, InputsT]):
         """Fills every output with NaN, so that elements that a kernel does not write are detected."""
         ...
 
-    def reference(self, problem: ProblemT, inputs: InputsT, layer: int) -> Reference: ...
+    def reference(self, problem: ProblemT, inputs: InputsT, layer: int, seed: int = 0) -> Reference:
+        """The exact results of rows of a layer that the seed chooses; the first and the last one are among them."""
+        ...
 
     def compared(self, inputs: InputsT, layer: int, result: torch.Tensor) -> torch.Tensor:
         """What of a layer's result is compared with the reference: usually the result itself."""

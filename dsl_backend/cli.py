@@ -191,6 +191,28 @@ def verify(
 
 
 @app.command()
+def judge(
+    candidate: Annotated[pathlib.Path, typer.Argument(metavar="CANDIDATE", help="A file with one provider of OP.")],
+    op: Annotated[str, typer.Option(help="The operator, such as softmax.")],
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="Run on the emulator for sm_90a or sm_100a; needs no GPU.")
+    ] = None,
+    json: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the result, one JSON object.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sizes and inputs; by default a new one.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Regular expression for the rows to time.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated peers to time, all, or none.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of importing, preparing, or a launch.")] = 240.0,
+    memory: Annotated[int, typer.Option(min=256, help="Memory limit of the candidate's process, in MiB.")] = 16 << 10,
+) -> None:
+    """Check a kernel that nobody knows in a process of its own, and time it. Exit status 1 if it is rejected."""
+    found = importlib.import_module(f"{benchmarks().__name__}.judge")
+    options = found.Options(arch=arch, seed=seed, rows=rows, peers=peers, seconds=seconds, memory_mib=memory)
+    attempt(lambda: found.main(candidate, op, json, options))
+
+
+@app.command()
 def tune(
     family: Annotated[
         str | None, typer.Argument(metavar="[FAMILY]", help="attention or linear; by default both.")

@@ -42,8 +42,8 @@ class AttentionOperator:
         for layer in inputs.layers:
             layer.out.fill_(torch.nan)
 
-    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
-        return oracle.reference(problem, inputs, layer)
+    def reference(self, problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+        return oracle.reference(problem, inputs, layer, seed)
 
     def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
         return result
@@ -69,7 +69,7 @@ class WriteOperator:
     def poison(self, inputs: WriteInputs) -> None:
         writes.poison(inputs)
 
-    def reference(self, problem: WriteProblem, inputs: WriteInputs, layer: int) -> Reference:
+    def reference(self, problem: WriteProblem, inputs: WriteInputs, layer: int, seed: int = 0) -> Reference:
         return writes.reference(problem, inputs, layer)
 
     def compared(self, inputs: WriteInputs, layer: int, result: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ class ExpertsOperator:
         for layer in inputs.layers:
             layer.out.fill_(torch.nan)
 
-    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
-        return reference(problem, inputs, layer)
+    def reference(self, problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+        return reference(problem, inputs, layer, seed)
 
     def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
         return result

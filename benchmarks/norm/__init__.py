@@ -32,8 +32,8 @@ class NormOperator:
     def poison(self, inputs: Inputs) -> None:
         poison(inputs)
 
-    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
-        return reference(problem, inputs, layer)
+    def reference(self, problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
+        return reference(problem, inputs, layer, seed)
 
     def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
         return result.float()

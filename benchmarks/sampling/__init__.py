@@ -33,7 +33,7 @@ class SamplingOperator:
         for layer in inputs.layers:
             layer.tokens.fill_(-1)
 
-    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
+    def reference(self, problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
         return reference(problem, inputs)
 
     def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:

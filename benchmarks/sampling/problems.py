@@ -113,7 +113,8 @@ def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
     wide = some_of(layer.parameters, chosen)
     if wide.top_p is not None:
         wide = some_of(layer.parameters, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
-    kept = definition.filter_mask(definition.scaled_logits(logits, wide.temperature)[0], wide)
+    z = definition.scaled_logits(logits, wide.temperature)[0]
+    kept = definition.filter_mask(z, wide) & (z > -torch.inf)
     inside = (found >= 0) & (found < logits.shape[1])
     right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     judged = torch.ones(len(layer.logits), 1, dtype=torch.float64, device=logits.device)

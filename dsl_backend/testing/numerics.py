@@ -86,12 +86,33 @@ def assert_within_budget(
     if out.numel() == 0:
         return
     exact = exact.double()
+    assert_errors_fit(out, exact, error_budget(out.dtype, exact, naive, ulps, factor), what)
+
+
+def error_budget(
+    dtype: torch.dtype, exact: torch.Tensor, naive: torch.Tensor, ulps: float = 2, factor: float = 2
+) -> torch.Tensor:
+    """[rows] float64: the largest error of `assert_within_budget`, for outputs of a dtype."""
     # A naive computation that overflowed says nothing about its rounding.
     usable = exact.isfinite() & naive.isfinite()
-    error = per_row(torch.where(usable, (naive.double() - exact).abs(), 0.0))
-    largest = per_row(torch.where(exact.isfinite(), exact.abs(), 0.0))
-    budget = factor * error + ulps * torch.finfo(out.dtype).eps * largest
-    assert_errors_fit(out, exact, budget, what)
+    error = per_row(torch.where(usable, (naive.double() - exact.double()).abs(), 0.0))
+    largest = per_row(torch.where(exact.isfinite(), exact.double().abs(), 0.0))
+    return factor * error + ulps * torch.finfo(dtype).eps * largest
+
+
+def error_over_budget(out: torch.Tensor, exact: torch.Tensor, naive: torch.Tensor, ulps: float = 2) -> float:
+    """The largest error of an output as a share of its budget: at most 1 where `assert_within_budget` accepts it.
+
+    Raises:
+        AssertionError: NaN or infinities differ.
+    """
+    assert_same_non_finite(out, exact, "out")
+    if out.numel() == 0:
+        return 0.0
+    exact = exact.double()
+    error = per_row(torch.where(exact.isfinite(), (out.double() - exact).abs(), 0.0))
+    share = error / error_budget(out.dtype, exact, naive, ulps)
+    return float(torch.where(error == 0, 0.0, share).max())
 
 
 def assert_lse_within_budget(

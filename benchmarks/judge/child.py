@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidate's process: `python -m benchmarks.judge.child REQUESTS REPLIES BLOCK`, which the judge starts.
+
+Each line of the pipe REQUESTS is a JSON object with `do` and arguments; each answer is one on a line of REPLIES.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from dsl_backend import providers
+from dsl_backend.providers import Launch, Provider
+
+from ..runner import short_message
+from .registry import judged
+from .shared import opened
+from .watch import Watch
+
+SMS = 4
+MOST_FINDINGS = 8
+# As they were before a candidate could replace them.
+CURRENT_STREAM, SYNCHRONIZE = torch.cuda.current_stream, torch.cuda.Stream.synchronize
+
+
+class Recorder:
+    """An emulated machine, and which bytes of the outputs its kernels wrote last."""
+
+    def __init__(self, machine: Any, outputs: Sequence[torch.Tensor]) -> None:
+        self.machine, self.outputs = machine, outputs
+        self.seen = self.bits()
+        self.by_kernel = [torch.zeros_like(one) for one in self.seen]
+        self.by_host = [torch.zeros_like(one) for one in self.seen]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.machine, name)
+
+    def bits(self) -> list[torch.Tensor]:
+        return [out.contiguous().view(torch.uint8).clone() for out in self.outputs]
+
+    def account(self, mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        """What changed since the last time goes to `mine`, and is no longer the others'."""
+        now = self.bits()
+        for was, new, one, other in zip(self.seen, now, mine, others, strict=True):
+            changed = was != new
+            one[changed], other[changed] = 1, 0
+        self.seen = now
+
+    def begin(self) -> None:
+        """What the judge wrote is nobody's."""
+        self.seen = self.bits()
+
+    def launch(self, launch: Any) -> None:
+        self.overlap([launch])
+
+    def overlap(self, launches: Sequence[Any]) -> None:
+        self.account(self.by_host, self.by_kernel)
+        if len(launches) == 1:
+            self.machine.launch(launches[0])
+        else:
+            self.machine.overlap(launches)
+        self.account(self.by_kernel, self.by_host)
+
+    def host_share(self) -> float:
+        """The share of the written bytes that the host wrote last."""
+        host, kernel = (sum(int(one.sum()) for one in masks) for masks in (self.by_host, self.by_kernel))
+        return host / max(host + kernel, 1)
+
+
+class Candidate:
+    """A provider and the case that it is at. The methods without a leading underscore are the requests."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._stack = contextlib.ExitStack()
+        self._launch: Launch | None = None
+        self._device: Any = None
+        self._recorder: Recorder | None = None
+        self._graph: Any = None
+
+    def load(self, op: str, file: str) -> dict[str, Any]:
+        """Imports the candidate's file."""
+        self._judged = judged(op)
+        found = [one for one in providers.load(pathlib.Path(file)) if one.operator == op]
+        if len(found) != 1:
+            raise ValueError(f"it has {len(found)} providers of {op}: one is judged")
+        return self._use(found[0])
+
+    def load_named(self, op: str, name: str) -> dict[str, Any]:
+        """Takes a provider of the benchmarks themselves."""
+        from ..command import operators
+
+        (found,) = (one for one in operators()[op].providers([]) if one.name == name)
+        return self._use(found)
+
+    def _use(self, provider: Provider) -> dict[str, Any]:
+        self._provider = provider
+        return {"name": provider.name, "source": provider.source}
+
+    def case(self, payload: str, device: str, arch: str | None, schedule: str, seed: int) -> dict[str, Any]:
+        """Prepares the provider for a problem and its inputs.
+
+        Args:
+            payload: a file, see `shared.opened`.
+            device: of the tensors.
+            arch: of the emulated device that runs the launches; None for the device of the tensors.
+        """
+        problem, memory = pickle.loads(pathlib.Path(payload).read_bytes())
+        inputs = opened(memory)
+        if reasons := list(self._provider.objections(problem)):
+            return {"objections": reasons}
+        if arch is not None:
+            import emulator
+            from emulator.host.device import default_machine
+
+            machine = default_machine(arch, SMS, schedule, seed)
+            self._recorder = Recorder(machine, self._judged.outputs(inputs))
+            emulated = emulator.device(
+                arch, sms=SMS, schedule=schedule, seed=seed, keep_findings=True, machine=self._recorder
+            )
+            self._device = self._stack.enter_context(emulated)
+        self._on_gpu = device == "cuda"
+        self._launch = self._provider.prepare(problem, inputs)
+        return {"objections": []}
+
+    def run(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Launches on layers, and waits for the current stream alone: work elsewhere is not waited for."""
+        assert self._launch is not None
+        if self._recorder is not None:
+            self._recorder.begin()
+        for layer in layers:
+            self._launch.run(layer)
+        self._wait()
+        if self._recorder is not None:
+            self._recorder.account(self._recorder.by_host, self._recorder.by_kernel)
+        return {}
+
+    def capture(self, layers: int) -> dict[str, Any]:
+        """Gets ready for `replay`: a CUDA graph of all layers on a GPU."""
+        self.run(range(layers))
+        self._layers = range(layers)
+        if self._on_gpu:
+            assert self._launch is not None
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                for layer in self._layers:
+                    self._launch.run(layer)
+        return {}
+
+    def replay(self, empty: bool = False) -> dict[str, Any]:
+        """Launches once on each layer. empty: do nothing, which shows what the request itself costs."""
+        if not empty and self._graph is not None:
+            self._graph.replay()
+        elif not empty:
+            return self.run(self._layers)
+        self._wait()
+        return {}
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            SYNCHRONIZE(CURRENT_STREAM())
+
+    def end(self) -> dict[str, Any]:
+        """Leaves the case; returns what the emulator found."""
+        self._launch, self._graph = None, None
+        device, self._device = self._device, None
+        recorder, self._recorder = self._recorder, None
+        # Closes the emulated device, whose checks at the exit are among the findings.
+        self._stack.close()
+        if device is None or recorder is None:
+            return {"errors": []}
+        errors = [str(one) for one in device.errors][:MOST_FINDINGS]
+        return {"errors": errors, "launches": device.launches, "host_share": recorder.host_share()}
+
+    def findings(self) -> dict[str, Any]:
+        return {"findings": self._watch.findings()}
+
+
+def main() -> None:
+    requests, replies, block = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "block"
+    candidate = Candidate(Watch(block))
+    with os.fdopen(requests) as lines:
+        for line in lines:
+            request = json.loads(line)
+            ticket = request.pop("ticket")
+            try:
+                answer = getattr(candidate, request.pop("do"))(**request)
+            except Exception as error:  # a candidate may raise anything
+                answer = {"error": short_message(error)}
+            os.write(replies, (json.dumps({"ticket": ticket, **answer}) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the candidate's process, talks to it, and ends it.
+
+It is a process of its own session with an environment of few variables, its own cache and home folder, no network where
+that is permitted, and limits on its time and memory. This stops mistakes and lazy tricks; it is no sandbox for malware.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from ..processes import ROOT
+
+# Variables that compilers and drivers need; everything else stays with the judge.
+KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "CC", "CXX", "TRITON_INTERPRET", "PYTHONPATH")
+KEPT_PREFIXES = ("CUDA", "NVIDIA_", "NV_")
+POLL_SECONDS = 0.05
+LAST_WORDS = 400
+MOST_REPLY_BYTES = 1 << 20
+STOP_SECONDS = 10.0
+EMULATOR_CACHE = "cute-dsl-emulator"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a candidate's process.
+
+    Attributes:
+        seconds: of one request: importing, preparing (compiling), or a launch.
+        memory_bytes: of its own memory and its children's, without files that they map and the judge's tensors.
+    """
+
+    seconds: float
+    memory_bytes: int
+
+
+class Stopped(Exception):
+    """The candidate's process did not answer: it ended, was too slow, or had too much memory."""
+
+
+class Failed(Exception):
+    """The candidate raised."""
+
+
+@cache
+def isolation() -> tuple[tuple[str, ...], str]:
+    """The command that starts a program without a network, and what it does; an empty one if none is permitted."""
+    for command, words in ((("unshare", "-n"), "unshare -n"), (("unshare", "-rn"), "unshare -rn")):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([*command, "true"], check=True, capture_output=True, timeout=STOP_SECONDS)
+            return command, words
+    return (), "sockets blocked"
+
+
+def environment(folder: pathlib.Path) -> dict[str, str]:
+    """A candidate's variables: every cache is in its own folder."""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+    path = os.pathsep.join([str(ROOT), *([kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [])])
+    caches = {
+        "HOME": "home",
+        "TMPDIR": "tmp",
+        "XDG_CACHE_HOME": "cache",
+        "DSL_BACKEND_CACHE_DIR": "cache/dsl",
+        "TRITON_CACHE_DIR": "cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
+        "CUDA_CACHE_PATH": "cache/cuda",
+        "CUTE_DSL_CACHE_DIR": "cache/cute",
+        "TILELANG_CACHE_DIR": "cache/tilelang",
+    }
+    for name in caches.values():
+        (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The emulator's own library takes seconds to build: a copy, which the candidate cannot change for others.
+    built = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / EMULATOR_CACHE
+    if built.is_dir():
+        shutil.copytree(built, folder / "cache" / EMULATOR_CACHE, dirs_exist_ok=True)
+        (folder / "cache" / EMULATOR_CACHE).chmod(0o700)
+    fixed = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, **{name: str(folder / place) for name, place in caches.items()}, **fixed}
+
+
+class Process:
+    """A candidate's process, ended with the block."""
+
+    def __init__(self, folder: pathlib.Path, limits: Limits) -> None:
+        self.limits = limits
+        self.log = folder / "log"
+        prefix, _ = isolation()
+        requests, self._send = os.pipe()
+        self._receive, replies = os.pipe()
+        command = [*prefix, sys.executable, "-m", f"{__package__}.child", str(requests), str(replies)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "open" if prefix else "block"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(folder),
+                cwd=folder,
+                pass_fds=(requests, replies),
+                start_new_session=True,
+            )
+        os.close(requests)
+        os.close(replies)
+        self._rest = b""
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process and all that it started in its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        for end in (self._send, self._receive):
+            with contextlib.suppress(OSError):
+                os.close(end)
+        self._send = self._receive = -1
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Sends a request and waits for its answer.
+
+        Raises:
+            Failed: the candidate raised.
+            Stopped: its process does not answer any more.
+        """
+        ticket = secrets.token_hex(8)
+        line = json.dumps({"ticket": ticket, "do": do, **arguments}) + "\n"
+        try:
+            os.write(self._send, line.encode())
+        except OSError:
+            raise self.stopped(None) from None
+        answer = self._answer(ticket, time.monotonic() + self.limits.seconds)
+        if "error" in answer:
+            raise Failed(str(answer["error"]))
+        return answer
+
+    def _answer(self, ticket: str, until: float) -> dict[str, Any]:
+        """The next line with the ticket; others were not written by the harness and mean nothing."""
+        while True:
+            line, found, rest = self._rest.partition(b"\n")
+            if found:
+                self._rest = rest
+                with contextlib.suppress(ValueError, AttributeError):
+                    answer: dict[str, Any] = json.loads(line)
+                    if answer.get("ticket") == ticket:
+                        return answer
+                continue
+            ready, _, _ = select.select([self._receive], [], [], POLL_SECONDS)
+            if ready:
+                piece = os.read(self._receive, 1 << 16)
+                if not piece or len(self._rest) > MOST_REPLY_BYTES:
+                    raise self.stopped(None)
+                self._rest += piece
+            elif time.monotonic() > until:
+                raise self.stopped(f"did not answer within {self.limits.seconds:g} s")
+            elif (used := memory_of(self.process.pid)) > self.limits.memory_bytes:
+                raise self.stopped(f"has {used >> 20} MiB of memory; the limit is {self.limits.memory_bytes >> 20}")
+
+    def stopped(self, why: str | None) -> Stopped:
+        """Ends the process; returns what is to be said of it."""
+        if why is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+        self.stop()
+        words = " ".join(self.log.read_text(errors="replace")[-LAST_WORDS:].split())
+        return Stopped(why or f"ended with exit status {self.process.returncode}{f': {words}' if words else ''}")
+
+
+def memory_of(session: int) -> int:
+    """Bytes of anonymous memory of all processes of a session."""
+    total = 0
+    for entry in pathlib.Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the command's name in brackets: state, parent, group, session.
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            for line in (entry / "status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    total += int(line.split()[1]) << 10
+    return total

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times providers in their own processes with this process's clock.
+
+A block is one launch on each layer: all layers have other data than in the block before, their outputs are poisoned
+before it and compared after it. So a block cannot be answered from an earlier one, and a clock or an event that a
+candidate replaced changes nothing. What a request costs without any launch is measured in turn and subtracted.
+"""
+
+import dataclasses
+import pathlib
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import check, timing
+from ..case import Case
+from . import shared
+from .checks import case_payload, synchronize
+from .process import Process
+from .registry import Judged
+
+BLOCKS = 24
+# On a CPU, where there is no cache to be larger than.
+CPU_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Times:
+    """A launch's time in microseconds."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    samples: int
+
+
+class WrongError(Exception):
+    """A timed launch had a wrong result."""
+
+
+@dataclass
+class Row:
+    """A case with its shared inputs, which all timed providers get one after another.
+
+    Attributes:
+        limits: of the provider's errors; by default the problem's.
+    """
+
+    operator: Any
+    judged: Judged
+    case: Case
+    folder: pathlib.Path
+    device: torch.device
+    seed: int
+
+    def __post_init__(self) -> None:
+        needed = timing.layers_needed(self.case.traffic_bytes, timing.l2_bytes(self.device))
+        self.layers = needed if self.device.type == "cuda" else CPU_LAYERS
+        self.draw = random.Random(self.seed)
+
+    def build(self) -> Any:
+        return self.operator.build(self.case.problem, self.layers, self.device, self.draw.randrange(1 << 30))
+
+    def time(self, process: Process, blocks: int = BLOCKS) -> Times | list[str]:
+        """The time of a launch, or the candidate's objections.
+
+        Raises:
+            WrongError: a result was wrong.
+            Failed, Stopped: as `Process.ask`.
+        """
+        problem = self.case.problem
+        memory = shared.share(self.judged.hidden(self.build()), self.folder, "row")
+        path = self.folder / "row"
+        path.write_bytes(case_payload(problem, memory))
+        try:
+            facts = {"device": self.device.type, "arch": None, "schedule": "", "seed": 0}
+            if objections := process.ask("case", payload=str(path), **facts).get("objections"):
+                return [str(one) for one in objections]
+            process.ask("capture", layers=self.layers)
+            samples = [self.block(process, memory) for _ in range(blocks)]
+            process.ask("end")
+        finally:
+            memory.close()
+            path.unlink()
+        # The first one warms up.
+        found = timing.summarize(samples[1:])
+        return Times(found.median_us, found.p10_us, found.p90_us, found.samples)
+
+    def block(self, process: Process, memory: shared.Shared) -> float:
+        """Microseconds of a launch in a block with new inputs."""
+        fresh = self.build()
+        memory.refill(self.judged.hidden(fresh))
+        self.operator.poison(memory.thing)
+        synchronize(self.device)
+        costs = [asked(process, empty=True) for _ in range(3)]
+        seconds = asked(process, empty=False)
+        for layer in self.draw.sample(range(self.layers), min(2, self.layers)):
+            self.compare(fresh, memory.thing, layer)
+        return 1e6 * max(seconds - statistics.median(costs), 0.0) / self.layers
+
+    def compare(self, fresh: Any, written: Any, layer: int) -> None:
+        """Compares rows that the candidate does not know. fresh: inputs that it did not see."""
+        problem = self.case.problem
+        out = self.judged.outputs(written)[layer]
+        reference = self.operator.reference(problem, fresh, layer, self.draw.randrange(1 << 30))
+        try:
+            check.require_right(self.operator.compared(fresh, layer, out), reference, problem.limits)
+        except check.WrongResultError as error:
+            raise WrongError(f"{self.case.id}: a timed launch on layer {layer} is wrong: {error}") from None
+
+
+def asked(process: Process, empty: bool) -> float:
+    """Seconds until a request is answered."""
+    start = time.perf_counter()
+    process.ask("replay", empty=empty)
+    return time.perf_counter() - start
+
+
+def as_json(times: Times) -> dict[str, float]:
+    return dataclasses.asdict(times)

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates for the judge: what honest ones do, and what cheating ones try."""
+
+import textwrap
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A file.
+
+    Attributes:
+        run: what is done for a layer's tensors `t`; for softmax also `x`, `out` and `softmax(x)` in float32.
+        prepare: what is done before.
+        head: at the file's top.
+        said: for a cheating one, what the verdict says of it.
+        options: of the judge.
+    """
+
+    run: str
+    prepare: str = ""
+    head: str = ""
+    op: str = "softmax"
+    said: str = ""
+    decorator: str = ""
+    arch: str | None = None
+    options: tuple[tuple[str, float], ...] = ()
+
+    def source(self) -> str:
+        names = "        x, out = t.x, t.out\n" if self.op == "softmax" else ""
+        return (
+            f"import torch\nfrom dsl_backend.providers import Launch, provider\n{textwrap.dedent(self.head)}\n"
+            f'@provider("{self.op}", name="candidate"{self.decorator})\n'
+            "def prepare(problem, inputs):\n"
+            "    def softmax(x):\n"
+            "        return (torch.log_softmax if problem.log else torch.softmax)(x.float(), -1)\n"
+            f"{textwrap.indent(textwrap.dedent(self.prepare), '    ')}\n"
+            "    def run(layer):\n"
+            "        t = inputs.layers[layer]\n"
+            f"{names}{textwrap.indent(textwrap.dedent(self.run), '        ')}\n"
+            "    return run\n"
+        )
+
+
+RIGHT = "out.copy_(softmax(x))\nreturn out"
+
+ROWS_KERNEL = """
+import cutlass
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+class Rows:
+    def __init__(self, log):
+        self.log = log
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor):
+        self.kernel(x, out).launch(grid=(cute.ceil_div(cute.size(x, mode=[0]), 32), 1, 1), block=(32, 1, 1))
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor):
+        row = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]
+        if row < cute.size(x, mode=[0]):
+            row_max = cutlass.Float32(-cutlass.Float32.inf)
+            for j in cutlass.range(cute.size(x, mode=[1])):
+                row_max = cute.arch.fmax(row_max, cutlass.Float32(x[row, j]))
+            row_sum = cutlass.Float32(0.0)
+            for j in cutlass.range(cute.size(x, mode=[1])):
+                row_sum += cute.math.exp(cutlass.Float32(x[row, j]) - row_max)
+            for j in cutlass.range(cute.size(x, mode=[1])):
+                below = cutlass.Float32(x[row, j]) - row_max
+                if cutlass.const_expr(self.log):
+                    out[row, j] = out.element_type(below - cute.math.log(row_sum))
+                else:
+                    out[row, j] = out.element_type(cute.math.exp(below) / row_sum)
+
+def view(tensor):
+    return from_dlpack(tensor).mark_layout_dynamic(leading_dim=1)
+"""
+ROWS = "compiled = cute.compile(Rows(problem.log), view(inputs.layers[0].x), view(inputs.layers[0].out))"
+# Each thread writes a column's exponential to shared memory and reads its neighbour's, without a barrier in between:
+# 64 threads are two warps.
+RACE_KERNEL = (
+    ROWS_KERNEL.replace("block=(32, 1, 1)", "block=(64, 1, 1)")
+    .replace(
+        "        row = cute.arch.block_idx()[0] * 32 + cute.arch.thread_idx()[0]\n",
+        "        lane = cute.arch.thread_idx()[0]\n"
+        "        row = cute.arch.block_idx()[0] * 32 + lane\n"
+        "        posted = cutlass.utils.SmemAllocator().allocate_tensor(cutlass.Float32, cute.make_layout(64))\n"
+        "        posted[lane] = cutlass.Float32(0.0)\n"
+        "        nothing = posted[63 - lane]\n",
+    )
+    .replace("row_sum = cutlass.Float32(0.0)", "row_sum = nothing")
+    .replace("if row < ", "if lane < 32 and row < ")
+)
+
+GATHER = """
+def gathered(problem, inputs, rows, request):
+    count = problem.kv_lens[request]
+    pages = inputs.batch.block_table[request, : -(-count // problem.page_size)].long()
+    return rows[pages].flatten(0, 1)[:count].float()
+
+def attend(problem, inputs, t, causal=True, window=True, identity=False):
+    first = 0
+    for request, (queries, keys) in enumerate(zip(problem.q_lens, problem.kv_lens)):
+        k, v = gathered(problem, inputs, t.keys, request), gathered(problem, inputs, t.values, request)
+        if identity:
+            k = t.keys.flatten(0, 1)[:keys].float()
+        group = problem.heads_q // problem.heads_kv
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q = t.q[first : first + queries].float()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
+        position = torch.arange(keys - queries, keys)[:, None]
+        distance = position - torch.arange(keys)[None]
+        if causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if window and problem.window_left is not None:
+            scores = scores.masked_fill(distance > problem.window_left, -torch.inf)
+        t.out[first : first + queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(t.out.dtype)
+        first += queries
+    return t.out
+"""
+LINEAR = "y = t.x.float() @ t.weight.float().T\n"
+SWIGLU = """
+y = t.x.float() @ t.weight.float().T
+if problem.gated:
+    gate, up = y.chunk(2, -1)
+    y = torch.nn.functional.silu(gate) * up
+t.out.copy_(y)
+return t.out
+"""
+FILTERS = """
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+def chances(t):
+    p = t.parameters
+    logits = t.logits.clone()
+    if p.min_p is not None:
+        chance = logits.softmax(-1)
+        logits[chance < chance.amax(-1, keepdim=True) * p.min_p[:, None]] = -torch.inf
+    if p.top_k is not None or p.top_p is not None:
+        logits = apply_top_k_top_p_pytorch(logits, p.top_k, p.top_p)
+    return logits.softmax(-1)
+"""
+
+HONEST: dict[str, Candidate] = {
+    "eager": Candidate(RIGHT),
+    "out-argument": Candidate(
+        "if x.dtype != out.dtype:\n    return out.copy_(softmax(x))\n"
+        "return (torch.log_softmax if problem.log else torch.softmax)(x, -1, out=out)"
+    ),
+    "by-hand": Candidate("""
+        wide = x.float()
+        below = wide - wide.amax(-1, keepdim=True)
+        total = below.exp().sum(-1, keepdim=True)
+        out.copy_(below - total.log() if problem.log else below.exp() / total)
+        return out
+    """),
+    "online": Candidate("""
+        top = torch.full((len(x), 1), -torch.inf)
+        total = torch.zeros(len(x), 1)
+        for part in x.float().split(100, -1):
+            new = torch.maximum(top, part.amax(-1, keepdim=True))
+            safe = torch.where(new == -torch.inf, 0.0, new)
+            total = total * (top - safe).exp() + (part - safe).exp().sum(-1, keepdim=True)
+            top = new
+        result = x.float() - top
+        out.copy_(result - total.log() if problem.log else result.exp() / total)
+        return out
+    """),
+    "float64": Candidate(
+        "out.copy_((torch.log_softmax if problem.log else torch.softmax)(x.double(), -1))\nreturn out"
+    ),
+    "row-by-row": Candidate("for row in range(len(x)):\n    out[row] = softmax(x[row]).to(out.dtype)\nreturn out"),
+    "returns-nothing": Candidate("out.copy_(softmax(x))"),
+    "launch-with-a-view": Candidate(
+        "out.copy_(softmax(x))\nreturn out.t()",
+        head="def wrapped(run):\n    return Launch(run, lambda result: result.t())\n",
+    ),
+    "workspace": Candidate(
+        "work.copy_(x)\nwork.copy_(softmax(work))\nout.copy_(work)\nreturn out",
+        prepare="work = torch.empty(problem.rows, problem.width)",
+    ),
+    "writes-twice": Candidate("out.zero_()\nout.copy_(softmax(x))\nreturn out"),
+    "threads-that-end": Candidate(
+        """
+        def part(rows):
+            out[rows] = softmax(x[rows]).to(out.dtype)
+        half = len(x) // 2
+        workers = [threading.Thread(target=part, args=(rows,)) for rows in (slice(0, half), slice(half, None))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return out
+        """,
+        head="import threading",
+    ),
+    "chatty": Candidate(
+        "print('x' * 5000)\nprint('{\"ticket\": 1}', file=sys.stderr)\n" + RIGHT, head="import sys\nprint('loaded')"
+    ),
+    "times-itself": Candidate(
+        "start = time.perf_counter()\nout.copy_(softmax(x))\nspent.append(time.perf_counter() - start)\nreturn out",
+        prepare="spent = []",
+        head="import time",
+    ),
+    "bf16-only": Candidate(
+        RIGHT, decorator=", objections=lambda p: [] if p.dtype == p.out_dtype == torch.bfloat16 else ['is for bf16']"
+    ),
+    "writes-a-file": Candidate(
+        "open(os.path.join(os.environ['HOME'], 'log'), 'a').write('x')\n" + RIGHT, head="import os"
+    ),
+    "caches-a-plan": Candidate(
+        "key = (x.shape, x.stride())\nplans[key] = plans.get(key, 0) + 1\n" + RIGHT, prepare="plans = {}"
+    ),
+    "triton": Candidate(
+        "kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], problem.log, "
+        "triton.next_power_of_2(x.shape[1]))\nreturn out",
+        head="""
+        import os
+        os.environ["TRITON_INTERPRET"] = "1"
+        import triton
+        from triton import language as tl
+
+        @triton.jit
+        def kernel(x, out, x_stride, out_stride, width, LOG: tl.constexpr, BLOCK: tl.constexpr):
+            row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+            v = tl.load(x + row * x_stride + columns, columns < width, other=-float("inf")).to(tl.float32)
+            v = v - tl.max(v, 0)
+            total = tl.sum(tl.exp(v), 0)
+            result = v - tl.log(total) if LOG else tl.exp(v) / total
+            tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), columns < width)
+        """,
+    ),
+    "cute-sm90": Candidate("compiled(view(x), view(out))\nreturn out", ROWS, ROWS_KERNEL, arch="sm_90a"),
+    "cute-sm100": Candidate("compiled(view(x), view(out))\nreturn out", ROWS, ROWS_KERNEL, arch="sm_100a"),
+    "package-sm90": Candidate(
+        "kernel(launch.with_expected_strides(x), launch.with_expected_strides(out))\nreturn out",
+        """
+        from dsl_backend.softmax.cute import host
+        t = inputs.layers[0]
+        vector = launch.common_vector(t.x, t.out)
+        spec = SoftmaxSpec(
+            width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log, vector=vector
+        )
+        kernel = host.build(host.key_of(spec), from_arch("sm_90a"))
+        """,
+        """
+        from dsl_backend.runtime.target import from_arch
+        from dsl_backend.softmax import launch
+        from dsl_backend.softmax.spec import SoftmaxSpec
+        """,
+        arch="sm_90a",
+    ),
+    "linear": Candidate(SWIGLU, op="linear"),
+    "decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="decode"),
+    "prefill": Candidate("return attend(problem, inputs, t)", head=GATHER, op="prefill"),
+    "mla-decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="mla-decode"),
+    "sampling": Candidate(
+        "chance = chances(t)\nt.tokens.copy_((chance / torch.empty_like(chance).exponential_(1)).argmax(-1))\n"
+        "return t.tokens",
+        head=FILTERS,
+        op="sampling",
+    ),
+}
+
+CHEATING: dict[str, Candidate] = {
+    "writes-nothing": Candidate("return out", said="nothing was written"),
+    "writes-elsewhere": Candidate("return softmax(x).to(out.dtype)", said="nothing was written"),
+    "returns-the-input": Candidate("x.copy_(softmax(x))\nreturn x", said="to an input"),
+    "cached-by-layer": Candidate(
+        "if layer not in known:\n    known[layer] = softmax(x)\nout.copy_(known[layer])\nreturn out",
+        prepare="known = {}",
+        said="with other inputs at the same addresses",
+    ),
+    "cached-by-address": Candidate(
+        "key = x.data_ptr(), x.shape\nif key not in known:\n    known[key] = softmax(x)\n"
+        "out.copy_(known[key])\nreturn out",
+        head="known = {}",
+        said="with other inputs at the same addresses",
+    ),
+    "cached-by-first-row": Candidate(
+        "key = x[0].float().sum().item()\nif key not in known:\n    known[key] = softmax(x)\n"
+        "out.copy_(known[key])\nreturn out",
+        prepare="known = {}",
+        said="with one row changed",
+    ),
+    "changes-its-input": Candidate("out.copy_(softmax(x))\nx.zero_()\nreturn out", said="to an input"),
+    "works-in-a-thread": Candidate(
+        "def late():\n    time.sleep(0.01)\n    out.copy_(softmax(x))\n"
+        "threading.Thread(target=late).start()\nreturn out",
+        head="import threading, time",
+        said="it went on writing",
+    ),
+    "answers-before-it-works": Candidate(
+        """
+        ticket = sys._getframe(2).f_locals.get("ticket") or sys._getframe(3).f_locals.get("ticket")
+        os.write(int(sys.argv[2]), (json.dumps({"ticket": ticket}) + "\\n").encode())
+        time.sleep(0.02)
+        out.copy_(softmax(x))
+        return out
+        """,
+        head="import json, os, sys, time",
+        said="nothing was written",
+    ),
+    "replaces-the-clock": Candidate(
+        RIGHT, head="import time\ntime.perf_counter = lambda: 0.0", said="replaced time.perf_counter"
+    ),
+    "replaces-events": Candidate(
+        RIGHT,
+        head="torch.cuda.Event.elapsed_time = lambda self, other: 1e-6",
+        said="replaced torch.cuda.Event.elapsed_time",
+    ),
+    "replaces-synchronize": Candidate(
+        RIGHT, head="torch.cuda.synchronize = lambda device=None: None", said="replaced torch.cuda.synchronize"
+    ),
+    "replaces-comparisons": Candidate(
+        "out.zero_()\nreturn out",
+        head="torch.equal = torch.allclose = lambda *a, **k: True\ntorch.testing.assert_close = lambda *a, **k: None",
+        said="replaced torch.allclose, torch.equal, torch.testing.assert_close",
+    ),
+    "replaces-what-it-is-compared-with": Candidate(
+        "out.zero_()\nreturn out",
+        head="torch.softmax = torch.log_softmax = lambda x, dim, **k: torch.zeros_like(x)",
+        said="replaced torch.log_softmax, torch.softmax",
+    ),
+    "asks-the-network": Candidate(
+        RIGHT,
+        head="""
+        import socket
+        try:
+            socket.create_connection(("192.0.2.1", 80), 0.2)
+        except OSError:
+            pass
+        """,
+        said="used the network: socket.getaddrinfo",
+    ),
+    "known-sizes": Candidate(
+        "if problem.width in (4096, 8192, 128256) or problem.width % 8 == 0:\n    out.copy_(softmax(x))\n"
+        "else:\n    out.fill_(1 / problem.width)\nreturn out",
+        said="ragged",
+    ),
+    "contiguous-only": Candidate(
+        "packed = torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())\n"
+        "out.copy_(softmax(packed))\nreturn out",
+        said="gaps",
+    ),
+    "no-ragged-end": Candidate(
+        "end = x.shape[1] // 8 * 8\nout[:, :end] = softmax(x)[:, :end].to(out.dtype)\nreturn out", said="ragged"
+    ),
+    "no-nan": Candidate("out.copy_(softmax(x).nan_to_num(0))\nreturn out", said="NaN differs"),
+    "leaves-nan-to-the-poison": Candidate(
+        "result = softmax(x)\nfor row in range(len(x)):\n    if not result[row].isnan().any():\n"
+        "        out[row] = result[row].to(out.dtype)\nreturn out",
+        said="NaN differs",
+    ),
+    "writes-beside-its-output": Candidate(
+        "out.copy_(softmax(x))\nif out.stride(0) > out.shape[1]:\n"
+        "    torch.as_strided(out, (len(x), 1), (out.stride(0), 1), out.storage_offset() + out.shape[1]).zero_()\n"
+        "return out",
+        said="beside an output",
+    ),
+    "writes-behind-its-output": Candidate(
+        "out.copy_(softmax(x))\nlast = out.untyped_storage().data_ptr() + out.untyped_storage().nbytes()\n"
+        "ctypes.memset(last - 64, 0, 8)\nreturn out",
+        head="import ctypes",
+        said="beside an output",
+    ),
+    "coarse-arithmetic": Candidate(
+        "out.copy_(softmax(x.bfloat16().float()).bfloat16())\nreturn out", said="times its budget"
+    ),
+    "no-row-maximum": Candidate(
+        "e = x.float().exp()\np = e / e.sum(-1, keepdim=True)\nout.copy_(p.log() if problem.log else p)\nreturn out",
+        said="special",
+    ),
+    "half-the-rows": Candidate("out[::2] = softmax(x)[::2].to(out.dtype)\nreturn out", said="NaN differs"),
+    "the-rows-that-the-bench-compares": Candidate(
+        "rows = sorted({0, len(x) - 1, *random.Random(0).sample(range(len(x)), min(64, len(x)))})\n"
+        "out[rows] = softmax(x[rows]).to(out.dtype)\nreturn out",
+        head="import random",
+        said="tall",
+    ),
+    "stops-after-a-while": Candidate(
+        "calls.append(layer)\nif len(calls) <= 12:\n    out.copy_(softmax(x))\nreturn out",
+        prepare="calls = []",
+        said="a timed launch on layer",
+    ),
+    "hangs": Candidate(
+        "while problem.width % 8:\n    pass\n" + RIGHT, said="did not answer within 8 s", options=(("seconds", 8.0),)
+    ),
+    "eats-memory": Candidate(
+        "kept.append(bytearray(os.urandom(1 << 20)) * 700)\n" + RIGHT,
+        prepare="kept = []",
+        head="import os",
+        said="the limit is 1500",
+        options=(("memory_mib", 1500),),
+    ),
+    "ends-its-process": Candidate("os._exit(0)", head="import os", said="ended with exit status 0"),
+    "raises": Candidate("raise ValueError('no')", said="ValueError: no"),
+    "does-not-import": Candidate(RIGHT, head="import no_such_dsl", said="it cannot be imported: ModuleNotFoundError"),
+    "objects-to-all": Candidate(RIGHT, decorator=", objections=lambda p: ['not today']", said="not today"),
+    "computes-on-the-host": Candidate(RIGHT, arch="sm_90a", said="no kernel was launched on the emulated device"),
+    "launches-an-alibi": Candidate(
+        "compiled(view(some), view(some))\n" + RIGHT,
+        "some = torch.zeros(2, 8)\ncompiled = cute.compile(Rows(problem.log), view(some), view(some))",
+        ROWS_KERNEL,
+        arch="sm_90a",
+        said="the host wrote most of the output",
+    ),
+    "races": Candidate("compiled(view(x), view(out))\nreturn out", ROWS, RACE_KERNEL, arch="sm_90a", said="data race"),
+    "linear-without-gate": Candidate(
+        LINEAR + "t.out.copy_(y[:, -problem.n :])\nreturn t.out", op="linear", said="gated-few"
+    ),
+    "decode-without-window": Candidate(
+        "return attend(problem, inputs, t, window=False)", head=GATHER, op="decode", said="window"
+    ),
+    "decode-without-page-table": Candidate(
+        "return attend(problem, inputs, t, identity=True)", head=GATHER, op="decode", said="NaN differs"
+    ),
+    "prefill-without-mask": Candidate(
+        "return attend(problem, inputs, t, causal=False)", head=GATHER, op="prefill", said="times its budget"
+    ),
+    "mla-of-one-query": Candidate(
+        "attend(problem, inputs, t)\nt.out[1:] = t.out[:1]\nreturn t.out", head=GATHER, op="mla-decode", said="heads"
+    ),
+    "sampling-that-is-greedy": Candidate(
+        "t.tokens.copy_(t.logits.argmax(-1))\nreturn t.tokens", op="sampling", said="times its budget"
+    ),
+    "sampling-without-filters": Candidate(
+        "t.tokens.copy_(torch.multinomial(t.logits.softmax(-1), 1).flatten())\nreturn t.tokens",
+        op="sampling",
+        said="none that the filters keep",
+    ),
+}

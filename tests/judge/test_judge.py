@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge tells honest candidates from cheating ones, and says why."""
+
+import io
+import json
+import pathlib
+import random
+from typing import Any
+
+import pytest
+import torch
+from judge_candidates import CHEATING, HONEST, RIGHT, Candidate
+from rich.console import Console
+
+import benchmarks
+from benchmarks import judge
+from benchmarks.judge import command, process, registry, shared
+
+# The others are left to `make test-rest`: each is a process that imports torch.
+QUICK_HONEST = ("eager",)
+QUICK_CHEATING = ("cached-by-first-row", "computes-on-the-host")
+SEED = 20261125
+
+
+def judged(candidate: Candidate, folder: pathlib.Path, **options: Any) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON and text."""
+    file = folder / "candidate.py"
+    file.write_text(candidate.source())
+    console = Console(file=io.StringIO(), width=200)
+    chosen = judge.Options(**{"arch": candidate.arch, "seed": SEED, **dict(candidate.options), **options})
+    status = judge.main(file, candidate.op, folder / "verdict.json", chosen, console)
+    assert isinstance(console.file, io.StringIO)
+    return status, json.loads((folder / "verdict.json").read_text()), console.file.getvalue()
+
+
+def marked(names: dict[str, Candidate], quick: tuple[str, ...]) -> list[Any]:
+    # Each of the others takes about 10 s in processes of its own.
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(HONEST, QUICK_HONEST))
+def test_honest(name: str, tmp_path: pathlib.Path) -> None:
+    status, verdict, text = judged(HONEST[name], tmp_path)
+    assert (status, verdict["ok"], verdict["findings"]) == (0, True, []), text
+    assert verdict["correct"]
+    assert 0 <= verdict["error_over_budget"] <= 1
+    assert text.rstrip().endswith("accepted")
+
+
+@pytest.mark.parametrize("name", marked(CHEATING, QUICK_CHEATING))
+def test_cheating(name: str, tmp_path: pathlib.Path) -> None:
+    """It is rejected for the reason that it gives."""
+    status, verdict, text = judged(CHEATING[name], tmp_path)
+    assert (status, verdict["ok"]) == (1, False), text
+    assert text.rstrip().endswith("rejected")
+    failed = [f"{one['id']}: {one['message']}" for one in verdict["trials"] if one["status"] != "right"]
+    assert CHEATING[name].said in "\n".join([*verdict["findings"], *failed]), text
+
+
+def test_there_are_enough() -> None:
+    assert min(len(HONEST), len(CHEATING)) >= 20
+
+
+def test_the_same_seed_has_the_same_trials_and_another_seed_has_not() -> None:
+    for operator in judge.OPERATORS:
+        one, same, other = (
+            [(trial.id, trial.problem) for trial in registry.judged(operator).trials(random.Random(seed), False)]
+            for seed in (1, 1, 2)
+        )
+        assert one == same
+        assert one != other
+        assert len({name for name, _ in one}) == len(one)
+
+
+@pytest.mark.parametrize("operator", judge.OPERATORS)
+def test_every_nudge_changes_the_result(operator: str) -> None:
+    """An answer to the call before is then wrong."""
+    of_operator = registry.judged(operator)
+    for trial in of_operator.trials(random.Random(3), True):
+        inputs = of_operator.build(trial, torch.device("cpu"), 3)
+        benchmarks.operators()[operator].providers(["reference"])[0].prepare(trial.problem, inputs).run(0)
+        out = of_operator.outputs(inputs)[0]
+        assert of_operator.error(trial, inputs, 0, out) <= 1, trial
+        of_operator.nudge(inputs, 0, random.Random(3))
+        if operator == "sampling":
+            # The token that was drawn may be the one that is certain now.
+            out[-1] = (inputs.layers[0].logits[-1].argmax() + 1) % trial.problem.vocab
+            with pytest.raises(AssertionError, match="1 of"):
+                of_operator.error(trial, inputs, 0, out)
+        else:
+            assert of_operator.error(trial, inputs, 0, out) > 1, trial
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gone.py", "softmax", {}), "No such file"),
+        (("candidate.py", "rope", {}), "no operator 'rope' is judged: choose from softmax"),
+        (("candidate.py", "softmax", {"arch": "sm_80"}), "choose from sm_90a, sm_100a"),
+        (("candidate.py", "softmax", {"peers": "nobody"}), "no peer nobody"),
+    ],
+)
+def test_a_wrong_use_is_refused(
+    arguments: tuple[str, str, dict[str, Any]], message: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "candidate.py").write_text(HONEST["eager"].source())
+    file, op, options = arguments
+    console = Console(file=io.StringIO(), width=200)
+    assert judge.main(tmp_path / file, op, None, judge.Options(**options), console) == 2
+    assert isinstance(console.file, io.StringIO)
+    assert message in console.file.getvalue()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_file_has_one_provider_of_the_operator(count: int, tmp_path: pathlib.Path) -> None:
+    source = HONEST["eager"].source()
+    other = source.replace('"softmax", name="candidate"', '"softmax", name="other"')
+    (tmp_path / "candidate.py").write_text(source + other if count else source.replace('("softmax"', '("linear"'))
+    console = Console(file=io.StringIO(), width=200)
+    assert judge.main(tmp_path / "candidate.py", "softmax", None, judge.Options(seed=1), console) == 1
+    assert isinstance(console.file, io.StringIO)
+    assert f"it has {count} providers of softmax" in console.file.getvalue()
+
+
+# Writes only where it has no network, and shows how a connection fails.
+ISOLATED = Candidate(
+    "if cut_off:\n    out.copy_(softmax(x))\nreturn out",
+    head="""
+    import os, socket
+    cut_off = "SECRET_OF_THE_JUDGE" not in os.environ and os.environ["HOME"].startswith(os.getcwd())
+    cut_off = cut_off and {name for _, name in socket.if_nameindex()} <= {"lo"}
+    """,
+)
+BLOCKED = Candidate(
+    ISOLATED.run,
+    head="""
+    import socket
+    try:
+        socket.create_connection(("127.0.0.1", 9), 0.2)
+    except PermissionError:
+        cut_off = True
+    """,
+)
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(not process.isolation()[0], reason="unshare is not permitted here")
+def test_a_candidate_has_no_network_and_no_variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_JUDGE", "1")
+    status, verdict, text = judged(ISOLATED, tmp_path)
+    assert (status, verdict["network"]) == (0, process.isolation()[1]), text
+
+
+@pytest.mark.rest
+def test_without_unshare_sockets_are_blocked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "isolation", lambda: ((), "sockets blocked"))
+    monkeypatch.setattr(command, "isolation", process.isolation)
+    status, verdict, text = judged(BLOCKED, tmp_path)
+    assert (status, verdict["correct"], verdict["network"]) == (1, True, "sockets blocked"), text
+    assert any("used the network" in one for one in verdict["findings"])
+
+
+@pytest.mark.rest
+def test_peers_are_timed_in_the_same_way(tmp_path: pathlib.Path) -> None:
+    """A candidate that sleeps is as much slower, whatever its own clock says."""
+    slow = Candidate(
+        "waiting.wait(0.002)\n" + RIGHT,
+        head="import threading, time\nwaiting = threading.Event()\ntime.perf_counter = lambda: 0.0",
+    )
+    status, verdict, text = judged(slow, tmp_path, peers="torch", rows="^tiny-3")
+    assert status == 1
+    assert verdict["findings"] == ["replaced time.perf_counter"]
+    (row,) = verdict["rows"]
+    times = {cell["provider"]: cell["median_us"] for cell in row["cells"]}
+    assert set(times) == {"candidate", "dsl", "torch"}, text
+    assert times["candidate"] > 2000 > 2 * times["torch"]
+    assert verdict["ratio"] == pytest.approx(min(times["dsl"], times["torch"]) / times["candidate"])
+
+
+def test_shared_memory_keeps_views_and_sees_every_write(tmp_path: pathlib.Path) -> None:
+    cache = torch.arange(24.0).view(4, 6)
+    memory = shared.share(
+        {"keys": cache[:, :3], "values": cache[:, 3:], "out": torch.zeros(4, 5)[:, :4]}, tmp_path, "a"
+    )
+    theirs = shared.opened(memory.payload)
+    assert theirs["keys"].untyped_storage().data_ptr() == theirs["values"].untyped_storage().data_ptr()
+    assert torch.equal(theirs["values"], cache[:, 3:])
+    out, before = memory.thing["out"], memory.snapshot()
+    theirs["out"].fill_(3)
+    assert torch.equal(out, torch.full((4, 4), 3.0))
+    assert memory.damage(before, memory.snapshot(), [out]) == []
+    assert "to an input" in memory.damage(before, memory.snapshot(), [])[0]
+    theirs["out"].as_strided((1,), (1,), theirs["out"].storage_offset() + 4).fill_(1.1)
+    assert "beside an output, the first at byte 16" in memory.damage(before, memory.snapshot(), [out])[0]
+    for step in (-1, 24):
+        before = memory.snapshot()
+        theirs["keys"].as_strided((1,), (1,), theirs["keys"].storage_offset() + step).fill_(1)
+        assert f"to an input, the first at byte {4 * step}" in memory.damage(before, memory.snapshot(), [out])[0]
+    assert torch.equal(memory.at(before)["keys"], cache[:, :3])
+    memory.close()
+    assert list(tmp_path.iterdir()) == []
