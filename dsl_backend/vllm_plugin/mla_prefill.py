@@ -180,7 +180,13 @@ class DSLPrefillBackend(MLAPrefillBackend):
 def packed_batch(
     query_start_loc: torch.Tensor, kv_start_loc: torch.Tensor, tokens: int, max_query_len: int, max_kv_len: int
 ) -> Batch:
-    """A batch with packed keys; the lengths are computed on the device."""
+    """A batch with packed keys; the lengths are computed on the device.
+
+    A chunk's starts are a row of vLLM's tensor of all chunks: Triton would compile again where that is not aligned.
+    """
+    query_start_loc, kv_start_loc = (
+        one.clone() if one.data_ptr() % 16 else one for one in (query_start_loc, kv_start_loc)
+    )
     return Batch(
         query_start_loc=query_start_loc,
         seq_lens=kv_start_loc.diff(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles CuTe DSL kernels while vLLM warms up, and counts those that are compiled later.
+"""Compiles kernels while vLLM warms up, and counts those that are compiled later.
 
 vLLM asks registered providers what to compile, before it captures graphs; its references to them are weak.
 """
@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsl_backend.errors import InvalidInput
+from dsl_backend.linear import dispatch
 from dsl_backend.linear.precompile import precompile_specs_of
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import PrecompileSpec
+from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 
@@ -56,7 +59,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         target = targets.detect()
         if target.is_cpu:
             return []
-        fused = [unit for spec in fused_specs() for unit in precompile_specs_of(spec, target)]
+        fused = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
         wanted = [one.name for one in families.load_all() if one.name not in ELSEWHERE]
         if not wanted:
             return fused
@@ -69,6 +72,17 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []
+
+
+def linear_units(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernels of a fused layer, Triton's too: this process has the GPU that Triton compiles for."""
+    if dispatch.choose(spec, target).name != "triton":
+        yield from precompile_specs_of(spec, target)
+        return
+    # Imports Triton.
+    from dsl_backend.linear.triton import gemm
+
+    yield PrecompileSpec("linear", gemm.prepare, spec, target)
 
 
 def install(vllm_config: Any) -> None:

@@ -107,6 +107,8 @@ def _fit_vector(op: Op, role: Role, operand: Operand) -> Operand | str:
 
 
 def _fit_scalar(op: Op, role: Role, operand: Operand, kind: str) -> Operand | str:
+    if isinstance(operand, Vec) and len(operand.items) == 1:
+        operand = operand.items[0]  # as Triton writes it; ptxas takes it too
     if isinstance(operand, Pair):
         return operand if role.pair else f"{op.text}: {role.name} is no pair"
     if role.access != "r":

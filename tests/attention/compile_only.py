@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the Triton kernels for a GPU that is not there: `python -m tests.attention.compile_only sm_90 [ID ...]`.
 
-Tensors lie on the CPU, launches end after compilation, and a driver that only knows the architecture stands in for
-CUDA's. One line of JSON comes out for each compiled kernel, or for a case that does not compile.
+Tensors lie on the CPU, and launches end in a stand-in for CUDA's driver (tests/gpu_stand_in.py). One line of JSON comes
+out for each compiled kernel, or for a case that does not compile.
 
 It takes a process of its own, in which Triton does not interpret: both are decided when kernels are defined.
 """
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -26,6 +23,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
+from tests.gpu_stand_in import gpu
 
 ARCHS = tuple(arch.name for arch in registry.ARCHS if arch.triton_tested)
 # Launches both kernels of a plan: the second request is short enough for the decode kernel, whose tile is then as large
@@ -98,42 +96,6 @@ class Compiled:
     error: str = ""
 
 
-@contextmanager
-def compiling_for(target: Target) -> Iterator[list[tuple[str, Any, float]]]:
-    """Within, a launch compiles for the target and does no more; yields name, Triton's kernel and its seconds."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    assert target.capability is not None, "a CPU has nothing to compile for"
-    major, minor = target.capability
-
-    class Driver:
-        """What compilation asks of a driver."""
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 10 * major + minor, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int = 0) -> int:
-            return 0
-
-    launch = JITFunction.run
-    done: list[tuple[str, Any, float]] = []
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        began = time.monotonic()
-        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
-        done.append((self.__name__, kernel, time.monotonic() - began))
-        return kernel
-
-    driver.set_active(Driver())
-    with mock.patch.object(JITFunction, "run", compile_only):
-        yield done
-
-
 def tile_of(part: Part, batch: Batch, spec: AttentionSpec, target: Target) -> dict[str, Any]:
     """What the configuration of a part's kernel says."""
     kernel: Any = part.kernel
@@ -154,9 +116,9 @@ def attention(case: Case, target: Target) -> Iterator[Compiled]:
     plan = planner.plan(problem.batch)
     for part in plan.parts:
         tile = tile_of(part, problem.batch, problem.spec, target)
-        with compiling_for(target) as done:
+        with gpu(target) as stand_in:
             check.launch(replace(plan, parts=(part,)), problem, check.empty_result(problem), split_q=case.split_q)
-        for name, kernel, seconds in done:
+        for name, kernel, seconds in stand_in.calls:
             attends = name != "combine_kernel"  # it has no tiles
             yield Compiled(
                 case=case.id,
@@ -170,17 +132,17 @@ def attention(case: Case, target: Target) -> Iterator[Compiled]:
 
 
 def write(case: WriteCase, target: Target) -> Iterator[Compiled]:
-    """Compile a write; it looks at its tensors' device for the target."""
-    from dsl_backend.attention.triton import write_kv as module
+    """Compile a write."""
+    from dsl_backend.attention.triton.write_kv import write_kv
 
     rows = torch.zeros(case.tokens, case.heads, case.dim, dtype=case.dtype)
     rows_v = torch.zeros(case.tokens, case.heads, case.dim_v, dtype=case.dtype)
     cache = torch.zeros(case.pages, case.page, case.heads, case.dim + case.dim_v, dtype=case.spec.kv_dtype)
     slots = torch.zeros(case.tokens, dtype=torch.int64)
     scales = (torch.ones(1), torch.ones(1)) if case.fp8 else (None, None)
-    with compiling_for(target) as done, mock.patch.object(module, "detect", return_value=target):
-        module.write_kv(rows, rows_v, cache[..., : case.dim], cache[..., case.dim :], slots, *scales)
-    for name, kernel, seconds in done:
+    with gpu(target) as stand_in:
+        write_kv(target, rows, rows_v, cache[..., : case.dim], cache[..., case.dim :], slots, *scales)
+    for name, kernel, seconds in stand_in.calls:
         yield Compiled(case=case.id, kernel=name, shared=kernel.metadata.shared, seconds=seconds)
 
 

@@ -179,10 +179,9 @@ def test_as_on_an_older_chip(name: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in WRITES if case.fp8], ids=lambda case: case.id)
-def test_write_as_on_an_older_chip(case: WriteCase, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_as_on_an_older_chip(case: WriteCase, device: torch.device) -> None:
     """Without its own conversion to e4m3."""
-    monkeypatch.setattr("dsl_backend.attention.triton.write_kv.detect", lambda device: OLDER)
-    kv_writes.check_write(case, "triton", device)
+    kv_writes.check_write(case, "triton", device, OLDER)
 
 
 # Lengths that change under a plan
@@ -341,17 +340,17 @@ def test_unaligned_tensors_are_served(name: str, device: torch.device) -> None:
     check.judge(result, problem.expected(), problem.score_magnitude())
 
 
-def test_a_misaligned_launch_is_taken_over() -> None:
+@needs_triton
+def test_a_misaligned_launch_is_taken_over(device: torch.device) -> None:
     """The kernel that takes any alignment serves the whole batch, and one asked for by name never does so."""
-    pytest.importorskip("triton")
-    cpu, interpreted = torch.device("cpu"), dataclasses.replace(targets.detect(torch.device("cpu")), interpreted=True)
+    target = targets.detect(device)
 
     def refuse(operands: Operands) -> None:
         raise Misaligned("q begins at 0x2 and has strides of [2] bytes: multiples of 16 are needed")
 
-    problem = by_id("mixed").problem(cpu)
+    problem = by_id("mixed").problem(device)
     for kernel in (None, "triton"):
-        planner = Planner(problem.spec, interpreted, Workspace(cpu), kernel)
+        planner = Planner(problem.spec, target, Workspace(device), kernel)
         plan = planner.plan(problem.batch)
         parts = tuple(dataclasses.replace(part, launch=refuse) for part in plan.parts)
         plan = dataclasses.replace(plan, parts=parts)

@@ -28,11 +28,6 @@ FUZZED, FUZZED_IN_FULL = 16, 200
 SEED = 20261122
 F32 = torch.float32
 
-needs_triton = pytest.mark.skipif(
-    not (torch.cuda.is_available() or targets.triton_interpreted()),
-    reason="no CUDA device, and TRITON_INTERPRET is off",
-)
-
 
 def emulate(case: WriteCase, arch: str, index: int) -> None:
     """Any finding or warning raises."""
@@ -106,7 +101,7 @@ def shifted(case: WriteCase, by: int) -> tuple[torch.Tensor, ...]:
     return key, write.value, write.key_cache, write.value_cache, write.slots
 
 
-@needs_triton
+@pytest.mark.skipif(not targets.triton_interpreted(), reason="the tensors lie on the CPU, and TRITON_INTERPRET is off")
 def test_tensors_that_lie_badly_are_written_by_the_next_kernel() -> None:
     case = SMALL[0]
     tensors, expected = shifted(case, 1), build(case, "cpu")

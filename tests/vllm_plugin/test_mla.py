@@ -21,7 +21,7 @@ from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.enum_members import ensure_prefill_member
 from dsl_backend.vllm_plugin.mla import DSLMLAImpl, DSLMLAMetadata, DSLMLAMetadataBuilder
-from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend
+from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, packed_batch
 from tests.vllm_plugin.conftest import Step, cache_pages, engine_config, make_step
 from tests.vllm_plugin.test_dense import rounded
 
@@ -425,3 +425,13 @@ def test_refusals(config: VllmConfig, facts: dict[str, Any], words: list[str]) -
         DSLMLAImpl(**(ordinary | facts))
     for word in words:
         assert word in str(error.value)
+
+
+def test_starts_of_a_chunk_are_aligned() -> None:
+    """Else each chunk of context would be another kernel to Triton."""
+    rows = torch.arange(15, dtype=torch.int32).view(3, 5)
+    for row in rows:
+        batch = packed_batch(rows[0], row, tokens=4, max_query_len=4, max_kv_len=4)
+        assert batch.kv_start_loc is not None
+        assert batch.kv_start_loc.data_ptr() % 16 == 0
+        assert torch.equal(batch.kv_start_loc, row)

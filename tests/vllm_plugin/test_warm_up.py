@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
@@ -101,6 +104,16 @@ def test_every_layer_group_installs() -> None:
     draft = vllm_config(hidden_size=512)
     warm_up.install(draft)
     assert len(ours()) == 2, "a draft model has kernels of its own"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_fused_layers_are_compiled_for_the_kernel_that_serves_them(arch: str) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("cutlass")
+    spec = LinearSpec(n=14336, k=4096, dtypes=Dtypes.of(torch.bfloat16), activation=Swiglu())
+    units = list(warm_up.linear_units(spec, targets.from_arch(arch)))
+    modules = {unit.build.__module__ for unit in units}
+    assert modules == {"dsl_backend.linear.triton.gemm" if arch == "sm_80" else "dsl_backend.gemm.host"}
 
 
 def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

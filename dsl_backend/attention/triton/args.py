@@ -3,15 +3,16 @@
 
 The fields of a bundle of `tl.constexpr` are compiled in. The others are run-time values, None where there is nothing.
 
-A number that one kernel must serve all values of is an argument of its own: Triton (3.3 to 3.9) takes do_not_specialize
-by argument, and compiles again for a number in a tuple that is 1 or a multiple of 16. Pointers and strides in tuples
-are specialised by alignment as arguments are.
+Triton (3.3 to 3.9) takes do_not_specialize by argument, and compiles again for a number in a tuple that is 1 or a
+multiple of 16. So a number that changes from step to step is an argument of its own, or goes through `unspecialized`.
+Pointers and strides in tuples are specialised by alignment as arguments are: a layer's are the same in all steps.
 """
 
 import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from dsl_backend.attention.protocol import Operands
@@ -77,6 +78,16 @@ class Splits(NamedTuple):
     overlap: Any
 
 
+def unspecialized(number: int) -> int:
+    """A number from 0 on for a bundle, as an odd one from 3 on: Triton compiles for none of these. See `number_of`."""
+    return 2 * number + 3
+
+
+@triton.jit
+def number_of(unspecialized):
+    return (unspecialized - 3) >> 1
+
+
 class Rows(NamedTuple):
     """(tokens, heads, ...); strides in elements."""
 
@@ -96,7 +107,7 @@ class Cache(NamedTuple):
 
 class Outputs(NamedTuple):
     out: Rows  # (total_q, head_q, head_dim_v)
-    lse: Rows  # (total_q, head_q)
+    lse: Rows  # (total_q, head_q); its strides are unspecialized: with heads first one is the number of tokens
 
 
 class Tensors(NamedTuple):
@@ -110,7 +121,7 @@ class Tensors(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """A batch's tensors, as `spec.Batch` has them."""
+    """A batch's tensors, as `spec.Batch` has them; page_table_stride is unspecialized."""
 
     cu_seqlens_q: Any
     seqused_k: Any
@@ -193,7 +204,10 @@ def cache_of(tensor: torch.Tensor, target: Target) -> Cache:
 
 
 def outputs_of(operands: Operands) -> Outputs:
-    return Outputs(rows_of(operands.out), rows_of(operands.lse))
+    lse = rows_of(operands.lse)
+    return Outputs(
+        rows_of(operands.out), Rows(lse.ptr, unspecialized(lse.token_stride), unspecialized(lse.head_stride))
+    )
 
 
 def tensors_of(spec: AttentionSpec, target: Target, operands: Operands) -> Tensors:
@@ -213,7 +227,7 @@ def requests_of(spec: AttentionSpec, batch: Batch) -> Requests:
         batch.query_start_loc,
         batch.seq_lens,
         page_table,
-        0 if page_table is None else page_table.stride(0),
+        unspecialized(0 if page_table is None else page_table.stride(0)),
         batch.kv_start_loc,
         batch.causal if spec.causality is Causality.PER_REQUEST else None,
     )

@@ -54,6 +54,7 @@ from dsl_backend.attention.triton.tiles import (
     store_partial,
     window_right,
 )
+from dsl_backend.attention.triton.warm_up import operands_of, warm_up
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -309,7 +310,8 @@ class BatchInvariant(Kernel):
         )
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
-        pass
+        if not self.target.is_cpu:
+            warm_up(self.attend, 1, operands_of(self.spec, self.workspace.device, lse, sinks), self.spec)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)

@@ -25,6 +25,7 @@ from dsl_backend.attention.triton.tiles import (
     load_query_tile,
     window_right,
 )
+from dsl_backend.attention.triton.warm_up import operands_of, warm_up
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -69,7 +70,7 @@ class Prefill(Kernel):
     def __init__(
         self, spec: AttentionSpec, target: Target, workspace: Workspace, config: PrefillConfig | None = None
     ) -> None:
-        self.spec, self.target = spec, target
+        self.spec, self.target, self.device = spec, target, workspace.device
         self.config = config or PrefillConfig.default(spec, target)
         self.constants = (layer_of(spec), tiles_of(self.config, scan=4 if target.is_cpu else 128))
 
@@ -77,7 +78,8 @@ class Prefill(Kernel):
         return None
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
-        pass
+        if not self.target.is_cpu:
+            warm_up(self.attend, 1, operands_of(self.spec, self.device, lse, sinks), self.spec)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)

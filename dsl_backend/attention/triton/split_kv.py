@@ -41,9 +41,11 @@ from dsl_backend.attention.triton.tiles import (
     empty_softmax,
     epilogue,
     load_query_tile,
+    lse_pointers,
     normalizer,
     store_partial,
 )
+from dsl_backend.attention.triton.warm_up import operands_of, warm_up
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -173,7 +175,7 @@ def combine_kernel(
     tl.store(pointers, (acc * factor).to(out.ptr.dtype.element_ty), mask=column < LAYER.head_dim_v)
     if lse.ptr is not None:
         if tl.program_id(2) == 0:
-            tl.store(lse.ptr + token * lse.token_stride + head * lse.head_stride + tl.arange(0, 1), row_lse)
+            tl.store(lse_pointers(lse, token, head) + tl.arange(0, 1), row_lse)
 
 
 class SplitKV(Kernel):
@@ -219,7 +221,12 @@ class SplitKV(Kernel):
         return self._bundles[max_query_len]
 
     def prepare(self, lse: bool, sinks: torch.dtype | None) -> None:
-        pass
+        if self.target.is_cpu:
+            return
+        longest = self.max_query_len_served() or 64  # a tile has at most 64 rows
+        one_of_each = {self.config(length): length for length in range(1, longest + 1)}
+        for length in one_of_each.values():
+            warm_up(self.attend, length, operands_of(self.spec, self.workspace.device, lse, sinks), self.spec)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         return partial(self.attend, batch, min_seqlen_q, max_seqlen_q)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsl_backend.attention.triton.args import number_of
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -112,7 +113,7 @@ def window_right(request, requests, LAYER):
 def key_source(request, requests, LAYER):
     """A request's row of the page table, or the first of its packed keys."""
     if LAYER.page_size > 0:
-        return requests.page_table + request.to(tl.int64) * requests.page_table_stride, 0
+        return requests.page_table + request.to(tl.int64) * number_of(requests.page_table_stride), 0
     else:
         # Packed keys have no page table, and None cannot be returned: this pointer is not read.
         return requests.cu_seqlens_q, tl.load(requests.cu_seqlens_k + request)
@@ -360,6 +361,12 @@ def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def lse_pointers(lse, token, head):
+    """Of rows of the LSE; token, head int64."""
+    return lse.ptr + token * number_of(lse.token_stride) + head * number_of(lse.head_stride)
+
+
+@triton.jit
 def epilogue(softmax, token, head, keep, outputs, scores, LAYER):
     """Normalize O, and store the rows that are kept and their LSE; token, head [m] int64."""
     factor, row_lse = normalizer(softmax.row_max, softmax.row_sum, keep, head, scores, LAYER)
@@ -370,4 +377,4 @@ def epilogue(softmax, token, head, keep, outputs, scores, LAYER):
     if LAYER.dv2 > 0:
         store_rows(out.ptr, rows, softmax.acc2 * factor[:, None], keep, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v)
     if lse.ptr is not None:
-        tl.store(lse.ptr + token * lse.token_stride + head * lse.head_stride, row_lse, mask=keep)
+        tl.store(lse_pointers(lse, token, head), row_lse, mask=keep)

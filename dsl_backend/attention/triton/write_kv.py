@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Store new keys and values in a paged cache: one program for each token and key/value head."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,10 @@ import triton.language as tl
 from dsl_backend.attention.protocol import Writes
 from dsl_backend.attention.triton.args import SCALE_STRIDES, cache_of, constants, rows_of, scale_stride
 from dsl_backend.attention.triton.configs import power_of_2
+from dsl_backend.attention.triton.warm_up import caches
 from dsl_backend.quant.format import E5M2, is_fp8
 from dsl_backend.quant.triton.convert import quantize
-from dsl_backend.runtime.target import detect
+from dsl_backend.runtime.target import Target, triton_interpreted
 
 
 class Layout(NamedTuple):
@@ -73,6 +74,7 @@ def layout_of(page_size: int, dim: int, dim_v: int, e5m2: bool) -> Layout:
 
 
 def write_kv(
+    target: Target,
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -81,15 +83,19 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """As `reference.write_kv`: rows [tokens, heads_kv, dim] to their slots; rows without a slot are skipped."""
+    """As `reference.write_kv`: rows [tokens, heads_kv, dim] to their slots; rows without a slot are skipped.
+
+    With meta tensors it only compiles.
+    """
     tokens, heads = slot_mapping.shape[0], key.shape[1]
     if tokens == 0:
         return
-    target = detect(key.device)
     fp8 = is_fp8(key_cache.dtype)
     k_scale, v_scale = (k_scale, v_scale) if fp8 else (None, None)
     e5m2 = key_cache.dtype == E5M2.dtype
-    write_kv_kernel[(tokens, heads)](
+    grid = (tokens, heads)
+    launch = partial(write_kv_kernel.warmup, grid=grid) if key.is_meta else write_kv_kernel[grid]
+    launch(
         rows_of(key),
         rows_of(value),
         cache_of(key_cache, target),
@@ -108,5 +114,14 @@ def write_kv(
 class WriteKV(Writes):
     """`write_kv` behind the kernels' interface."""
 
+    def prepare(self) -> None:
+        if triton_interpreted():
+            return
+        spec, meta = self.spec, torch.device("meta")
+        key, value = (torch.empty(1, spec.heads_kv, dim, dtype=spec.dtype, device=meta) for dim in spec.written_dims)
+        slot = torch.empty(1, dtype=torch.int64, device=meta)
+        scale = torch.empty(1, device=meta) if spec.is_fp8_kv else None
+        self(key, value, *caches(spec, meta), slot, scale, scale)
+
     def __call__(self, *arguments: torch.Tensor | None) -> None:
-        write_kv(*arguments)  # type: ignore[arg-type]
+        write_kv(self.target, *arguments)  # type: ignore[arg-type]

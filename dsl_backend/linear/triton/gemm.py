@@ -3,6 +3,7 @@
 
 from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,9 +17,10 @@ from dsl_backend.runtime.workspace import Workspace
 
 # Tiles of a column of tiles that run at the same time, so that their weights are in L2.
 GROUP = 8
+TILE_HEIGHTS = (16, 32, 64, 128)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gemm_kernel(
     x_ptr,
     weight_ptr,
@@ -95,8 +97,20 @@ def bind(spec: LinearSpec, rows: Rows, target: Target, workspace: Workspace) -> 
     return partial(linear, spec)
 
 
+def prepare(spec: LinearSpec, target: Target) -> None:
+    """Compile what any number of packed rows needs: a kernel for each height of a tile."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=spec.dtypes.x, device="meta")
+
+    weight, bias = tensor(spec.weight_rows, spec.k), tensor(spec.weight_rows) if spec.bias else None
+    residual = tensor(1, spec.n) if spec.residual else None
+    for rows in TILE_HEIGHTS:
+        linear(spec, GemmOperands(tensor(rows, spec.k), weight, bias, residual, tensor(rows, spec.n)))
+
+
 def linear(spec: LinearSpec, operands: GemmOperands) -> None:
-    """Writes operands.out."""
+    """Writes operands.out; with meta tensors it only compiles."""
     x, weight, bias, residual, out = (
         operands.x,
         operands.weight,
@@ -106,13 +120,15 @@ def linear(spec: LinearSpec, operands: GemmOperands) -> None:
     )
     rows, k = x.shape
     # Another tile may be another instruction, which sums in another order.
-    tile_m = 64 if spec.batch_invariant else min(128, max(16, triton.next_power_of_2(rows)))
+    tile_m = 64 if spec.batch_invariant else next((m for m in TILE_HEIGHTS if rows <= m), TILE_HEIGHTS[-1])
     # Two accumulators a tile: half as wide.
     tile_n, tile_k = (64 if spec.parts == 2 or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
     kind, alpha, beta, limit = kind_of(spec.activation)
     row_stride, part = part_stride(spec, weight.stride(0))
     bias_stride, bias_part = part_stride(spec, 1)
-    gemm_kernel[(triton.cdiv(rows, tile_m) * triton.cdiv(spec.n, tile_n),)](
+    grid = (triton.cdiv(rows, tile_m) * triton.cdiv(spec.n, tile_n),)
+    launch = partial(gemm_kernel.warmup, grid=grid) if x.is_meta else gemm_kernel[grid]
+    launch(
         x,
         weight,
         weight if bias is None else bias,

@@ -156,7 +156,7 @@ def sample_row(logits_ptr, stride, parameters, outputs, list_ptr, V, BLOCK: tl.c
     tl.store(outputs.tokens + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOP"])
 def rank_row(logprobs_ptr, tokens_ptr, chosen_ptr, ranks_ptr, ids_ptr, values_ptr, V, TOP, BLOCK: tl.constexpr):
     """The log-probability and rank of a row's token, and the TOP likeliest tokens.
 

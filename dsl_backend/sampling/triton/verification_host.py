@@ -35,7 +35,9 @@ class TritonVerifier:
     def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
         spec, known = self.spec, drafts.distributions
         tokens = Drawn(drawn.tokens, drawn.logprobs if self.ratio else None)
-        rows = RowParameters(**vars(parameters)) if self.ratio else None
+        # The filters have made the log-probabilities: without them all steps have one kernel.
+        given = (parameters.seeds, parameters.positions, parameters.temperature)
+        rows = RowParameters(*given, None, None, None) if self.ratio else None
         values, index = (None, None) if known is None else (known.values, known.index)
         stride, draft_vocab = (0, 0) if known is None else (known.values.stride(0), known.values.shape[1])
         bundle = RowDrafts(drafts.inputs, drafts.cu_rows, values, index)

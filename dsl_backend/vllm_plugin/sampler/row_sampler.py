@@ -88,15 +88,19 @@ class RowSampler:
         if key not in self.plans:
             for dtype in dict.fromkeys((logits.dtype, *self.dtypes)):
                 for kind in self.kinds:
-                    self.prepare(key[0], dtype, kind)
+                    self.prepare(key[0], dtype, kind, logits.stride(0))
         return self.plans[key]
 
-    def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool) -> None:
-        """Make a plan and launch it with bounds and without, so that no later step compiles or allocates."""
+    def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool, stride: int) -> None:
+        """Make a plan and launch it with bounds and without, so that no later step compiles or allocates.
+
+        Args:
+            stride: elements between rows of logits, which may be padded: Triton compiles for multiples of 16.
+        """
         spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=logprobs)
         plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        row = torch.zeros(1, vocab, dtype=dtype, device=self.device)
+        row = torch.zeros(1, max(vocab, stride), dtype=dtype, device=self.device)[:, :vocab]
         for bounds in ((), BOUNDS):
             off = {name: tensor[:1] for name, tensor in self.off.items() if name not in BOUNDS or name in bounds}
             api.run(plan, row, Parameters(seeds=zero, positions=zero, **off))

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch the Triton kernels of every operator on a GPU that is not there.
+
+    python -m tests.triton_launches run sm_90a [ID ...]     launches, and on the emulator, results
+    python -m tests.triton_launches serve sm_90a [ID ...]   what is compiled before a served model's steps, and in them
+
+Prints one line of JSON for each case. It takes a process of its own (tests/gpu_stand_in.py).
+"""
+
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dsl_backend.attention import api as attention
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.attention.triton.warm_up import caches, operands_of
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.sampling import verification, verification_reference
+from dsl_backend.sampling.verification import Known
+from dsl_backend.testing import experts, fuzz, linear, norm, sampling, softmax
+from dsl_backend.testing.cases import FP16, Case, mla
+from dsl_backend.testing.kv_writes import WriteCase
+from dsl_backend.vllm_plugin.sampler import row_sampler
+from tests.gpu_stand_in import counting, gpu
+from tests.sampling.verification_cases import random_step
+
+CPU = torch.device("cpu")
+# Of the emulated GPU: few, so that programs process several work tiles.
+SMS = 4
+# Both kernels of a plan: requests of one tile and of several, one without queries, one of a decode step.
+MIXED: dict[str, Any] = {"q_lens": (64, 1, 0, 17), "kv_lens": (64, 70, 5, 33), "heads": (4, 2)}
+E5M2 = torch.float8_e5m2
+
+
+def verify_drafts(known: Known) -> None:
+    step = random_step(0, known, 300, CPU)
+    tokens, counts = verification_reference.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    plan = verification.plan(step.spec, step.drafts.requests, step.drawn.tokens.shape[0], CPU, "triton")
+    found = verification.run(plan, step.drawn, step.parameters, step.drafts)
+    assert torch.equal(found.tokens.long(), tokens)
+    assert torch.equal(found.counts, counts)
+
+
+def sample_with_logprobs() -> None:
+    """And the likeliest tokens: another specialization, and the kernel of ranks."""
+    case = replace(sampling.CASES[0], rows=sampling.CASES[0].rows[:4], vocab=300)
+    logits, parameters = sampling.tensors(case)
+    spec = replace(case.spec, logprobs=True, num_logprobs=2)
+    plan = sampling.api.plan(spec, len(logits), CPU, "triton")
+    found = sampling.api.run(plan, logits, parameters)
+    tokens, logprobs = sampling.reference.sample(logits, parameters)
+    assert torch.equal(found.tokens, tokens)
+    assert found.logprobs is not None
+    torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+
+
+# Each checks its results.
+CASES: Mapping[str, Any] = {
+    "dense": Case(dim=64, **MIXED),
+    "dense-fp16": Case(dim=128, dtype=FP16, softcap=5.0, sinks=True, **MIXED),
+    "dense-80": Case(dim=80, window=(20, None), alibi=True, **MIXED),
+    "dense-fp8": Case(dim=64, fp8=True, **MIXED),
+    "dense-e5m2": Case(dim=64, fp8=True, fp8_dtype=E5M2, scales_by_head=True, **MIXED),
+    "dense-per-request": Case(dim=64, causal=(True, False, True, False), **MIXED),
+    "packed": Case(q_lens=(20, 3), kv_lens=(40, 3), heads=(2, 2), dim=192, dim_v=128, page=None),
+    "batch-invariant": Case(dim=64, batch_invariant=True, **MIXED),
+    "mla": mla(16, (288, 256), q_lens=(1, 3), kv_lens=(64, 70)),
+    "write": WriteCase(fused=True),
+    "write-fp8": WriteCase(fp8=True, scales_by_head=True, gain=60.0),
+    "write-e5m2": WriteCase(fp8=True, fp8_dtype=E5M2),
+    "linear": linear.CASES["all"],
+    "linear-plain": linear.CASES["plain"],
+    "linear-tiles": linear.CASES["tiles"],
+    "experts": experts.CASES["gpt-oss"],
+    "experts-mapped": experts.CASES["mapped"],
+    "softmax": next(case for case in softmax.CASES if case.id == "warp"),
+    "softmax-f32": next(case for case in softmax.CASES if case.id == "block"),
+    "norm": norm.NormCase(id="token", rows=5, width=1000, residual=True, scaling=norm.TOKEN, why=""),
+    "norm-wide": norm.NormCase(id="wide", rows=2, width=20000, residual=True, in_place=True, why=""),
+    "sampling": replace(sampling.CASES[0], rows=sampling.CASES[0].rows[:6]),
+    "logprobs": sample_with_logprobs,
+    "drafts": partial(verify_drafts, Known.TOKENS),
+    "drafts-logits": partial(verify_drafts, Known.LOGITS),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a case: the kernels that it launched; error is empty where all went well."""
+
+    case: str
+    kernels: tuple[str, ...] = ()
+    error: str = ""
+
+
+def run(name: str, target: Target) -> Ran:
+    """Launch a case's kernels; where there is an emulator of the target, check the results."""
+    case: Any = CASES[name]
+    emulate = target.known is not None and target.known.name == "sm_90a"
+    try:
+        with gpu(replace(target, sm_count=SMS) if emulate else target, emulate=emulate) as stand_in:
+            try:
+                case() if callable(case) else fuzz.check(case, "triton", "cpu")
+            except AssertionError:
+                if emulate:  # else nothing was computed
+                    raise
+        return Ran(name, tuple(launch.kernel for launch in stand_in.launches))
+    except Exception:  # Triton, ptxas and the emulator raise what they like
+        return Ran(name, error=traceback.format_exc()[-2000:])
+
+
+LAYERS: Mapping[str, Case] = {
+    "dense": Case(heads=(8, 2), dim=128),
+    "dense-fp8": Case(heads=(8, 2), dim=128, fp8=True),
+    "dense-72": Case(heads=(8, 2), dim=72),
+    "dense-88": Case(heads=(3, 1), dim=88),
+    "dense-80-window": Case(heads=(8, 2), dim=80, window=(100, None), sinks=True),
+    "dense-alibi": Case(heads=(8, 2), dim=128, alibi=True),
+    "dense-invariant": Case(heads=(8, 2), dim=128, batch_invariant=True),
+    "mla": mla(16, page=64),
+    "mla-fp8": mla(16, page=64, fp8=True),
+    "mla-prefill": Case(heads=(16, 16), dim=192, dim_v=128, page=None),
+}
+STEPS = 60
+# Runs up to where an engine serves, and goes on with its steps.
+Engine = Callable[[Target], Iterator[None]]
+
+
+def serve_attention(spec: AttentionSpec, target: Target) -> Iterator[None]:
+    """Prepare as vLLM's metadata builders do; then steps of all sizes, lengths and widths of page tables."""
+    draw = random.Random(0)
+    lse, sinks = spec.latent or spec.page_size is None, spec.dtype if spec.sinks else None
+    planner = Planner(spec, target, Workspace(CPU), "triton")
+    planner.prepare(lse, sinks)
+    write = attention.writer(spec, CPU, "triton")
+    if spec.page_size is not None:
+        write.prepare()
+    yield
+    # Rows of queries alone, and beside keys and values.
+    own, of_values = spec.heads_q * spec.head_dim, spec.heads_kv * (spec.head_dim + spec.head_dim_v)
+    for _ in range(STEPS):
+        lengths = [draw.choice((0, 1, 1, 1, 2, 5, draw.randint(1, 300))) for _ in range(draw.randint(1, 40))]
+        tokens, requests = max(1, sum(lengths)), len(lengths)
+        operands = next(operands_of(spec, CPU, lse, sinks))
+        rows = torch.empty(tokens, draw.choice((own, own + of_values)), dtype=spec.dtype)
+        operands = operands._replace(
+            q=rows[:, :own].unflatten(1, (spec.heads_q, spec.head_dim)),
+            out=torch.empty(tokens, spec.heads_q, spec.head_dim_v, dtype=spec.dtype),
+        )
+        starts, paged = torch.zeros(requests + 1, dtype=torch.int32), spec.page_size is not None
+        if paged:
+            slots, scale = torch.zeros(tokens, dtype=torch.int64), operands.k_scale
+            written = [torch.empty(tokens, spec.heads_kv, dim, dtype=spec.dtype) for dim in spec.written_dims]
+            write(*written, *caches(spec, CPU), slots, scale, scale)
+        else:
+            operands = operands._replace(
+                keys=torch.empty(tokens, spec.heads_kv, spec.head_dim, dtype=spec.dtype),
+                values=torch.empty(tokens, spec.heads_kv, spec.head_dim_v, dtype=spec.dtype),
+            )
+        if lse:  # vLLM's prefill has the heads first
+            shape = (tokens, spec.heads_q) if paged else (spec.heads_q, tokens)
+            operands = operands._replace(lse=torch.empty(shape) if paged else torch.empty(shape).t())
+        table = torch.zeros(requests, draw.randint(1, 70), dtype=torch.int32)
+        batch = Batch(
+            query_start_loc=starts,
+            seq_lens=starts[:requests],
+            num_tokens=tokens,
+            max_query_len=max(lengths),
+            max_seq_len=draw.randint(1, 5000),
+            block_table=table if paged else None,
+            kv_start_loc=None if paged else starts,
+        )
+        planner.plan(batch).launch(operands)
+
+
+def serve_linear(target: Target) -> Iterator[None]:
+    """Prepare as vLLM's warm-up does; then steps of all numbers of tokens."""
+    from dsl_backend.linear.triton import gemm
+
+    case = linear.LinearCase(rows=1, n=136, k=72, activation=linear.Swiglu(), bias=True)
+    spec = LinearSpec(n=case.n, k=case.k, dtypes=Dtypes.of(case.dtype), activation=case.activation, bias=case.bias)
+    gemm.prepare(spec, target)
+    yield
+    for rows in (*range(1, 140), 512, 1000):
+        linear.api.linear(*linear.tensors(replace(case, rows=rows), "cpu"), activation=case.activation, kernel="triton")
+
+
+def serve_sampling(target: Target) -> Iterator[None]:
+    """Draw a first step, as vLLM's profiling does; then steps with all combinations of filters."""
+    draw, vocab = random.Random(0), 1003
+    sampler = row_sampler.RowSampler(64, CPU, logprobs=True)
+    with mock.patch.object(row_sampler.api, "plan", partial(sampling.api.plan, kernel="triton")):
+        for step in range(STEPS):
+            rows = draw.randint(1, 64) if step else 64
+            # The vocabulary is padded.
+            logits = torch.empty(rows, 1024)[:, :vocab]
+            ids = torch.zeros(rows, dtype=torch.int64)
+            neutral = {name: values[:rows] for name, values in sampler.off.items()}
+            given = {name: value for name, value in neutral.items() if draw.random() < 0.5} if step else {}
+            sampler.draw(logits, ids, ids, logprobs=draw.random() < 0.5, **given)
+            if not step:
+                yield
+
+
+ENGINES: Mapping[str, Engine] = {
+    **{name: partial(serve_attention, case.spec) for name, case in LAYERS.items()},
+    "linear": serve_linear,
+    "sampling": serve_sampling,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine compiles before it serves, and while it does."""
+
+    case: str
+    before: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    error: str = ""
+
+
+def serve(name: str, target: Target) -> Served:
+    try:
+        with counting(target) as compiled:
+            engine = ENGINES[name](target)
+            next(engine)
+            before = len(compiled)
+            for _ in engine:
+                pass
+        names = tuple(one.kernel.rpartition(".")[2] for one in compiled)
+        return Served(name, names[:before], names[before:])
+    except Exception:
+        return Served(name, error=traceback.format_exc()[-2000:])
+
+
+def main(arguments: Sequence[str]) -> None:
+    mode, arch, *names = arguments
+    known, does = {"run": (CASES, run), "serve": (ENGINES, serve)}[mode]
+    if unknown := set(names) - set(known):
+        sys.exit(f"no case {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    for name in names or known:
+        sys.stdout.write(json.dumps(asdict(does(name, from_arch(arch)))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
