@@ -13,6 +13,7 @@ from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.testing import fuzz
 from dsl_backend.testing.cases import FULL, Case
+from dsl_backend.testing.experts import ExpertsCase
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase
@@ -73,7 +74,7 @@ def test_source_rebuilds_a_case() -> None:
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
-    names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig}
+    names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig, "ExpertsCase": ExpertsCase}
     for family in fuzz.FAMILIES:
         for case in fuzz.problems(family, 30, 4, fuzz.TINY, 30):
             assert eval(fuzz.source(case), names) == case
