@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.gemm.activation import Geglu, Swiglu
+from dsl_backend.experts.spec import RouterWeights
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import Scaling
 from dsl_backend.runtime import target as targets
@@ -75,6 +76,7 @@ def test_source_rebuilds_a_case() -> None:
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig, "ExpertsCase": ExpertsCase}
+    names |= {"RouterWeights": RouterWeights, "Activation": Activation}
     for family in fuzz.FAMILIES:
         for case in fuzz.problems(family, 30, 4, fuzz.TINY, 30):
             assert eval(fuzz.source(case), names) == case
