@@ -32,6 +32,8 @@ from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100_gemm
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.norm.cute import host as norm_host
+from dsl_backend.norm.spec import NormSpec, NormTensors
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -80,9 +82,10 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def run(builder: Builder, arch: str, schedule: str, seed: int = 0, *, overlap: bool = True) -> list[torch.Tensor]:
-    """A chain's outputs; any finding or warning raises."""
+    """A chain's outputs; any finding or warning raises, and a load that may see an older copy in a cache."""
     chain, machine = execute(builder, arch, schedule, seed, overlap=overlap)
     assert not len(machine.findings), "\n".join(map(str, machine.findings))
+    assert not any("ld.global.nc" in kernel_of(launch) for launch in machine.launches)
     return chain.outputs
 
 
@@ -211,12 +214,25 @@ def many_rows(target: Target) -> Config:
     return GemmConfig(tile_m=128, box_n=16, stages=2)
 
 
-def mlp(target: Target, config: Config, x: torch.Tensor, workspace: Workspace, width: int = 72) -> Chain:
+def mlp(
+    target: Target,
+    config: Config,
+    x: torch.Tensor,
+    workspace: Workspace,
+    width: int = 72,
+    residual: torch.Tensor | None = None,
+) -> Chain:
     """Gate and up, then down with a bias and the residual; the second one's weights are asked for before it waits."""
     rows, hidden = x.shape
     between, out = torch.empty(rows, width, dtype=BF16), torch.empty(rows, hidden, dtype=BF16)
     up = GemmOperands(x, normal(2 * width, hidden, seed=1, scale=0.1), None, None, between)
-    down = GemmOperands(between, normal(hidden, width, seed=2, scale=0.1), normal(hidden, seed=3), x, out)
+    down = GemmOperands(
+        between,
+        normal(hidden, width, seed=2, scale=0.1),
+        normal(hidden, seed=3),
+        x if residual is None else residual,
+        out,
+    )
     return Chain(
         [linear(target, config, up, workspace, Swiglu()), linear(target, config, down, workspace)],
         [between, out],
@@ -329,20 +345,29 @@ def dense(target: Target, workspace: Workspace) -> tuple[Chain, torch.Tensor]:
     return attention(target, DENSE, sm90_host.SplitKV, config, workspace)
 
 
+def norm(target: Target, x: torch.Tensor, residual: torch.Tensor) -> Chain:
+    """RMSNorm of x + residual, whose weights are loaded before the wait; the sum is the residual's new value."""
+    out = torch.empty_like(x)
+    tensors = NormTensors(x, residual, normal(x.shape[1], seed=10), None, out, residual, None)
+    spec = NormSpec(width=x.shape[1], dtype=BF16, out_dtype=BF16, weight_dtype=BF16, residual=True, vector=8)
+    function = norm_host.build(norm_host.key_of(spec), target)
+    return Chain([lambda: function(*tensors, 1e-6)], [out], [out])
+
+
 def decode(target: Target) -> Chain:
-    """A decode step of a layer: projection, cache write, attention, its combine kernel, projection, MLP."""
+    """A decode step of a layer: projection, cache write, attention, its combine kernel, projection, norm, MLP."""
     workspace = Workspace(CPU)
     layer, out = dense(target, workspace)
     rows, width = out.shape[0], out.shape[1] * out.shape[2]
     hidden = torch.empty(rows, 136, dtype=BF16)
-    projection = GemmOperands(
-        out.view(rows, width), normal(136, width, seed=4, scale=0.1), None, normal(rows, 136, seed=5), hidden
-    )
-    rest = mlp(target, small_m(target), hidden, workspace)
+    projection = GemmOperands(out.view(rows, width), normal(136, width, seed=4, scale=0.1), None, None, hidden)
+    residual = normal(rows, 136, seed=5)
+    normed = norm(target, hidden, residual)
+    rest = mlp(target, small_m(target), normed.outputs[0], workspace, residual=residual)
     return Chain(
-        [*layer.launches, linear(target, small_m(target), projection, workspace), *rest.launches],
-        [hidden, *rest.between],
-        [out, *rest.outputs],
+        [*layer.launches, linear(target, small_m(target), projection, workspace), *normed.launches, *rest.launches],
+        [hidden, *normed.between, *rest.between],
+        [out, residual, *rest.outputs],
     )
 
 
