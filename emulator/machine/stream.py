@@ -51,7 +51,12 @@ class Stream:
                     stuck.clear()
                     continue
                 run = self._next(able)
-                moved = run.turn()
+                try:
+                    moved = run.turn()
+                except Abort:
+                    self._drop(run)
+                    stuck.clear()
+                    continue
                 if not run.idle:
                     stuck.clear()
                     rounds = 0
@@ -76,6 +81,13 @@ class Stream:
         self.live.append(run)
         order_of(run).start()
         run.begin()
+
+    def _drop(self, aborted: Run) -> None:
+        """End a launch and those behind it. Launches before it go on: they may write what it has read too early."""
+        self.waiting.clear()
+        for run in [run for run in self.live if run.number >= aborted.number]:
+            self.live.remove(run)
+            run.collect_rest()
 
     def _next(self, able: list[Run]) -> Run:
         """Whose turn it is."""

@@ -147,6 +147,14 @@ def test_the_lazy_schedule_shows_what_a_missing_wait_reads() -> None:
     assert torch.equal(run(MISTAKES["load-before-wait"], "eager").buffers[2], expected(2))
 
 
+def test_launches_before_one_that_is_ended_go_on() -> None:
+    """What was read too early may be why it had to be ended."""
+    outcome = run(chain(RIGHT, "launch_dependents load beyond wait store", RIGHT), "lazy", sms=CTAS)
+    assert kinds(outcome) == {Kind.BOUNDS, Kind.DEPENDENCY}
+    assert torch.equal(outcome.buffers[1], expected(1))
+    assert not outcome.buffers[3].any()
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_launches_on_their_own_do_not_overlap(name: str) -> None:
     assert not run(MISTAKES[name], "lazy", captured=False).findings

@@ -11,8 +11,8 @@ class Step:
     """y = 2 x + 1 over vectors of float32, by the actions given, in their order.
 
     Args:
-        actions: `wait`, `launch_dependents`, `load`, `store`, `sync`, and `count`, which adds 1 to the first element
-            of x; a number in front means that only this warp does it.
+        actions: `wait`, `launch_dependents`, `load`, `store`, `sync`, `count`, which adds 1 to the first element of
+            x, and `beyond`, which stores where no tensor is; a number in front means that only this warp does it.
         pdl: launched with programmatic stream serialization.
     """
 
@@ -51,6 +51,8 @@ class Step:
             value[0] = x[index]
         elif cutlass.const_expr(action == "store"):
             y[index] = value[0] * 2.0 + 1.0
+        elif cutlass.const_expr(action == "beyond"):
+            y[index + (1 << 28)] = value[0]
         elif cutlass.const_expr(action == "count"):
             cute.arch.atomic_add(x.iterator, cutlass.Float32(1.0))
         else:
