@@ -9,6 +9,7 @@ the difference.
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from dsl_backend.providers import Launch, Limits, Provider, Run, provider
@@ -239,8 +240,8 @@ def vllm(problem: Problem, inputs: Inputs) -> Run | Launch:
     return Launch(run, view)  # type: ignore[arg-type]  # only `view` reads the result
 
 
-provider("verification", name="Triton", objections=lambda problem: objections(problem, "triton"), default=False)(
-    lambda problem, inputs: ours(problem, inputs, "triton")
+provider("verification", name="Triton", objections=partial(objections, kernel="triton"), default=False)(
+    partial(ours, kernel="triton")
 )
 
 
