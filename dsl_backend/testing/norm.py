@@ -321,7 +321,9 @@ WIDE = (
     NormCase(id="looped", rows=2, width=16384 + 9, residual=True, in_place=True, why="its loop, ragged, in place"),
     NormCase(id="looped-token", rows=9, width=20000, scaling=TOKEN, special=True, why="states across its tiles"),
     NormCase(id="widest", rows=1, width=300001, why="near what the registers of a cluster hold, and odd"),
-    NormCase(id="real-decode", rows=67, width=4096, residual=True, in_place=True, why="a step of an 8B model, as served"),
+    NormCase(
+        id="real-decode", rows=67, width=4096, residual=True, in_place=True, why="a step of an 8B model, as served"
+    ),
 )
 
 
