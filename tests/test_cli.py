@@ -22,6 +22,7 @@ from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
 from dsl_backend.sampling import dispatch as sampling
+from dsl_backend.sampling import verification_dispatch
 from dsl_backend.softmax import dispatch as softmax
 
 
@@ -160,12 +161,14 @@ def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
 def test_logits_are_those_of_dispatch(arch: str) -> None:
-    """Softmax and the sampler, with every kernel of their tables; something serves both everywhere."""
+    """Softmax, the sampler and verification, with every kernel of their tables; something serves each everywhere."""
     layers = {layer["name"]: layer for layer in report("--arch", arch)["layers"]}
     tables = {
         "softmax": softmax.TABLE,
         "sampling": sampling.TABLE,
         "sampling, log-probabilities": sampling.TABLE,
+        "drafts": verification_dispatch.TABLE,
+        "drafts, by the ratio of probabilities": verification_dispatch.TABLE,
     }
     for name, table in tables.items():
         (operation,) = layers[name]["operations"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of float32 logits to sample from, their parameters, and the check of the tokens."""
+"""Rows of logits to sample from, their parameters, and the check of the tokens."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from dsl_backend.providers import Limits
 from dsl_backend.sampling import reference as definition
-from dsl_backend.sampling.spec import Parameters
+from dsl_backend.sampling.spec import Parameters, SamplingSpec
 
 from ..case import Reference
 from ..check import EXACT
@@ -28,16 +28,25 @@ NEAR = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sampling one token from each row at temperature 1."""
+    """Sampling one token from each row at temperature 1.
+
+    Attributes:
+        dtype: name of the logits' type.
+    """
 
     rows: int
     vocab: int
     filters: str
+    dtype: str = "float32"
+
+    @property
+    def spec(self) -> SamplingSpec:
+        return SamplingSpec(vocab=self.vocab, dtype=getattr(torch, self.dtype))
 
     @property
     def traffic_bytes(self) -> int:
         """Every logit is read once."""
-        return self.rows * (4 * self.vocab + 8)
+        return self.rows * (self.spec.dtype.itemsize * self.vocab + 8)
 
     @property
     def limits(self) -> Limits:
@@ -45,7 +54,7 @@ class Problem:
 
     @property
     def parameters(self) -> dict[str, object]:
-        return {"rows": self.rows, "vocab": self.vocab, "filters": self.filters}
+        return {"rows": self.rows, "vocab": self.vocab, "filters": self.filters, "dtype": self.dtype}
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
         logits = torch.empty(count, problem.vocab, device=device).normal_(0, 3, generator=generator)
         ids = torch.randint(1 << 40, (2, count), device=device, generator=generator)
         parameters = Parameters(seeds=ids[0], positions=ids[1], temperature=torch.ones(count, device=device), **filters)
+        logits = logits.to(problem.spec.dtype)
         made.append(Layer(logits, parameters, torch.full((count,), -1, device=device)))
     chosen = random.Random(seed).sample(range(count), min(COMPARED, count))
     return Inputs(tuple(made), torch.tensor(sorted({0, count - 1, *chosen}), device=device))
@@ -113,8 +123,7 @@ def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
     wide = some_of(layer.parameters, chosen)
     if wide.top_p is not None:
         wide = some_of(layer.parameters, chosen, top_p=(wide.top_p + NEAR).clamp(max=1))
-    z = definition.scaled_logits(logits, wide.temperature)[0]
-    kept = definition.filter_mask(z, wide) & (z > -torch.inf)
+    kept = definition.filter_mask(logits, wide) & (logits > -torch.inf)
     inside = (found >= 0) & (found < logits.shape[1])
     right = inside & kept.gather(1, found.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     judged = torch.ones(len(layer.logits), 1, dtype=torch.float64, device=logits.device)

@@ -9,7 +9,7 @@ import torch
 from dsl_backend.providers import Launch, Run, provider
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
-from dsl_backend.sampling.spec import Sampled, SamplingSpec
+from dsl_backend.sampling.spec import Sampled
 
 from ..columns import missing, reasons
 from .problems import Inputs, Layer, Problem, only_exact
@@ -18,7 +18,7 @@ VLLM_OPS = "vllm.v1.sample.ops.topk_topp_sampler"
 
 
 def objections(problem: Problem, kernel: str | None = None) -> list[str]:
-    return reasons(lambda: dispatch.choose(SamplingSpec(vocab=problem.vocab), targets.detect(), kernel))
+    return reasons(lambda: dispatch.choose(problem.spec, targets.detect(), kernel))
 
 
 def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
@@ -29,7 +29,7 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
     """
     plans = []
     for layer in inputs.layers:
-        plan = api.plan(SamplingSpec(vocab=problem.vocab), problem.rows, layer.logits.device, kernel)
+        plan = api.plan(problem.spec, problem.rows, layer.logits.device, kernel)
         plan.results = Sampled(layer.tokens)
         plans.append(plan)
 
@@ -41,21 +41,26 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
 
 
 def flashinfer_objections(problem: Problem) -> list[str]:
-    unused = [] if problem.filters in ("k", "p", "k+p") else [f"vLLM does not use it for {problem.filters}"]
+    unused = ["vLLM does not use it for min-p"] if problem.filters == "min-p" else []
     return missing("flashinfer") + unused
 
 
 @provider("sampling", name="FlashInfer", objections=flashinfer_objections, default=False, package="flashinfer-python")
 def flashinfer(problem: Problem, inputs: Inputs) -> Run:
-    """FlashInfer as vLLM calls it. At first use it compiles kernels for minutes, so it runs only if named."""
+    """FlashInfer as vLLM calls it with top-k or top-p, and its own function for rows without filters.
+
+    It takes float32, as vLLM gives it. At first use it compiles kernels for minutes, so it runs only if named.
+    """
     from flashinfer import sampling
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
-        k, p = layer.parameters.top_k, layer.parameters.top_p
+        k, p, logits = layer.parameters.top_k, layer.parameters.top_p, layer.logits.float()
+        if problem.filters == "none":
+            return sampling.sampling_from_logits(logits, deterministic=True)
         if problem.filters == "k+p":
-            return sampling.top_k_top_p_sampling_from_logits(layer.logits, k, p, deterministic=True)
-        probabilities = layer.logits.softmax(dim=-1)
+            return sampling.top_k_top_p_sampling_from_logits(logits, k, p, deterministic=True)
+        probabilities = logits.softmax(dim=-1)
         if p is None:
             return sampling.top_k_sampling_from_probs(probabilities, k, deterministic=True)
         return sampling.top_p_sampling_from_probs(probabilities, p, deterministic=True)

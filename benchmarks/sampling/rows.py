@@ -8,10 +8,15 @@ K = 1024
 BATCHES = (1, 16, 64, 256)
 VOCABULARIES = (32 * K, 128256, 151936, 256 * K)
 QWEN = 151936
+# Rows that are read as a whole: without filters, and with top-p alone, beside top-k and top-p.
+WHOLE = "whole"
+WHOLE_BATCHES = (32, 128, 512)
+WHOLE_VOCAB = 201088
 
 
 def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
-    name = f"{problem.filters}-{problem.rows}x{problem.vocab}"
+    suffix = "" if problem.dtype == "float32" else f"-{problem.dtype}"
+    name = f"{problem.filters}-{problem.rows}x{problem.vocab}{suffix}"
     return Case(
         id=name if group == TABLE else f"{group}-{name}",
         group=group,
@@ -31,6 +36,12 @@ def cases() -> list[Case[Problem]]:
         for rows in BATCHES
         for vocab in VOCABULARIES
         if vocab != QWEN
+    ]
+    found += [
+        case(Problem(rows=rows, vocab=WHOLE_VOCAB, filters=name, dtype=dtype), WHOLE)
+        for dtype in ("float32", "bfloat16")
+        for name in ("none", "p", "k+p")
+        for rows in WHOLE_BATCHES
     ]
     found += [case(Problem(rows=1, vocab=300, filters=name), SMALLEST) for name in ("k+p", "min-p")]
     return found

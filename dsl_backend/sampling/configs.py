@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from dsl_backend.runtime.target import Target
+from dsl_backend.sampling.fixed_point import BLOCK
 from dsl_backend.sampling.spec import SamplingSpec
 
 WARP = 32
@@ -19,7 +20,7 @@ REGISTERS = 64
 SM_BYTES = 228 * 1024
 RESERVED_BYTES = 1024
 MAX_GROUPS = 256
-HISTOGRAM_BINS = 1024
+HISTOGRAM_BINS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class ClusterConfig:
         vector: adjacent logits of one load.
         loads_in_flight: of a thread.
         max_candidates: that fit in shared memory. A row with more is read again as a whole.
+        max_blocks: blocks of fixed_point.BLOCK logits of a CTA, whose sums are in shared memory.
     """
 
     cluster: int
@@ -57,10 +59,11 @@ class ClusterConfig:
     vector: int
     loads_in_flight: int = 8
     max_candidates: int = 512
+    max_blocks: int = 512
 
     @classmethod
     def default(
-        cls, spec: SamplingSpec, target: Target, rows: int, vector: int, bounded: bool = True
+        cls, spec: SamplingSpec, target: Target, rows: int, vector: int, reread: bool = False
     ) -> "ClusterConfig":
         """As many CTAs for each row as there are SMs for the batch, and logits for the CTAs.
 
@@ -68,10 +71,10 @@ class ClusterConfig:
 
         Args:
             vector: adjacent logits that one load may take in every row.
-            bounded: rows have top-k or min-p. Other rows are read several times, so the part of a CTA has to fit the
+            reread: rows have top-p alone, and are read as a whole more than once. So the part of a CTA has to fit the
                 L1 cache.
         """
-        cached = 1 if bounded else min(MAX_PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES))
+        cached = min(MAX_PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES)) if reread else 1
         cluster = 1
         while (
             2 * cluster <= MAX_CLUSTER
@@ -83,7 +86,8 @@ class ClusterConfig:
             )
         ):
             cluster *= 2
-        return cls(cluster=cluster, threads=THREADS, vector=vector)
+        max_blocks = max(cls.max_blocks, blocks_of(spec.vocab, cluster))
+        return cls(cluster=cluster, threads=THREADS, vector=vector, max_blocks=1 << (max_blocks - 1).bit_length())
 
     @property
     def warps(self) -> int:
@@ -101,8 +105,9 @@ class ClusterConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: group maxima, histogram, candidates (28 bytes each), sums of warps, and scalars."""
-        return 4 * MAX_GROUPS + 8 * HISTOGRAM_BINS + 28 * self.max_candidates + 12 * self.warps + 4 * 8 * WARP + 256
+        """Shared memory of a CTA: group maxima, histogram, candidates (16 bytes), blocks (12), sums, and scalars."""
+        arrays = 4 * MAX_GROUPS + 4 * HISTOGRAM_BINS + 16 * self.max_candidates + 12 * self.max_blocks
+        return arrays + 8 * MAX_CLUSTER + 4 * 8 * WARP + 256
 
     @property
     def ctas_per_sm(self) -> int:
@@ -128,9 +133,16 @@ class ClusterConfig:
             reasons.append(f"clusters of {self.cluster} CTAs: {MAX_CLUSTER} are the most")
         if self.lanes_per_group > WARP:
             reasons.append(f"{self.cluster * self.threads} threads for each row: {WARP * MAX_GROUPS} are the most")
+        if blocks_of(spec.vocab, self.cluster) > self.max_blocks:
+            reasons.append(f"{self.max_blocks} blocks for each CTA do not hold {spec.vocab} logits")
         if self.smem_bytes > target.smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {target.smem_bytes} are the most")
         return reasons
+
+
+def blocks_of(vocab: int, cluster: int) -> int:
+    """Blocks of a CTA, if so many share a row."""
+    return -(-vocab // (BLOCK * cluster))
 
 
 def widest_vector(spec: SamplingSpec) -> int:
@@ -141,8 +153,8 @@ def widest_vector(spec: SamplingSpec) -> int:
 def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
     """The configurations of batches of up to max_rows rows."""
     configs = (
-        ClusterConfig.default(spec, target, rows, vector, bounded)
-        for bounded in (True, False)
+        ClusterConfig.default(spec, target, rows, vector, reread)
+        for reread in (False, True)
         for rows in range(1, max_rows + 1)
     )
     return list(dict.fromkeys(configs))

@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling as an operator family: what the commands and the plugin know of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
-from dsl_backend.sampling import dispatch, precompile
+from dsl_backend.sampling import dispatch, precompile, verification_dispatch
 from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.sampling.verification_spec import Known, VerificationSpec
 
 VOCAB = 128256
 
 
-def typical_layers(target: Target) -> Mapping[str, SamplingSpec]:
-    """Logits of a usual vocabulary."""
+def typical_layers(target: Target) -> Mapping[str, SamplingSpec | VerificationSpec]:
+    """Logits of a usual vocabulary, and drafts of its tokens."""
     return {
         "sampling": SamplingSpec(vocab=VOCAB),
         "sampling, log-probabilities": SamplingSpec(vocab=VOCAB, logprobs=True),
+        "drafts": VerificationSpec(max_drafts=5, vocab=VOCAB),
+        "drafts, by the ratio of probabilities": VerificationSpec(max_drafts=5, vocab=VOCAB, known=Known.LOGITS),
     }
+
+
+def operations_of(spec: SamplingSpec | VerificationSpec) -> Sequence[str]:
+    return (dispatch.OPERATION if isinstance(spec, SamplingSpec) else verification_dispatch.OPERATION,)
 
 
 FAMILY = Family(
     name="sampling",
-    tables={dispatch.OPERATION: dispatch.TABLE},
+    tables={
+        dispatch.OPERATION: dispatch.TABLE,
+        verification_dispatch.OPERATION: verification_dispatch.TABLE,
+    },
     typical_layers=typical_layers,
-    operations_of=lambda spec: (dispatch.OPERATION,),
+    operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
     served_by_others=precompile.served_by_others,
     checks={
@@ -31,5 +41,7 @@ FAMILY = Family(
             dispatch.OPERATION,
             (Benchmark("sampling", r"^(none|k|k\+p|min-p)-(1|64|256)x151936$", r"^k\+p-64x151936$"),),
         ),
+        # Its time is that of a launch; `bench` has no row of it.
+        "verification": Check(verification_dispatch.OPERATION, ()),
     },
 )

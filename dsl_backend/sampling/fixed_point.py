@@ -1,30 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fixed-point format of probabilities, and the other constants of the sampler's definition.
 
-z is a logit divided by the temperature. A token's probability before normalization, exp(z - max z), is an integer here.
-It is computed from z by one float32 subtraction and integer operations. The order of integer additions does not matter,
-so every kernel on every device finds the same masks and draws the same token, bit for bit:
+A token's probability before normalization, exp((max x - x) / -T) for its logit x and the temperature T, is an integer
+here. It is computed by one subtraction and one product in float32 and integer operations. The order of integer
+additions does not matter, so every kernel on every device finds the same masses and draws the same token, bit for bit:
 
-1. distance = floor(min(max z - z, MAX_DISTANCE) * 2**DISTANCE_BITS);
-2. t = (distance * LOG2_E) >> 32, the same in base 2, with DISTANCE_BITS - 1 fraction bits;
-3. h = 2**31 * 2**-f for t's fraction f, a polynomial by Horner's rule: h = EXP2_COEFFICIENTS[i] - ((F * h) >> 32),
-   where F is f as a 32-bit fraction;
-4. prob = (h << (PROB_BITS - 31)) >> (t's integer part).
+1. scale = EXPONENT_SCALE / T in float32, once for a row;
+2. exponent = floor(min((reference - x) * scale, MAX_EXPONENT)): how far x lies below a reference logit, in base 2 with
+   FRACTION_BITS fraction bits; MAX_EXPONENT for NaN, and 0 for an x above the reference;
+3. mantissa = 2**MANTISSA_BITS * 2**-f for the exponent's fraction f, a polynomial by Horner's rule:
+   h = EXP2_COEFFICIENTS[i] + ((F * h) >> 32), where F = 2**32 - 1 - (f as a 32-bit fraction);
+4. mass = mantissa >> (the exponent's integer part), in units of 2**-MANTISSA_BITS; the same in units of 2**-PROB_BITS
+   is called prob.
 
-`prob` is in units of 2**-PROB_BITS. Its relative error is below 1e-7, or its absolute error below one unit. It never
-grows with the distance, and it is exactly 1 at the maximum.
+Both never grow with the exponent, and are exactly 1 at the reference. The relative error is below 1.3e-7 by the
+polynomial, and below 1.4e-7 for each power of two of the distance by float32; or the absolute error is below a unit.
+
+Blocks. A block is BLOCK adjacent logits of a row. Its masses are relative to a reference of its own, its largest logit,
+and a weight says what the reference is in the row: the prob of the block's maximum below the row's. A sum of the
+block's first masses counts floor(sum * weight / 2**MANTISSA_BITS) in the row. So a block is summed before the row's
+maximum is known, and a row is read once.
 """
 
-DISTANCE_BITS = 25
-FRACTION_BITS = DISTANCE_BITS - 1
-# prob is 0 from 41 * ln(2) = 28.5 on. A distance of 31 has 30 bits.
-MAX_DISTANCE = 31.0
-LOG2_E = 3098164009  # round(log2(e) * 2**31)
+FRACTION_BITS = 24
+EXPONENT_SCALE = 24204406.0  # round(log2(e) * 2**24), a float32
+# From 41 * 2**24 on a prob is 0; the integer part stays below 64.
+MAX_EXPONENT = 63.0 * 2**24
+MANTISSA_BITS = 29
 PROB_BITS = 40
-# 2**-f on [0, 1] in units of 2**-31, signs alternating: f(1 - f) times a Chebyshev fit, added to 1 - f/2, so that both
-# ends are exact and the function is continuous at each power of two. The relative error is 8e-9; tests/sampling checks
-# all 2**24 fractions.
-EXP2_COEFFICIENTS = (2147483648, 1488522189, 515880104, 119172786, 20581130, 2743242, 235160)
+# 2**g on [0, 1] in units of 2**-28: 1 + g plus g(1 - g) times a weighted fit, so that both ends are exact and the
+# function is continuous at each power of two. The first one is such that F = 2**32 - 1 gives 2**29 in spite of the
+# truncations. The relative error is 1.2e-7; tests/sampling checks all 2**24 fractions.
+EXP2_COEFFICIENTS = (268435461, 186066502, 64467264, 14983712, 2413502, 504476)
+BLOCK = 512
 
 # A sum of probabilities stays below 2**62: their products are computed in halves of 31 bits.
 MAX_VOCAB = 1 << 21
@@ -33,9 +41,14 @@ TOP_P_BITS = 31
 
 # A row with a lower temperature is greedy; vLLM's _SAMPLING_EPS.
 GREEDY_TEMPERATURE = 1e-5
+# Higher ones count as this one, which gives all finite logits of usual size the same probability.
+MAX_TEMPERATURE = 1e30
+# The reference of a row with an infinite logit: float32's largest number.
+MAX_LOGIT = 3.4028234663852886e38
 
 # Philox 4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The key is the seed, and the
-# counter is (low word of the position, high word, PHILOX_STREAM, 0). The first two words of the result give 62 bits.
+# counter is (low word of the position, high word, PHILOX_STREAM, round). The first two words of the result give 62
+# bits. Round 0 draws; later ones draw again where top-p removes a token.
 PHILOX_ROUNDS = 10
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler's definition in eager torch, and the exact probabilities in float64 to test it with.
 
-For each row, in the order of vLLM's own sampler:
+For each row, in the order of vLLM's own sampler; x is a logit in float32, NaN as -inf:
 
-1. z: logits in float32, NaN as -inf, divided by the temperature with correct rounding, negative zero as zero;
-2. the probabilities before normalization, in fixed point (fixed_point.py);
-3. min-p keeps probabilities of at least min_p times the largest;
-4. top-k keeps z of at least the k-th largest, so also all ties with it;
-5. top-p removes kept tokens, the least likely first, while the sum of the removed probabilities is at most (1 - p)
-   times the sum of the kept ones. Of equal distances it removes the lowest id first, as a stable ascending sort does.
-   The last token stays;
-6. the token is the first id at which the prefix sum of kept probabilities exceeds floor(U * sum / 2**62), where U are
-   the 62 random bits of (seed, position).
+1. the probabilities before normalization, in fixed point (fixed_point.py);
+2. min-p keeps probabilities of at least min_p times the largest;
+3. top-k keeps x of at least the k-th largest, so also all ties with it;
+4. top-p keeps of these a token, while the sum of the likelier ones is below p of the sum of all: below the sum less
+   floor((1 - p) * sum). Of equal x the higher id is the likelier, as a stable ascending sort has them. The likeliest
+   token stays;
+5. the token is the first id at which the prefix sum of the probabilities that min-p and top-k keep exceeds
+   floor(U * sum / 2**62), where U are the 62 random bits of (seed, position, 0). Where top-p removes it, the token is
+   drawn again from those that are likelier than it, with the bits of (seed, position, 1), and so on. Each draw has the
+   right distribution among the tokens that top-p keeps, so the accepted one has it too.
 
-A greedy row gets the largest logit, the lowest id of ties. A row without a logit above -inf gets token 0.
+A row without min-p and top-k is summed by blocks, for the sum of 4 and for the first draw of 5. All else is relative to
+the row's maximum. A greedy row gets the largest logit, the lowest id of ties. A row without a logit above -inf gets
+token 0.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -26,13 +31,13 @@ LOW_31 = (1 << 31) - 1
 LOW_32 = (1 << 32) - 1
 
 
-def philox(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def philox(seeds: torch.Tensor, positions: torch.Tensor, round_idx: int = 0) -> torch.Tensor:
     """62 random bits for each (seed, position), int64."""
     counter = [
         positions & LOW_32,
         (positions >> 32) & LOW_32,
         torch.full_like(seeds, fixed_point.PHILOX_STREAM),
-        seeds * 0,
+        torch.full_like(seeds, round_idx),
     ]
     key = [seeds & LOW_32, (seeds >> 32) & LOW_32]
 
@@ -50,107 +55,181 @@ def philox(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return (counter[0] >> 1 << 31) | (counter[1] >> 1)
 
 
-def multiply_high(bits: torch.Tensor, prob_sum: torch.Tensor) -> torch.Tensor:
-    """floor(bits * prob_sum / 2**62) of two numbers below 2**62."""
-    b1, b0, t1, t0 = bits >> 31, bits & LOW_31, prob_sum >> 31, prob_sum & LOW_31
-    return b1 * t1 + ((b1 * t0 + b0 * t1 + (b0 * t0 >> 31)) >> 31)
+def multiply_high(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """floor(a * b / 2**62) of two numbers up to 2**62, not both of them 2**62."""
+    a1, a0, b1, b0 = a >> 31, a & LOW_31, b >> 31, b & LOW_31
+    return a1 * b1 + ((a1 * b0 + a0 * b1 + (a0 * b0 >> 31)) >> 31)
 
 
-def distances(z: torch.Tensor) -> torch.Tensor:
-    """[rows, vocab] int64: the distance of each z from its row's maximum, in fixed point."""
-    row_max = z.amax(dim=-1, keepdim=True)
-    below_max = torch.where(z == row_max, torch.zeros_like(z), row_max - z).clamp(max=fixed_point.MAX_DISTANCE)
-    return (below_max * 2.0**fixed_point.DISTANCE_BITS).long()
+# --- fixed point ---
 
 
-def fixed_point_probs(distance: torch.Tensor) -> torch.Tensor:
-    """The probabilities at distances before normalization: int64, 2**40 at distance 0."""
-    t = (distance * fixed_point.LOG2_E) >> 32
-    fraction = (t & ((1 << fixed_point.FRACTION_BITS) - 1)) << (32 - fixed_point.FRACTION_BITS)
-    h = torch.full_like(distance, fixed_point.EXP2_COEFFICIENTS[-1])
+def scale_of(temperature: torch.Tensor) -> torch.Tensor:
+    """What differences of logits are multiplied by, float32."""
+    return fixed_point.EXPONENT_SCALE / temperature.clamp(max=fixed_point.MAX_TEMPERATURE)
+
+
+def exponents(x: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """How far x is below a reference, int64 in fixed point; all three broadcast. No infinite reference but -inf."""
+    limit = x.new_tensor(fixed_point.MAX_EXPONENT)
+    return torch.fmin((reference - x) * scale, limit).clamp(min=0.0).long()
+
+
+def mantissas(exponent: torch.Tensor) -> torch.Tensor:
+    fraction = ~(exponent << (32 - fixed_point.FRACTION_BITS)) & LOW_32
+    h = torch.full_like(exponent, fixed_point.EXP2_COEFFICIENTS[-1])
     for coefficient in fixed_point.EXP2_COEFFICIENTS[-2::-1]:
-        h = coefficient - ((fraction * h) >> 32)
-    return (h << (fixed_point.PROB_BITS - 31)) >> (t >> fixed_point.FRACTION_BITS)
+        h = coefficient + ((fraction * h) >> 32)
+    return h
 
 
-def scaled_logits(
-    logits: torch.Tensor, temperature: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(z, float32 logits with NaN as -inf, which rows are greedy)."""
+def masses(exponent: torch.Tensor) -> torch.Tensor:
+    """The probabilities at exponents before normalization: int64, 2**29 at 0."""
+    return mantissas(exponent) >> (exponent >> fixed_point.FRACTION_BITS)
+
+
+def probs(exponent: torch.Tensor) -> torch.Tensor:
+    """The probabilities at exponents before normalization: int64, 2**40 at 0."""
+    wide = mantissas(exponent) << (fixed_point.PROB_BITS - fixed_point.MANTISSA_BITS)
+    return wide >> (exponent >> fixed_point.FRACTION_BITS)
+
+
+def weighted(mass_sum: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """floor(mass_sum * weight / 2**29): a block's sum of masses in the row, in units of 2**-40."""
+    return multiply_high(mass_sum << 11, weight << (62 - fixed_point.MANTISSA_BITS - 11))
+
+
+# --- filters ---
+
+
+def canonical(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in float32, NaN as -inf."""
     x = logits.float()
-    x = torch.where(x.isnan(), float("-inf"), x)
-    if temperature is None:
-        return torch.where(x == 0, 0.0, x), x, torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    greedy = ~(temperature >= fixed_point.GREEDY_TEMPERATURE)
-    z = x / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-    z = torch.where(z.isnan(), float("-inf"), z)
-    return torch.where(z == 0, 0.0, z), x, greedy
+    return torch.where(x.isnan(), float("-inf"), x)
 
 
-def without_greedy_filters(greedy: torch.Tensor, parameters: Parameters) -> Parameters:
-    """The parameters with the filters of greedy rows turned off."""
-
-    def unless(tensor: torch.Tensor | None, off: float) -> torch.Tensor | None:
-        return None if tensor is None else torch.where(greedy, torch.full_like(tensor, off), tensor)
-
-    return Parameters(
-        seeds=parameters.seeds,
-        positions=parameters.positions,
-        temperature=parameters.temperature,
-        top_k=unless(parameters.top_k, 0),
-        top_p=unless(parameters.top_p, 1),
-        min_p=unless(parameters.min_p, 0),
-    )
+def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
+    return ~(temperature >= fixed_point.GREEDY_TEMPERATURE)
 
 
-def apply_top_p(prob: torch.Tensor, distance: torch.Tensor, keep: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The mask of what top-p keeps, from the mask of what was kept before."""
-    has_top_p = top_p < 1
+class Rows(NamedTuple):
+    """What tokens are drawn from; tensors [rows, vocab].
+
+    Attributes:
+        x: float32, the logits.
+        prob: int64, in units of 2**-40, 0 where min-p or top-k removes a token.
+        prefix: int64, the prefix sums of the first draw.
+        kept: bool, by all filters.
+    """
+
+    x: torch.Tensor
+    prob: torch.Tensor
+    prefix: torch.Tensor
+    kept: torch.Tensor
+
+
+def block_prefix(x: torch.Tensor, row_max: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[rows, vocab] int64: prefix sums by blocks. row_max and scale: [rows, 1]."""
+    rows, vocab = x.shape
+    width = min(fixed_point.BLOCK, vocab)
+    blocks = torch.nn.functional.pad(x, (0, -vocab % width), value=float("-inf")).view(rows, -1, width)
+    block_max = blocks.amax(-1).clamp(max=fixed_point.MAX_LOGIT)
+    mass = masses(exponents(blocks, block_max.unsqueeze(-1), scale.unsqueeze(-1)))
+    weight = probs(exponents(block_max, row_max, scale))
+    prefix = weighted(mass.cumsum(-1), weight.unsqueeze(-1))
+    block_sum = prefix[..., -1]
+    return (prefix + (block_sum.cumsum(-1) - block_sum).unsqueeze(-1)).flatten(1)[:, :vocab]
+
+
+def top_p_mask(x: torch.Tensor, prob: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[rows, vocab] bool: what top-p keeps. total: [rows, 1], the sum of which 1 - p is removed."""
+    top_p = top_p.unsqueeze(1)
     complement = ((1 - top_p.clamp(0, 1)) * 2.0**fixed_point.TOP_P_BITS).long()
-    prob_sum = (prob * keep).sum(-1)
-    budget = ((prob_sum >> 31) * complement + ((prob_sum & LOW_31) * complement >> 31)).unsqueeze(1)
-    # Tokens that are masked already come first, and count 0.
-    order = torch.where(keep, distance, 1 << 40).sort(dim=-1, descending=True, stable=True).indices
-    removed = (prob * keep).gather(1, order).cumsum(-1) <= budget
-    removed[:, -1] = False
-    return keep & ~(torch.zeros_like(keep).scatter(1, order, removed) & has_top_p.unsqueeze(1))
+    budget = (total >> 31) * complement + ((total & LOW_31) * complement >> 31)
+    # From the likeliest on; of equal ones the highest id first.
+    order = x.shape[1] - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    sorted_prob = prob.gather(1, order)
+    likelier = torch.empty_like(prob).scatter(1, order, sorted_prob.cumsum(-1) - sorted_prob)
+    return (likelier < total - torch.minimum(budget, total - 1)) | ~(top_p < 1)
 
 
-def filter_mask(z: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """[rows, vocab] bool: the tokens that all filters keep."""
-    distance = distances(z)
-    prob = fixed_point_probs(distance)
-    keep = torch.ones_like(z, dtype=torch.bool)
+def rows_of(logits: torch.Tensor, parameters: Parameters) -> Rows:
+    """The rows with the filters applied. Those of greedy rows are off."""
+    x, count, vocab = canonical(logits), *logits.shape
+    ones = torch.ones(count, device=x.device)
+    temperature = ones if parameters.temperature is None else parameters.temperature
+    greedy = is_greedy(temperature)
+    scale = scale_of(torch.where(greedy, 1.0, temperature)).unsqueeze(1)
+    row_max = x.amax(-1, keepdim=True).clamp(max=fixed_point.MAX_LOGIT)
+    prob = probs(exponents(x, row_max, scale))
+    allowed = torch.ones_like(x, dtype=torch.bool)
+    by_block = allowed[:, :1].clone()
     if parameters.min_p is not None:
-        min_prob = (parameters.min_p.nan_to_num(0.0).clamp(0, 1) * 2.0**fixed_point.PROB_BITS).long()
-        keep &= prob >= min_prob.unsqueeze(1)
+        min_p = torch.where(greedy, 0.0, parameters.min_p).nan_to_num(0.0).clamp(0, 1)
+        min_prob = (min_p * 2.0**fixed_point.PROB_BITS).long().unsqueeze(1)
+        allowed &= prob >= min_prob
+        by_block &= min_prob == 0
     if parameters.top_k is not None:
         k = parameters.top_k.long()
-        has_top_k = (k > 0) & (k < z.shape[1])
-        index = torch.where(has_top_k, k, z.shape[1]) - 1
-        top_k_value = z.sort(dim=-1, descending=True).values.gather(1, index.unsqueeze(1))
-        keep &= z >= top_k_value
+        has_top_k = (k > 0) & (k < vocab) & ~greedy
+        index = torch.where(has_top_k, k, vocab) - 1
+        allowed &= x >= x.sort(dim=-1, descending=True).values.gather(1, index.unsqueeze(1))
+        by_block &= ~has_top_k.unsqueeze(1)
+    prob = prob * allowed
+    prefix = torch.where(by_block, block_prefix(x, row_max, scale), prob.cumsum(-1))
+    kept = allowed
     if parameters.top_p is not None:
-        keep = apply_top_p(prob, distance, keep, parameters.top_p)
-    return keep
+        top_p = torch.where(greedy, 1.0, parameters.top_p)
+        kept = allowed & top_p_mask(x, prob, prefix[:, -1:], top_p)
+    return Rows(x, prob, prefix, kept)
 
 
-def draw(prob: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """Tokens drawn by the probabilities, which are 0 where masked. Token 0 for a row of zeros."""
-    prob_sum = prob.sum(-1)
-    target = multiply_high(philox(parameters.seeds, parameters.positions), prob_sum)
-    return (prob.cumsum(-1) <= target.unsqueeze(1)).sum(-1) * (prob_sum > 0)
+def filter_mask(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """[rows, vocab] bool: the tokens that all filters keep."""
+    return rows_of(logits, parameters).kept
+
+
+# --- draws ---
+
+
+def search(prefix: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """[rows]: the first index at which the prefix sum exceeds the bits' share of the sum; 0 where that is 0."""
+    total = prefix[:, -1]
+    return (prefix <= multiply_high(bits, total).unsqueeze(1)).sum(-1) * (total > 0)
+
+
+def draw(rows: Rows, parameters: Parameters) -> torch.Tensor:
+    """Tokens drawn by the probabilities. Token 0 for a row of zeros."""
+    seeds, positions = parameters.seeds, parameters.positions
+    tokens = search(rows.prefix, philox(seeds, positions))
+    ids = torch.arange(rows.x.shape[1], device=tokens.device)
+    round_idx = 0
+    while len(again := (~rows.kept.gather(1, tokens.unsqueeze(1)).squeeze(1) & (rows.prefix[:, -1] > 0)).nonzero()):
+        again, round_idx = again.squeeze(1), round_idx + 1
+        x, removed = rows.x[again], tokens[again].unsqueeze(1)
+        bound = x.gather(1, removed)
+        likelier = (x > bound) | ((x == bound) & (ids > removed))
+        bits = philox(seeds[again], positions[again], round_idx)
+        tokens[again] = search((rows.prob[again] * likelier).cumsum(-1), bits)
+    return tokens
 
 
 def sample(logits: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [rows] int64 and log-probabilities [rows, vocab] float32."""
-    z, x, greedy = scaled_logits(logits, parameters.temperature)
-    parameters = without_greedy_filters(greedy, parameters)
-    empty = z.amax(-1) == float("-inf")
-    keep = filter_mask(z, parameters)
-    prob = fixed_point_probs(distances(z)) * keep * ~empty.unsqueeze(1)
-    tokens = torch.where(greedy, x.argmax(-1), draw(prob, parameters))
-    return torch.where(empty, 0, tokens), log_probabilities(z, keep)
+    rows = rows_of(logits, parameters)
+    tokens = draw(rows, parameters)
+    if parameters.temperature is not None:
+        tokens = torch.where(is_greedy(parameters.temperature), rows.x.argmax(-1), tokens)
+    empty = rows.x.amax(-1) == float("-inf")
+    return torch.where(empty, 0, tokens), log_probabilities(scaled_logits(rows.x, parameters.temperature), rows.kept)
+
+
+def scaled_logits(x: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """The logits over the temperature, which is 1 for greedy rows; NaN as -inf."""
+    if temperature is None:
+        return x
+    z = x / torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(1)
+    return torch.where(z.isnan(), float("-inf"), z)
 
 
 def log_probabilities(z: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -164,8 +243,8 @@ def log_probabilities(z: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 def probabilities(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """[rows, vocab] float64: the exact probability of each token, with the definition's mask."""
-    z, _, greedy = scaled_logits(logits, parameters.temperature)
-    return log_probabilities(z.double(), filter_mask(z, without_greedy_filters(greedy, parameters))).exp()
+    rows = rows_of(logits, parameters)
+    return log_probabilities(scaled_logits(rows.x.double(), parameters.temperature), rows.kept).exp()
 
 
 class ReferenceSampler:

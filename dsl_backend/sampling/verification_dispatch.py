@@ -6,7 +6,7 @@ from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.verification_spec import Known, VerificationSpec
 
-# Named in messages.
+# Printed by `dsl-backend doctor`.
 OPERATION = "sampling.verify"
 
 

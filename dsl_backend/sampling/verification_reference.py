@@ -15,7 +15,7 @@ Where the distribution q of a draft d is known, p is that of the row after tempe
 in units of 2**-40, from which all follows exactly:
 
 - d is accepted if floor(U * q(d) / 2**62) < p(d), which has the probability min(1, p(d) / q(d));
-- else the token is drawn from max(p - q, 0), as the sampler draws (`reference.draw`);
+- else the token is drawn from max(p - q, 0), by its prefix sums (`reference.search`);
 - after the last draft, after a draft that is no token, and where max(p - q, 0) is zero, the token is the drawn one;
 - a greedy row has no q: as above, its draft is accepted if it equals the drawn token.
 
@@ -37,16 +37,19 @@ HIGHEST_62 = (1 << 62) - 1
 
 def target_probs(logprobs: torch.Tensor) -> torch.Tensor:
     """P in units of 2**-40, int64, from log-probabilities."""
-    below_zero = logprobs.neg().clamp(0.0, fixed_point.MAX_DISTANCE)
-    return reference.fixed_point_probs((below_zero * 2.0**fixed_point.DISTANCE_BITS).long())
+    zero, scale = logprobs.new_zeros(()), logprobs.new_tensor(fixed_point.EXPONENT_SCALE)
+    return reference.probs(reference.exponents(logprobs, zero, scale))
 
 
 def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: Known) -> torch.Tensor:
     """Q in units of 2**-40, int64. values: [rows, draft vocab]."""
     if known is Known.PROBABILITIES:
         return (values.nan_to_num(0.0).clamp(0.0, 1.0) * float(ONE)).long()
-    z, _, _ = reference.scaled_logits(values, temperature)
-    prob = reference.fixed_point_probs(reference.distances(z))
+    x = reference.canonical(values)
+    ones = torch.ones(len(x), device=x.device)
+    usual = ones if temperature is None else torch.where(reference.is_greedy(temperature), 1.0, temperature)
+    row_max = x.amax(-1, keepdim=True).clamp(max=fixed_point.MAX_LOGIT)
+    prob = reference.probs(reference.exponents(x, row_max, reference.scale_of(usual).unsqueeze(1)))
     # 2**62 / sum in units of 2**-40, by one division in float64.
     scale = (2.0**102 / prob.sum(-1, keepdim=True).double()).long().clamp(max=HIGHEST_62)
     return reference.multiply_high(prob, scale)
@@ -70,8 +73,7 @@ def ratio_test(
     limit = reference.multiply_high(bits_at(parameters, RATIO_TEST), q_full.gather(1, at_draft).squeeze(1))
     residual = (p - q_full).clamp(min=0)
     residual_sum = residual.sum(-1)
-    target = reference.multiply_high(bits_at(parameters, RESIDUAL), residual_sum)
-    token = (residual.cumsum(-1) <= target.unsqueeze(1)).sum(-1)
+    token = reference.search(residual.cumsum(-1), bits_at(parameters, RESIDUAL))
     return limit < p.gather(1, at_draft).squeeze(1), token.where(residual_sum > 0, NO_TOKEN)
 
 
@@ -93,7 +95,7 @@ def row_results(
     accepted, token = ratio_of_rows(drawn.logprobs, parameters, known, draft.where(valid, 0), spec.known)
     greedy = torch.zeros_like(valid)
     if parameters.temperature is not None:
-        greedy = ~(parameters.temperature >= fixed_point.GREEDY_TEMPERATURE)
+        greedy = reference.is_greedy(parameters.temperature)
     accepted = torch.where(greedy, equal, accepted & valid)
     return accepted, torch.where(greedy | ~valid | (token == NO_TOKEN), tokens, token)
 

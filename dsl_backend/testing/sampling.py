@@ -171,6 +171,27 @@ CASES = (
         id="narrow-16", kind=SIXTEEN, vocab=6, rows=(row(k=5), row(k=20, p=0.8)), why="most CTAs have no logit"
     ),
     SamplingCase(
+        id="blocks",
+        vocab=5000,
+        rows=(row(), row(t=5), *2 * (row(t=9, p=0.5),), row("few"), row("peaked", t=30, p=0.6), row("inf", p=0.9)),
+        why="several blocks for each warp, and a part of one",
+    ),
+    SamplingCase(
+        id="blocks-2",
+        kind=TWO,
+        vocab=4097,
+        rows=(row(t=5), row(t=9, p=0.3), row("masked", t=30, p=0.9), row("equal", p=0.01), row("one")),
+        why="blocks over two CTAs, one logit in the last",
+    ),
+    SamplingCase(
+        id="blocks-4",
+        kind=FOUR,
+        vocab=2050,
+        rows=(row(t=5), row(t=9, p=0.3), row("nan", t=30, p=0.9), row("sorted", t=9, k=1500, p=0.5)),
+        why="CTAs without a block",
+        pad=6,
+    ),
+    SamplingCase(
         id="single",
         kind=TWO,
         vocab=1,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.testing import experts, linear, norm, sampling, softmax
+from dsl_backend.testing import experts, linear, norm, sampling, softmax, verification
 from dsl_backend.testing.cases import CASES
 from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
 from dsl_backend.testing.kv_writes import WRITES
@@ -31,6 +31,8 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
         return {case.id: case for case in (*softmax.CASES, *(softmax.WIDE if large else ()))}
     if family == "sampling":
         return {case.id: case for case in (*sampling.CASES, *(sampling.WIDE if large else ()))}
+    if family == "verification":
+        return {case.id: case for case in (*verification.CASES, *(verification.WIDE if large else ()))}
     if family == "write_kv":
         return {case.id: case for case in WRITES if case.tier in tiers}
     return {case.id: case for case in CASES if case.tier in tiers and attention_family(case) == family}

@@ -20,15 +20,19 @@ def test_rows() -> None:
     assert table[:4] == ["none-1x151936", "none-16x151936", "none-64x151936", "none-256x151936"]
     assert len(table) == len(FILTERS) * 4
     assert sum(case.group == "vocab" for case in cases) == len(FILTERS) * 12
+    assert "whole-p-512x201088" in {case.id for case in cases}
+    assert "whole-none-32x201088-bfloat16" in {case.id for case in cases}
 
 
 def test_bytes_are_one_read() -> None:
     assert Problem(rows=3, vocab=5, filters="k").traffic_bytes == 3 * (5 * 4 + 8)
+    assert Problem(rows=3, vocab=5, filters="k", dtype="bfloat16").traffic_bytes == 3 * (5 * 2 + 8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("filters", FILTERS)
-def test_wrong_tokens_are_seen(filters: str) -> None:
-    inputs = build(Problem(rows=20, vocab=100, filters=filters), 2, torch.device("cpu"), 0)
+def test_wrong_tokens_are_seen(filters: str, dtype: str) -> None:
+    inputs = build(Problem(rows=20, vocab=100, filters=filters, dtype=dtype), 2, torch.device("cpu"), 0)
     layer = inputs.layers[1]
     tokens, _ = reference.sample(layer.logits, layer.parameters)
     least = layer.logits.argmin(-1)

@@ -19,12 +19,12 @@ FITS = ClusterConfig(cluster=4, threads=512, vector=4)
 
 
 @pytest.mark.parametrize(
-    ("rows", "bounded", "cluster"),
-    [(1, True, 16), (8, True, 16), (9, True, 8), (33, True, 8), (34, True, 4), (64, True, 4), (132, True, 2),
-     (133, True, 1), (1024, True, 1), (1, False, 16), (256, False, 8)],
+    ("rows", "reread", "cluster"),
+    [(1, False, 16), (8, False, 16), (9, False, 8), (33, False, 8), (34, False, 4), (64, False, 4), (132, False, 2),
+     (133, False, 1), (1024, False, 1), (1, True, 16), (256, True, 8)],
 )  # fmt: skip
-def test_cluster_of_a_row(rows: int, bounded: bool, cluster: int) -> None:
-    config = ClusterConfig.default(QWEN, H200, rows, 4, bounded)
+def test_cluster_of_a_row(rows: int, reread: bool, cluster: int) -> None:
+    config = ClusterConfig.default(QWEN, H200, rows, 4, reread)
     assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
     assert config.objections(QWEN, H200) == []
 
@@ -55,7 +55,7 @@ def test_widest_vector(dtype: torch.dtype, vocab: int, vector: int) -> None:
         ({"threads": 2048}, "2048 threads for each CTA are not from 32 to 1024"),
         ({"cluster": 32}, "clusters of 32 CTAs: 16 are the most"),
         ({"cluster": 16, "threads": 1024}, "16384 threads for each row: 8192 are the most"),
-        ({"max_candidates": 8192}, "bytes of shared memory: 232448 are the most"),
+        ({"max_candidates": 16384}, "bytes of shared memory: 232448 are the most"),
     ],
 )
 def test_what_is_refused(change: dict[str, int], message: str) -> None:

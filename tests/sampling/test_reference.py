@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler's definition: vLLM's masks, known random numbers, weights that are what they say, fair draws."""
 
+import math
+
 import pytest
 import torch
 
@@ -50,20 +52,49 @@ def test_multiply_high_is_exact() -> None:
 
 
 def test_weights_are_exponentials() -> None:
+    """All fractions, and exponents up to the largest."""
     generator = torch.Generator().manual_seed(0)
-    v = torch.randint(0, int(fixed_point.MAX_DISTANCE * 2**fixed_point.DISTANCE_BITS), (100_000,), generator=generator)
-    v[:2] = torch.tensor([0, int(fixed_point.MAX_DISTANCE * 2**fixed_point.DISTANCE_BITS)])
-    exact = (-v.double() / 2**fixed_point.DISTANCE_BITS).exp() * 2**fixed_point.PROB_BITS
-    prob = reference.fixed_point_probs(v)
-    assert prob[0] == 1 << fixed_point.PROB_BITS
-    assert prob[1] == 0
-    assert ((prob - exact).abs() <= 1 + 1e-7 * exact).all()
+    one = 1 << fixed_point.FRACTION_BITS
+    exponent = torch.cat(
+        [torch.arange(one), torch.randint(0, int(fixed_point.MAX_EXPONENT), (100_000,), generator=generator)]
+    )
+    exact = (-exponent.double() / one).exp2()
+    for weights, bits in ((reference.masses, fixed_point.MANTISSA_BITS), (reference.probs, fixed_point.PROB_BITS)):
+        found = weights(exponent)
+        assert found[0] == 1 << bits
+        assert weights(torch.tensor(int(fixed_point.MAX_EXPONENT))) == 0
+        assert ((found - exact * 2.0**bits).abs() <= 1 + 1.3e-7 * exact * 2.0**bits).all()
 
 
-def test_weights_never_grow_with_the_distance() -> None:
-    """Over the two octaves that have every fraction, and the seam between them."""
-    v = torch.arange(int(1.5 * 2**fixed_point.DISTANCE_BITS))
-    assert (reference.fixed_point_probs(v).diff() <= 0).all()
+def test_weights_never_grow_with_the_exponent() -> None:
+    """Over the two powers of two that have every fraction, and the seam between them."""
+    exponent = torch.arange(int(1.5 * 2**fixed_point.FRACTION_BITS))
+    assert (reference.masses(exponent).diff() <= 0).all()
+    assert (reference.probs(exponent).diff() <= 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 1.7, 1e4])
+def test_exponents_are_differences_over_the_temperature(temperature: float) -> None:
+    """To 1.4e-7 for each power of two, and the unit that floor takes."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 10 * temperature
+    exact = (x.max().double() - x.double()) / torch.tensor(temperature).double() / math.log(2)
+    scale = reference.scale_of(torch.tensor(temperature))
+    found = reference.exponents(x, x.max(), scale).double() / 2**fixed_point.FRACTION_BITS
+    bound = 2.0**-fixed_point.FRACTION_BITS + 1.4e-7 / math.log(2) * exact
+    assert ((found - exact).abs() <= bound)[exact < 60].all()
+    # Logits that are no numbers, none, and beyond the reference.
+    odd = torch.tensor([float("nan"), float("-inf"), float("inf"), 1.0])
+    assert (reference.exponents(odd, torch.tensor(1.0), scale) >> fixed_point.FRACTION_BITS).tolist() == [63, 63, 0, 0]
+
+
+@pytest.mark.parametrize("vocab", [1, 1000, 1024, 5000])
+def test_blocks_and_the_row_have_the_same_sums(vocab: int) -> None:
+    """Prefix sums by blocks are those relative to the row's maximum, to a part of the row's sum."""
+    x = torch.randn(20, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    rows = reference.rows_of(x, parameters(20))
+    assert (rows.prefix.diff() >= 0).all()
+    exact = rows.prob.cumsum(-1)
+    assert ((rows.prefix - exact).abs() <= 1e-6 * exact[:, -1:]).all()
 
 
 @pytest.mark.parametrize("kind", ["spread", "ties", "bf16", "infinite"])
@@ -104,6 +135,11 @@ def test_min_p_is_that_of_vllm_at_round_values() -> None:
     assert keep.tolist() == [[True, True, False, False]]
 
 
+def repeated(found: reference.Rows, rows: torch.Tensor) -> reference.Rows:
+    """One row, as often as there are rows."""
+    return reference.Rows(*(tensor.expand(len(rows), -1) for tensor in found))
+
+
 DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", marks=pytest.mark.full)]
 
 
@@ -113,10 +149,9 @@ DRAWS = [pytest.param(200_000, id="200k"), pytest.param(5_000_000, id="5M", mark
 def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) -> None:
     """Of one row, by as many seeds or as many positions of one seed."""
     one = setting(name, 1, along, 0, torch.device("cpu"))
-    z, _, _ = reference.scaled_logits(logits(), one.temperature)
-    prob = reference.fixed_point_probs(reference.distances(z)) * reference.filter_mask(z, one)
     # Weights do not depend on the seed: they are found once.
-    assert_fair(name, along, draws, prob.device, lambda rows, drawn: reference.draw(prob.expand(len(rows), -1), drawn))
+    found = reference.rows_of(logits(), one)
+    assert_fair(name, along, draws, one.seeds.device, lambda rows, drawn: reference.draw(repeated(found, rows), drawn))
 
 
 def test_probabilities_are_float64() -> None:

@@ -13,7 +13,7 @@ from dsl_backend.sampling.cute import verification_host as host
 from dsl_backend.sampling.cute.verification import VerifyArgs
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import Drafts, Known, VerificationSpec
-from tests.sampling.verification_cases import cu_rows_of, random_step
+from dsl_backend.testing.verification import cu_rows_of, random_step
 
 CPU = torch.device("cpu")
 UNWRITTEN = -7

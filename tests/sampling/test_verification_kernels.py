@@ -11,7 +11,8 @@ from dsl_backend.sampling import verification
 from dsl_backend.sampling import verification_reference as definition
 from dsl_backend.sampling.spec import Sampled
 from dsl_backend.sampling.verification import Drafts, Known, VerificationSpec
-from tests.sampling.verification_cases import AT_ONCE, DRAFTS, SETTINGS, Step, count, random_step, unfair
+from dsl_backend.testing.verification import Step, random_step
+from tests.sampling.verification_cases import AT_ONCE, DRAFTS, SETTINGS, count, unfair
 
 KINDS = [
     (Known.TOKENS, torch.float32),

@@ -11,7 +11,8 @@ from dsl_backend.sampling import fixed_point, reference, verification_random
 from dsl_backend.sampling import verification_reference as definition
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import NO_TOKEN, Distributions, Drafts, Known, VerificationSpec
-from tests.sampling.verification_cases import ROWS, SETTINGS, Step, count, cu_rows_of, random_step, unfair
+from dsl_backend.testing.verification import ROWS, Step, cu_rows_of, random_step
+from tests.sampling.verification_cases import SETTINGS, count, unfair
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with drafts: random ones, and requests whose tokens have known probabilities."""
+"""Requests with drafts whose tokens have known probabilities, as often as asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,76 +11,7 @@ from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import Distributions, Drafts, Known, VerificationSpec, Verified
 from tests.sampling.distribution import chi_square
 
-# Rows of each request: none, one (no draft), and up to four drafts.
-ROWS = (3, 0, 5, 1, 2, 0, 5, 4, 1, 5)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What `verification.run` takes."""
-
-    spec: VerificationSpec
-    drawn: Sampled
-    parameters: Parameters
-    drafts: Drafts
-
-
-def cu_rows_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *rows], device=device).cumsum(0).int()
-
-
-def random_step(
-    seed: int,
-    known: Known,
-    vocab: int,
-    device: torch.device,
-    draft_dtype: torch.dtype = torch.float32,
-    token_dtype: torch.dtype = torch.int64,
-    draft_vocab: int | None = None,
-) -> Step:
-    """Requests with filters, of which one row is greedy, and one has no logit above -inf.
-
-    About half of the drafts are the tokens that are drawn. One is -1, and one is beyond the vocabulary.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(ROWS)
-    logits = torch.randn(rows, vocab, generator=generator) * 3
-    logits[8] = -torch.inf
-    temperature = torch.rand(rows, generator=generator) + 0.5
-    temperature[5], temperature[20] = 0, float("nan")
-    parameters = Parameters(
-        seeds=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
-        positions=torch.arange(rows) * 3,
-        temperature=temperature,
-        top_k=torch.randint(0, vocab, (rows,), generator=generator, dtype=torch.int32),
-        top_p=torch.rand(rows, generator=generator) * 0.5 + 0.5,
-    )
-    tokens, logprobs = reference.sample(logits, parameters)
-    inputs = tokens.roll(1)
-    distributions = None
-    if known is not Known.TOKENS:
-        q = logits.nan_to_num(neginf=0.0) / 1.2 + torch.randn(rows, vocab, generator=generator)
-        q = q[:, : draft_vocab or vocab].to(draft_dtype)
-        drawn = torch.multinomial(q.float().softmax(-1), 1, generator=generator).view(-1).roll(1)
-        inputs = torch.where(torch.rand(rows, generator=generator) < 0.8, drawn, inputs)
-        values = q.softmax(-1) if known is Known.PROBABILITIES else q
-        order = torch.randperm(rows, generator=generator)
-        distributions = Distributions(values=values[order].to(device), index=order.argsort().to(device))
-    else:
-        other = torch.randint(0, vocab, (rows,), generator=generator)
-        inputs = torch.where(torch.rand(rows, generator=generator) < 0.8, inputs, other)
-    inputs[6], inputs[16] = -1, vocab
-    spec = VerificationSpec(
-        max_drafts=max(ROWS) - 1, vocab=vocab, known=known, draft_dtype=draft_dtype, token_dtype=token_dtype
-    )
-    given = {name: one for name, one in vars(parameters).items() if one is not None}
-    moved = Parameters(**{name: one.to(device) for name, one in given.items()})
-    drafts = Drafts(inputs=inputs.int().to(device), cu_rows=cu_rows_of(ROWS, device), distributions=distributions)
-    return Step(spec, Sampled(tokens.to(device), logprobs.to(device)), moved, drafts)
-
-
-# Requests of two drafts over a small vocabulary, as often as asked for.
-
+# Requests of two drafts over a small vocabulary.
 VOCAB, DRAFTS = 12, 2
 AT_ONCE = 50_000
 Verify = Callable[[Sampled, Parameters, Drafts, VerificationSpec], Verified | tuple[torch.Tensor, torch.Tensor]]
@@ -153,8 +84,8 @@ def count(name: str, known: Known, requests: int, device: torch.device, verify: 
     spec = VerificationSpec(max_drafts=DRAFTS, vocab=VOCAB, known=known)
     one = row_parameters(name, 1, 0, torch.device("cpu"))
     logprobs = reference.sample(target, one)[1].to(device)
-    z = reference.scaled_logits(target, one.temperature)[0]
-    prob = (reference.fixed_point_probs(reference.distances(z)) * reference.filter_mask(z, one)).to(device)
+    row = reference.Rows(*(tensor.to(device) for tensor in reference.rows_of(target, one)))
+    repeated = reference.Rows(*(tensor.repeat(AT_ONCE, 1) for tensor in row))
     found = Counts(torch.zeros(DRAFTS + 1, VOCAB, dtype=torch.int64), torch.zeros(DRAFTS, dtype=torch.int64))
     generator = torch.Generator().manual_seed(7)
     for start in range(0, requests, AT_ONCE):
@@ -174,7 +105,7 @@ def count(name: str, known: Known, requests: int, device: torch.device, verify: 
             cu_rows=torch.arange(0, rows + 1, DRAFTS + 1, dtype=torch.int32, device=device),
             distributions=distributions,
         )
-        drawn = Sampled(reference.draw(prob.repeat(AT_ONCE, 1), parameters), logprobs.repeat(AT_ONCE, 1))
+        drawn = Sampled(reference.draw(repeated, parameters), logprobs.repeat(AT_ONCE, 1))
         tokens, counts = (one.cpu() for one in verify(drawn, parameters, drafts, spec))
         for place in range(DRAFTS + 1):
             there = counts > place

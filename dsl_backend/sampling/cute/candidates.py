@@ -8,11 +8,10 @@ from cutlass import cute
 
 from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.scan import warp_inclusive_sum
-from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster, load_peer_smem
-from dsl_backend.sampling.cute.row import Row, RowReader
+from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw
 from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -56,22 +55,22 @@ class CandidateSampler:
         return count
 
     @cute.jit
-    def bucket_of(self, row: Row, bucket_scale, z):
-        """From 0 at the maximum to 255; never less for a smaller z. A product of infinity and 0 gives 255."""
-        bucket = cute.arch.fmin(fixed_point.below_max(z, row.row_max) * bucket_scale, cutlass.Float32(BUCKETS - 1))
-        return cutlass.Uint32(bucket)
+    def bucket_of(self, row: Row, bucket_scale, x):
+        """From 0 at the maximum to 255; never less for a smaller x. A product of infinity and 0 gives 255."""
+        below_max = cutlass.Float32(0.0) if x == row.row_max else row.row_max - x
+        return cutlass.Uint32(cute.arch.fmin(below_max * bucket_scale, cutlass.Float32(BUCKETS - 1)))
 
     @cute.jit
     def top_k_bucket(self, smem: SharedStorage, row: Row, bucket_scale):
         """The first bucket up to which there are k group maxima."""
         for group in cutlass.range(cute.arch.thread_idx()[0], self.groups, self.threads, unroll=1):
             bucket = self.bucket_of(row, bucket_scale, smem.sGroupMax[group])
-            cute.arch.atomic_add(smem.sBinLow.iterator + bucket, cutlass.Uint32(1), sem="relaxed", scope="cta")
+            cute.arch.atomic_add(smem.sBins.iterator + bucket, cutlass.Uint32(1), sem="relaxed", scope="cta")
         cta_barrier()
         lane = cute.arch.lane_idx()
         buckets_per_lane = cutlass.const_expr(BUCKETS // WARP)
         lane_sum = cutlass.Uint32(0)
-        rBuckets = load_smem_vector(smem.sBinLow, lane * buckets_per_lane, buckets_per_lane)
+        rBuckets = load_smem_vector(smem.sBins, lane * buckets_per_lane, buckets_per_lane)
         rPrefix = cute.make_rmem_tensor(buckets_per_lane, cutlass.Uint32)
         for i in cutlass.range_constexpr(buckets_per_lane):
             lane_sum = lane_sum + cutlass.Uint32(rBuckets[i])
@@ -84,22 +83,21 @@ class CandidateSampler:
         return cute.arch.warp_reduction(buckets_below_k, add)
 
     @cute.jit
-    def is_candidate(self, row: Row, bucket_scale, last_bucket, z):
-        """Whether z may be among the k largest and min-p keeps it. False where its probability is 0."""
-        kept_by_min_p = (
-            row.min_prob == 0 or fixed_point.prob_of(fixed_point.distance_of(z, row.row_max)) >= row.min_prob
-        )
-        in_range = fixed_point.below_max(z, row.row_max) < cutlass.Float32(constants.MAX_DISTANCE)
-        return kept_by_min_p and in_range and self.bucket_of(row, bucket_scale, z) <= last_bucket
+    def is_candidate(self, row: Row, bucket_scale, last_bucket, x):
+        """Whether x may be among the k largest and min-p keeps it. False where its probability is 0."""
+        exponent = fixed_point.exponent_of(x, row.reference, row.scale)
+        kept_by_min_p = row.min_prob == 0 or fixed_point.prob_of(exponent) >= row.min_prob
+        in_range = exponent < cutlass.Uint32(fixed_point.NO_PROB)
+        return kept_by_min_p and in_range and self.bucket_of(row, bucket_scale, x) <= last_bucket
 
     @cute.jit
-    def append_candidate(self, smem: SharedStorage, row: Row, bucket_scale, last_bucket, z, token_id):
-        """Store z if it is a candidate. True where shared memory has no space for it."""
+    def append_candidate(self, smem: SharedStorage, row: Row, bucket_scale, last_bucket, x, token_id):
+        """Store x if it is a candidate. True where shared memory has no space for it."""
         full = cutlass.Boolean(False)
-        if self.is_candidate(row, bucket_scale, last_bucket, z):
+        if self.is_candidate(row, bucket_scale, last_bucket, x):
             index = cute.arch.atomic_add(smem.sCount.iterator, cutlass.Uint32(1), sem="relaxed", scope="cta")
             if index < self.max_candidates:
-                smem.sCandZ[index] = z
+                smem.sCandX[index] = x
                 smem.sCandId[index] = cutlass.Uint32(token_id)
             else:
                 full = cutlass.Boolean(True)
@@ -136,22 +134,29 @@ class CandidateSampler:
                 count = cute.arch.shuffle_sync(cta_count, peer)
                 begin = cute.arch.shuffle_sync(prefix, peer) - count
                 for i in cutlass.range(lane, count, WARP, unroll=1):
-                    smem.sCandZ[begin + i] = load_peer_smem(smem.sCandZ.iterator + i, cutlass.Float32, peer)
+                    smem.sCandX[begin + i] = load_peer_smem(smem.sCandX.iterator + i, cutlass.Float32, peer)
                     smem.sCandId[begin + i] = load_peer_smem(smem.sCandId.iterator + i, cutlass.Uint32, peer)
         cta_barrier()
 
     @cute.jit
     def filter_and_draw(self, smem: SharedStorage, row: Row, count, token: cute.Pointer):
-        """Apply the filters to the first CTA's candidates and draw. Each step compares all pairs of candidates."""
-        for i in cutlass.range(cute.arch.thread_idx()[0], count, self.threads, unroll=1):
-            distance = fixed_point.distance_of(smem.sCandZ[i], row.row_max)
-            smem.sCandDistance[i] = distance
-            smem.sCandProb[i] = fixed_point.prob_of(distance)
+        """Apply the filters to the first CTA's candidates and draw. Two steps compare all pairs of candidates."""
+        thread = cute.arch.thread_idx()[0]
+        for i in cutlass.range(thread, count, self.threads, unroll=1):
+            exponent = fixed_point.exponent_of(smem.sCandX[i], row.reference, row.scale)
+            smem.sCandProb[i] = fixed_point.prob_of(exponent)
         cta_barrier()
         prob_sum = self.apply_top_k_min_p(smem, row, count)
-        if row.top_p < 1.0:
-            prob_sum = self.apply_top_p(smem, row, count, fixed_point.top_p_budget(row.top_p, prob_sum))
-        self.draw(smem, count, fixed_point.sampling_target(row.random_bits, prob_sum), token)
+        limit = fixed_point.top_p_limit(row.top_p, prob_sum)
+        draws = cutlass.Int32(0)
+        while draws == 0 or prob_sum >= limit:
+            self.draw(smem, count, fixed_point.sampling_target(bits_of_draw(row, draws), prob_sum))
+            prob_sum = cutlass.Uint64(0)
+            if row.top_p < 1.0:
+                prob_sum = self.keep_likelier(smem, count)
+            draws = draws + 1
+        if thread == 0:
+            fixed_point.store_token(token, smem.sCandId[smem.sIndex[0]])
 
     @cute.jit
     def apply_top_k_min_p(self, smem: SharedStorage, row: Row, count):
@@ -161,37 +166,18 @@ class CandidateSampler:
         kept = cutlass.Uint64(0)
         for first in cutlass.range(0, count, self.threads // LANES_PER_CANDIDATE, unroll=1):
             i = first + thread // LANES_PER_CANDIDATE
-            z = smem.sCandZ[cutlass.min(i, count - 1)]
-            larger = self.sum_over_candidates(lane, count, cutlass.Int32(0), partial(self.add_larger, smem, z))
+            x = smem.sCandX[cutlass.min(i, count - 1)]
+            larger = self.sum_over_candidates(lane, count, cutlass.Int32(0), partial(self.add_larger, smem, x))
             if lane == 0 and i < count:
                 prob = smem.sCandProb[i]
                 prob = prob if larger < row.top_k and prob >= row.min_prob else cutlass.Uint64(0)
                 smem.sCandProb[i] = prob
-                smem.sCandKept[i] = prob
                 kept = kept + prob
         return cta_sum(kept, smem.sScratch[None, 0], self.warps)
 
     @cute.jit
-    def apply_top_p(self, smem: SharedStorage, row: Row, count, budget):
-        """Mask the probabilities that top-p removes, and return the sum of the others."""
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % LANES_PER_CANDIDATE
-        kept = cutlass.Uint64(0)
-        for first in cutlass.range(0, count, self.threads // LANES_PER_CANDIDATE, unroll=1):
-            i = first + thread // LANES_PER_CANDIDATE
-            safe = cutlass.min(i, count - 1)
-            distance, token_id = smem.sCandDistance[safe], smem.sCandId[safe]
-            add_term = partial(self.add_removed_before, smem, distance, token_id)
-            removed = self.sum_over_candidates(lane, count, cutlass.Uint64(0), add_term)
-            if lane == 0 and i < count:
-                prob = smem.sCandProb[i] if removed > budget else cutlass.Uint64(0)
-                smem.sCandKept[i] = prob
-                kept = kept + prob
-        return cta_sum(kept, smem.sScratch[None, 1], self.warps)
-
-    @cute.jit
-    def draw(self, smem: SharedStorage, count, target, token: cute.Pointer):
-        """Write the first token, by id, whose prefix sum of kept probabilities exceeds the target."""
+    def draw(self, smem: SharedStorage, count, target):
+        """Find the first candidate, by token id, whose prefix sum of probabilities exceeds the target."""
         thread = cute.arch.thread_idx()[0]
         lane = thread % LANES_PER_CANDIDATE
         for first in cutlass.range(0, count, self.threads // LANES_PER_CANDIDATE, unroll=1):
@@ -201,8 +187,22 @@ class CandidateSampler:
                 lane, count, cutlass.Uint64(0), partial(self.add_up_to_id, smem, token_id)
             )
             if lane == 0 and i < count:
-                if prefix > target and prefix - smem.sCandKept[i] <= target:
-                    fixed_point.store_token(token, token_id)
+                if prefix > target and prefix - smem.sCandProb[i] <= target:
+                    smem.sIndex[0] = cutlass.Uint32(i)
+        cta_barrier()
+
+    @cute.jit
+    def keep_likelier(self, smem: SharedStorage, count):
+        """Mask all that is not likelier than the drawn candidate, and return the sum of the others."""
+        drawn = smem.sIndex[0]
+        bound, bound_id = smem.sCandX[drawn], smem.sCandId[drawn]
+        kept = cutlass.Uint64(0)
+        for i in cutlass.range(cute.arch.thread_idx()[0], count, self.threads, unroll=1):
+            likelier = fixed_point.is_likelier(smem.sCandX[i], smem.sCandId[i], bound, bound_id)
+            prob = smem.sCandProb[i] if likelier else cutlass.Uint64(0)
+            smem.sCandProb[i] = prob
+            kept = kept + prob
+        return cta_sum(kept, smem.sScratch[None, 1], self.warps)
 
     @cute.jit
     def sum_over_candidates(self, lane, count, zero, add_term: cutlass.Constexpr):
@@ -218,17 +218,9 @@ class CandidateSampler:
         return cute.arch.warp_reduction(partial_sum, add, threads_in_group=LANES_PER_CANDIDATE)
 
     @cute.jit
-    def add_larger(self, smem: SharedStorage, z, partial_sum, other):
-        return partial_sum + 1 if smem.sCandZ[other] > z else partial_sum
-
-    @cute.jit
-    def add_removed_before(self, smem: SharedStorage, distance, token_id, partial_sum, other):
-        """Top-p removes the farthest first; of equal distances, the lowest id first."""
-        removed_before = smem.sCandDistance[other] > distance or (
-            smem.sCandDistance[other] == distance and smem.sCandId[other] <= token_id
-        )
-        return partial_sum + smem.sCandProb[other] if removed_before else partial_sum
+    def add_larger(self, smem: SharedStorage, x, partial_sum, other):
+        return partial_sum + 1 if smem.sCandX[other] > x else partial_sum
 
     @cute.jit
     def add_up_to_id(self, smem: SharedStorage, token_id, partial_sum, other):
-        return partial_sum + smem.sCandKept[other] if smem.sCandId[other] <= token_id else partial_sum
+        return partial_sum + smem.sCandProb[other] if smem.sCandId[other] <= token_id else partial_sum

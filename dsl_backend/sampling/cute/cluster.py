@@ -7,7 +7,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from dsl_backend.primitives.barrier import cta_barrier
 
-# Type suffixes of ld.shared::cluster.
+# Type suffixes of ld.shared::cluster and st.shared::cluster.
 PTX_TYPES = {cutlass.Uint32: "u32", cutlass.Uint64: "u64", cutlass.Float32: "f32"}
 
 
@@ -33,10 +33,10 @@ def load_peer_smem(pointer, dtype, peer, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_peer_smem(value, pointer, peer, *, loc=None, ip=None):
-    """Store a float32 at the same shared memory address of another CTA of the cluster."""
+    """Store a Uint32, Uint64 or Float32 at the same shared memory address of another CTA of the cluster."""
     peer_pointer = cute.arch.map_dsmem_ptr(pointer, peer, loc=loc, ip=ip)
     cute.arch.inline_ptx(
-        "st.shared::cluster.f32 [{$r0}], {$r1};",
+        f"st.shared::cluster.{PTX_TYPES[type(value)]} [{{$r0}}], {{$r1}};",
         read_only_args=[cutlass.Int32(peer_pointer.toint(loc=loc, ip=ip)), value],
         loc=loc,
         ip=ip,
@@ -68,6 +68,16 @@ class Cluster:
         """Wait until the other CTAs have read this CTA's shared memory: it is gone once the CTA exits."""
         if cutlass.const_expr(self.ctas > 1):
             self.barrier()
+
+    @cute.jit
+    def share(self, value, sTensor: cute.Tensor, index):
+        """Write one value of this CTA to the shared memory of every CTA. It is there after the next barrier."""
+        thread = cute.arch.thread_idx()[0]
+        if cutlass.const_expr(self.ctas > 1):
+            if thread < self.ctas:
+                store_peer_smem(value, sTensor.iterator + index, thread)
+        elif thread == 0:
+            sTensor[index] = value
 
     @cute.jit
     def load(self, sTensor: cute.Tensor, index, rank, dtype: cutlass.Constexpr):

@@ -1,164 +1,232 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling by further passes over a row, where the candidates are too many or no filter bounds them."""
+"""Sampling from a whole row, where no filter bounds the candidates or they are too many.
 
-from functools import partial
+A warp sums one block of the row at a time. A draw finds the block by the sums of the blocks, and reads that block
+again. Top-p sums what is likelier than the drawn token, which is accepted if that is less than what top-p keeps;
+otherwise the same sums are those of the next draw.
+"""
+
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
 
 from dsl_backend.primitives.barrier import cta_barrier
-from dsl_backend.primitives.copy import load_vector
+from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader
-from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum
+from dsl_backend.sampling.cute.row import Row, RowReader, Segment, bits_of_draw
+from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, warp_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
-# The pivot of top-p where it is off: no distance is as large.
-NO_PIVOT = (1 << 31) - 1
+# Logits of a lane in a block, and how many masses fit 32 bits together.
+LOGITS_PER_LANE = constants.BLOCK // WARP
+MASSES_AT_ONCE = 4
+# Below every id: with it, all logits from a bound on are likelier.
+NO_ID = -1
 
 
-class Pivots(NamedTuple):
-    """What the filters keep: z from top_k_value on at distances below the end, and some tokens at top-p's pivot.
+class Sums(NamedTuple):
+    """Prefix sums of the row's blocks, uint64 in units of 2**-40.
 
     Attributes:
-        top_k_value: float32, the k-th largest z; -inf where top-k is off.
-        distance_end: uint32, the first distance that top-p or min-p removes.
-        top_p_distance: uint32, top-p's pivot; NO_PIVOT where top-p is off.
+        before_cta, cta: the sum of the blocks before this CTA's, and of this CTA's.
+        before_thread: the sum of the blocks before those of which this thread adds the sums.
+        total: of the row.
     """
 
-    top_k_value: Any
-    distance_end: Any
-    top_p_distance: Any
+    before_cta: Any
+    cta: Any
+    before_thread: Any
+    total: Any
 
 
 class FullRowSampler:
-    """Finds the pivots, sums the kept probabilities of each warp's segment, and searches the segment of the draw."""
+    """Every CTA has adjacent blocks, and every warp of it the block of its index, and so on."""
 
     def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, radix: RadixSelect):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
         self.cluster, self.reader, self.radix = cluster, reader, radix
 
+    def blocks(self, vocab):
+        """Blocks of a CTA; the last ones of the row may be empty."""
+        return cute.ceil_div(cute.ceil_div(vocab, constants.BLOCK), self.cluster.ctas)
+
+    @cute.jit
+    def sum_masses(self, smem: SharedStorage, segment: Segment, vocab, scale):
+        """Write the maximum of each block and its sum of masses. Returns the maximum of this thread's logits."""
+        thread_max = -cutlass.Float32.inf
+        blocks = self.blocks(vocab)
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            block = self.cluster.rank() * blocks + index
+            reference, mass_sum = -cutlass.Float32.inf, cutlass.Uint64(0)
+            if block * constants.BLOCK < vocab:
+                rLogits = self.reader.load_block(segment, vocab, block)
+                rX = cute.make_rmem_tensor(LOGITS_PER_LANE, cutlass.Float32)
+                lane_max = -cutlass.Float32.inf
+                for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                    rX[i] = cutlass.Float32(rLogits[i])
+                    lane_max = cute.arch.fmax(lane_max, rX[i])
+                thread_max = cute.arch.fmax(thread_max, lane_max)
+                reference = fixed_point.finite(cute.arch.warp_reduction(lane_max, cute.arch.fmax))
+                for first in cutlass.range_constexpr(0, LOGITS_PER_LANE, MASSES_AT_ONCE):
+                    mass = cutlass.Uint32(0)
+                    for i in cutlass.range_constexpr(first, first + MASSES_AT_ONCE):
+                        mass = mass + fixed_point.mass_of(rX[i], reference, scale)
+                    mass_sum = mass_sum + cutlass.Uint64(mass)
+                mass_sum = warp_sum(mass_sum)
+            if cute.arch.lane_idx() == 0:
+                smem.sBlockMax[index] = reference
+                smem.sBlockSum[index] = mass_sum
+        return thread_max
+
+    @cute.jit
+    def weigh(self, smem: SharedStorage, row: Row):
+        """Turn the blocks' sums of masses into sums in the row."""
+        for index in cutlass.range(cute.arch.thread_idx()[0], self.blocks(row.vocab), self.threads, unroll=1):
+            weight = self.weight(row, cutlass.Float32(smem.sBlockMax[index]))
+            smem.sBlockSum[index] = fixed_point.weighted(cutlass.Uint64(smem.sBlockSum[index]), weight)
+
+    def weight(self, row: Row, block_reference):
+        return fixed_point.prob_of(fixed_point.exponent_of(block_reference, row.reference, row.scale))
+
+    @cute.jit
+    def sum_likelier(self, smem: SharedStorage, row: Row, bound, bound_id):
+        """Write the sum of the probabilities in each block that min-p keeps and that are likelier than the bound.
+
+        The few that are likelier are found first, since a comparison costs less than a probability.
+        """
+        blocks = self.blocks(row.vocab)
+        lane = cute.arch.lane_idx()
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            block = self.cluster.rank() * blocks + index
+            prob_sum = cutlass.Uint64(0)
+            if block * constants.BLOCK < row.vocab:
+                rLogits = self.reader.load_block(row.segment, row.vocab, block)
+                found = cutlass.Uint32(0)
+                for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                    bit = cutlass.Uint32(1 << i)
+                    found = found | bit if cutlass.Float32(rLogits[i]) >= bound else found
+                while found != 0:
+                    i = cutlass.Int32(cute.arch.popc((found & (~found + 1)) - 1))
+                    found = found & (found - 1)
+                    in_block = (i // self.vector * WARP + lane) * self.vector + i % self.vector
+                    token_id = block * constants.BLOCK + in_block
+                    prob_sum = prob_sum + self.likelier_prob(row, token_id, bound, bound_id)
+                cute.arch.sync_warp()
+                prob_sum = cute.arch.warp_reduction(prob_sum, add)
+            if lane == 0:
+                smem.sBlockSum[index] = prob_sum
+
+    @cute.jit
+    def likelier_prob(self, row: Row, token_id, bound, bound_id):
+        """A token's probability; 0 where min-p removes it, and where it is not likelier than the bound."""
+        x = self.reader.load_logit(row.segment, token_id)
+        prob = fixed_point.prob_of(fixed_point.exponent_of(x, row.reference, row.scale))
+        counts = prob >= row.min_prob and fixed_point.is_likelier(x, token_id, bound, bound_id)
+        return prob if counts else cutlass.Uint64(0)
+
+    @cute.jit
+    def prefix_sums(self, smem: SharedStorage, row: Row) -> Sums:
+        """Add the sums of all blocks; a barrier of the cluster."""
+        blocks = self.blocks(row.vocab)
+        cta_barrier()
+        first = cute.arch.thread_idx()[0] * self.blocks_per_thread(blocks)
+        thread_sum = cutlass.Uint64(0)
+        for index in cutlass.range(first, cutlass.min(first + self.blocks_per_thread(blocks), blocks), unroll=1):
+            thread_sum = thread_sum + cutlass.Uint64(smem.sBlockSum[index])
+        prefix, cta_sum = cta_inclusive_sum(thread_sum, smem.sScratch[None, 0], self.warps)
+        self.cluster.share(cta_sum, smem.sTotal, self.cluster.rank())
+        self.cluster.barrier()
+        lane = cute.arch.lane_idx()
+        total_of_lane = cutlass.Uint64(smem.sTotal[lane]) if lane < self.cluster.ctas else cutlass.Uint64(0)
+        before_cta = total_of_lane if lane < self.cluster.rank() else cutlass.Uint64(0)
+        before_cta = cute.arch.warp_reduction(before_cta, add)
+        total = cute.arch.warp_reduction(total_of_lane, add)
+        return Sums(before_cta, cta_sum, before_cta + prefix - thread_sum, total)
+
+    def blocks_per_thread(self, blocks):
+        """Adjacent blocks, of which one thread adds the sums."""
+        return cute.ceil_div(blocks, self.threads)
+
     @cute.jit
     def sample(self, smem: SharedStorage, row: Row, token: cute.Pointer):
-        """Draw a token from the row."""
-        top_k_value = -cutlass.Float32.inf
+        """Draw a token from the row. Where no filter but top-p is on, `sum_masses` has been called."""
+        by_block = row.top_k == row.vocab and row.min_prob == 0
+        # -inf is no bound: its probability is 0.
+        bound, bound_id = -cutlass.Float32(constants.MAX_LOGIT), cutlass.Int32(NO_ID)
         if row.top_k < row.vocab:
-            top_k_value = fixed_point.from_ordered_uint(self.radix.top_k_pivot(smem, row))
-        max_distance = fixed_point.max_distance_of(row.min_prob)
-        top_p_distance = cutlass.Uint32(NO_PIVOT)
-        removed_ties = cutlass.Uint64(0)
-        if row.top_p < 1.0:
-            top_p_distance, removed_ties = self.radix.top_p_pivot(smem, row, top_k_value, max_distance)
-        pivots = Pivots(top_k_value, cutlass.min(top_p_distance, max_distance + 1), top_p_distance)
-        tie_prob = self.tie_prob(pivots)
-        self.sum_segments(smem, row, pivots)
-
-        # One thread for each segment of the row.
-        thread = cute.arch.thread_idx()[0]
-        segment_prob, segment_ties = cutlass.Uint64(0), cutlass.Uint64(0)
-        if thread < self.cluster.ctas * self.warps:
-            warp, rank = thread % self.warps, thread // self.warps
-            segment_prob = self.cluster.load(smem.sWarpProb, warp, rank, cutlass.Uint64)
-            ties = self.cluster.load(smem.sWarpTies, warp, rank, cutlass.Uint32)
-            segment_ties = cutlass.Uint64(ties)
-        self.cluster.wait_for_peer_reads()
-        ties_prefix, _ = cta_inclusive_sum(segment_ties, smem.sScratch[None, 0], self.warps)
-        ties_before = ties_prefix - segment_ties
-        # Of the ties with top-p's pivot, those with the lowest ids are removed.
-        removed_from_here = removed_ties - cutlass.min(ties_before, removed_ties)
-        kept_ties = segment_ties - cutlass.min(removed_from_here, segment_ties)
-        segment_prob = segment_prob + kept_ties * tie_prob
-        prefix, prob_sum = cta_inclusive_sum(segment_prob, smem.sScratch[None, 1], self.warps)
-        target = fixed_point.sampling_target(row.random_bits, prob_sum)
-        if prefix > target and prefix - segment_prob <= target:
-            smem.sIndex[0] = cutlass.Uint32(thread)
-            smem.sResult[0] = prefix - segment_prob
-            smem.sResult[1] = ties_before
-        cta_barrier()
-        chosen = cutlass.Int32(smem.sIndex[0])
-        if chosen // self.warps == self.cluster.rank():
-            warp = chosen % self.warps
-            target = target - smem.sResult[0]
-            self.search_segment(smem, row, warp, target, smem.sResult[1], pivots, removed_ties, token)
+            pivot = fixed_point.from_ordered_uint(self.radix.top_k_pivot(smem, row))
+            bound = cute.arch.fmax(bound, pivot)
+        limit = cutlass.Uint64(0)
+        draws = cutlass.Int32(0)
+        accepted = cutlass.Boolean(False)
+        while not accepted:
+            if by_block:
+                self.weigh(smem, row)
+            else:
+                self.sum_likelier(smem, row, bound, bound_id)
+            sums = self.prefix_sums(smem, row)
+            limit = fixed_point.top_p_limit(row.top_p, sums.total) if draws == 0 else limit
+            accepted = draws > 0 and sums.total < limit
+            if not accepted:
+                target = fixed_point.sampling_target(bits_of_draw(row, draws), sums.total)
+                bound_id = self.draw(smem, row, by_block, bound, bound_id, sums, target)
+                bound = self.reader.load_logit(row.segment, bound_id)
+                by_block = cutlass.Boolean(False)
+                draws = draws + 1
+                accepted = row.top_p == 1.0
+        if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
+            fixed_point.store_token(token, bound_id)
 
     @cute.jit
-    def tie_prob(self, pivots: Pivots):
-        """The probability of a token at top-p's pivot."""
-        distance_mask = cutlass.Uint32((1 << fixed_point.DISTANCE_RANGE_BITS) - 1)
-        return fixed_point.prob_of(pivots.top_p_distance & distance_mask)
-
-    @cute.jit
-    def sum_segments(self, smem: SharedStorage, row: Row, pivots: Pivots):
-        """Sum the kept probabilities of each warp's segment, and count its ties with top-p's pivot."""
-        rProb = cute.make_rmem_tensor(1, cutlass.Uint64)
-        rTies = cute.make_rmem_tensor(1, cutlass.Uint32)
-        rProb[0], rTies[0] = cutlass.Uint64(0), cutlass.Uint32(0)
-        self.reader.for_each_logit(row, partial(self.add_logit, row, pivots, rProb, rTies))
-        warp_prob = cute.arch.warp_reduction(rProb[0], add)
-        warp_ties = cute.arch.warp_reduction(rTies[0], add)
-        if cute.arch.lane_idx() == 0:
-            smem.sWarpProb[cute.arch.warp_idx()] = warp_prob
-            smem.sWarpTies[cute.arch.warp_idx()] = warp_ties
+    def draw(self, smem: SharedStorage, row: Row, by_block, bound, bound_id, sums: Sums, target):
+        """The first id at which the prefix sum exceeds the target, in every CTA; a barrier of the cluster."""
+        if sums.before_cta <= target and target - sums.before_cta < sums.cta:
+            blocks = self.blocks(row.vocab)
+            first = cute.arch.thread_idx()[0] * self.blocks_per_thread(blocks)
+            before = sums.before_thread
+            for index in cutlass.range(first, cutlass.min(first + self.blocks_per_thread(blocks), blocks), unroll=1):
+                block_sum = cutlass.Uint64(smem.sBlockSum[index])
+                if before <= target and target - before < block_sum:
+                    smem.sIndex[0] = cutlass.Uint32(index)
+                    smem.sResult[0] = target - before
+                before = before + block_sum
+            cta_barrier()
+            self.search_block(smem, row, by_block, bound, bound_id)
+            cta_barrier()
+            self.cluster.share(cutlass.Uint32(smem.sIndex[1]), smem.sIndex, 2)
         self.cluster.barrier()
+        return cutlass.Int32(smem.sIndex[2])
 
     @cute.jit
-    def add_logit(self, row: Row, pivots: Pivots, rProb: cute.Tensor, rTies: cute.Tensor, z):
-        prob, is_tie = self.filtered_prob(row, pivots, z)
-        rProb[0] = rProb[0] + prob
-        rTies[0] = rTies[0] + 1 if is_tie else rTies[0]
-
-    @cute.jit
-    def filtered_prob(self, row: Row, pivots: Pivots, z):
-        """(probability of z, whether it lies at top-p's pivot). A tie and a masked z have probability 0."""
-        kept_by_top_k = z >= pivots.top_k_value
-        distance = fixed_point.distance_of_any(z, row.row_max)
-        prob = fixed_point.prob_of(distance, kept_by_top_k and distance < pivots.distance_end)
-        return prob, kept_by_top_k and distance == pivots.top_p_distance
-
-    @cute.jit
-    def search_segment(
-        self,
-        smem: SharedStorage,
-        row: Row,
-        warp,
-        target,
-        ties_before,
-        pivots: Pivots,
-        removed_ties,
-        token: cute.Pointer,
-    ):
-        """Write the token at which a segment's prefix sum of kept probabilities exceeds the target. By one CTA.
-
-        Args:
-            warp: the segment's warp in this CTA.
-            ties_before: tokens at top-p's pivot before the segment.
-            removed_ties: how many of all of them top-p removes, the first ones.
-        """
-        tie_prob = self.tie_prob(pivots)
+    def search_block(self, smem: SharedStorage, row: Row, by_block, bound, bound_id):
+        """Write the id at which the prefix sum of a block exceeds the rest of the target. By one CTA."""
+        index, rest = cutlass.Int32(smem.sIndex[0]), cutlass.Uint64(smem.sResult[0])
         thread = cute.arch.thread_idx()[0]
-        length = row.segment.steps * (WARP * self.vector)
-        begin = (self.cluster.rank() * self.warps + warp) * length
-        end = cutlass.min(begin + length, row.vocab)
+        block = self.cluster.rank() * self.blocks(row.vocab) + index
+        reference, mass_to_prob = row.reference, cutlass.Uint64(fixed_point.MASS_TO_PROB)
+        weight = cutlass.Uint64(1 << constants.MANTISSA_BITS)
+        if by_block:
+            reference, mass_to_prob = cutlass.Float32(smem.sBlockMax[index]), cutlass.Uint64(0)
+            weight = self.weight(row, reference)
         passed = cutlass.Uint64(0)
-        while begin < end and passed <= target:
-            token_id = begin + thread
-            prob, is_tie = cutlass.Uint64(0), cutlass.Boolean(False)
-            if token_id < end:
-                rLogit = cute.make_rmem_tensor(1, self.reader.dtype)
-                load_vector(row.segment.base, row.segment.offset + token_id, rLogit)
-                z = fixed_point.scaled_logit(cutlass.Float32(rLogit[0]), row.temperature)
-                prob, is_tie = self.filtered_prob(row, pivots, z)
-            tie = cutlass.Uint64(1) if is_tie else cutlass.Uint64(0)
-            ties_prefix, ties = cta_inclusive_sum(tie, smem.sScratch[None, 2], self.warps)
-            prob = tie_prob if is_tie and ties_before + ties_prefix > removed_ties else prob
-            prefix, prob_sum = cta_inclusive_sum(prob, smem.sScratch[None, 3], self.warps)
+        begin = cutlass.Int32(0)
+        while begin < constants.BLOCK and fixed_point.weighted(passed, weight) <= rest:
+            token_id = block * constants.BLOCK + begin + thread
+            prob = cutlass.Uint64(0)
+            if token_id < row.vocab:
+                x = self.reader.load_logit(row.segment, token_id)
+                found = fixed_point.prob_of(fixed_point.exponent_of(x, reference, row.scale), mass_to_prob)
+                counts = found >= row.min_prob and fixed_point.is_likelier(x, token_id, bound, bound_id)
+                prob = found if by_block or counts else prob
+            # Other warps may still read the sums of the step before.
+            sScratch = smem.sScratch[None, 1 + begin // self.threads % 2]
+            prefix, prob_sum = cta_inclusive_sum(prob, sScratch, self.warps)
             prefix = prefix + passed
-            if prefix > target and prefix - prob <= target:
-                fixed_point.store_token(token, token_id)
+            if fixed_point.weighted(prefix, weight) > rest and fixed_point.weighted(prefix - prob, weight) <= rest:
+                smem.sIndex[1] = cutlass.Uint32(token_id)
             passed = passed + prob_sum
-            ties_before = ties_before + ties
             begin = begin + self.threads

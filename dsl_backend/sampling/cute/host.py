@@ -97,8 +97,8 @@ class CuteSampler:
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
         count = len(logits)
         logits = with_expected_strides(logits)
-        bounded = parameters.top_k is not None or parameters.min_p is not None
-        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), bounded)
+        reread = parameters.top_p is not None and parameters.top_k is None and parameters.min_p is None
+        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), reread)
         top_k = self.no_top_k[:count] if parameters.top_k is None else parameters.top_k
         args = SampleArgs(
             logits=logits,

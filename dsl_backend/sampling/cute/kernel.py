@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler for SM90 and SM100: temperature, min-p, top-k, top-p and the draw in one launch, a cluster for each row.
 
-1. `row_max`: the first pass keeps one value for each thread, its maximum logit. Groups of threads share their maxima
-   across the cluster. Groups have no logit in common, so the k-th largest of the 256 group maxima bounds the row's k-th
-   largest logit from below.
-2. `candidates`: only threads with a logit above that bound read their logits again. The candidates go to the cluster's
+1. The first pass finds the row's maximum. For a row with top-k or min-p, and for a greedy one, it keeps one value for
+   each thread, its maximum logit (`row`). For others it also sums the probabilities of each block (`full_row`).
+2. `row_max`: groups of threads share their maxima across the cluster. Groups have no logit in common, so the k-th
+   largest of the 256 group maxima bounds the row's k-th largest logit from below.
+3. `candidates`: only threads with a logit above that bound read their logits again. The candidates go to the cluster's
    first CTA, which applies the filters and draws. Min-p finds its candidates the same way.
-3. `full_row`: rows with too many candidates, or without a filter that bounds them, are read again as a whole.
-   `radix_select` finds the pivots of top-k and top-p. Then the kept probabilities of each warp's segment are summed,
-   and the segment of the draw is searched.
+4. `full_row`: a row without top-k and min-p is drawn from the sums of its blocks, and one block is read again. Top-p
+   reads the row once more to accept the token, and again for each token that it does not accept. Rows with too many
+   candidates are sampled so too, after a pass that sums them; `radix_select` finds their k-th largest logit.
 
 The same instructions serve SM90 and SM100.
 """
@@ -108,12 +109,32 @@ class Sample:
                 storage.sResult[RANDOM_BITS] = bits
         temperature = args.temperature[index]
         is_random = temperature >= cutlass.Float32(constants.GREEDY_TEMPERATURE)
-        temperature = temperature if is_random else cutlass.Float32(1.0)
-        thread_max = fixed_point.scaled_logit(self.reader.thread_max(segment), temperature)
+        scale = fixed_point.scale_of(temperature if is_random else cutlass.Float32(1.0))
+        vocab = args.logits.shape[1]
+        top_k, min_prob = self.top_k(args, index), fixed_point.min_p_threshold(args.min_p[index])
+        thread_max = -cutlass.Float32.inf
+        if is_random and top_k == vocab and min_prob == 0:
+            thread_max = self.full_row.sum_masses(storage, segment, vocab, scale)
+        else:
+            thread_max = self.reader.thread_max(segment)
+        thread_max = fixed_point.canonical(thread_max)
         self.row_max.share_group_max(storage, thread_max)
         row_max, lowest_group_max = self.row_max.reduce(storage)
 
-        row = self.row(args, index, segment, temperature, row_max, storage)
+        top_p = args.top_p[index]
+        row = Row(
+            segment=segment,
+            vocab=vocab,
+            scale=scale,
+            row_max=row_max,
+            reference=fixed_point.finite(row_max),
+            top_k=top_k,
+            min_prob=min_prob,
+            top_p=top_p if top_p < 1.0 else cutlass.Float32(1.0),
+            seed=args.seeds[index],
+            position=args.positions[index],
+            random_bits=cutlass.Uint64(storage.sResult[RANDOM_BITS]),
+        )
         token = args.tokens.iterator + index
         if row_max == -cutlass.Float32.inf:
             if self.cluster.rank() == 0 and thread == 0:
@@ -136,22 +157,12 @@ class Sample:
         return Segment(base=mLogits.iterator + 0, offset=offset, begin=begin, end=end, steps=steps)
 
     @cute.jit
-    def row(self, args: SampleArgs, index, segment: Segment, temperature, row_max, storage: SharedStorage) -> Row:
-        """The row with its parameters; those out of range are off."""
+    def top_k(self, args: SampleArgs, index):
+        """int32, from 1; vocab where top-k is off."""
         vocab = args.logits.shape[1]
         top_k = cutlass.Int64(args.top_k[index])
         has_top_k = top_k > 0 and top_k < vocab
-        top_p = args.top_p[index]
-        return Row(
-            segment=segment,
-            vocab=vocab,
-            temperature=temperature,
-            row_max=row_max,
-            top_k=cutlass.Int32(top_k) if has_top_k else vocab,
-            min_prob=fixed_point.min_p_threshold(args.min_p[index]),
-            top_p=top_p if top_p < 1.0 else cutlass.Float32(1.0),
-            random_bits=cutlass.Uint64(storage.sResult[RANDOM_BITS]),
-        )
+        return cutlass.Int32(top_k) if has_top_k else vocab
 
     @cute.jit
     def sample(self, storage: SharedStorage, row: Row, thread_max, lowest_group_max, token: cute.Pointer):

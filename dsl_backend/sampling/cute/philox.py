@@ -9,15 +9,15 @@ from dsl_backend.sampling import fixed_point as constants
 LOW_32 = (1 << 32) - 1
 
 
-def random_bits(seed, position):
-    """62 random bits, uint64, for an int64 seed and position."""
+def random_bits(seed, position, draw=0):
+    """62 random bits, uint64, for an int64 seed and position, and the number of the draw."""
 
     def split(number):
         unsigned = cutlass.Uint64(number)
         return [cutlass.Uint32(unsigned & cutlass.Uint64(LOW_32)), cutlass.Uint32(unsigned >> cutlass.Uint64(32))]
 
     key = split(seed)
-    counter = [*split(position), cutlass.Uint32(constants.PHILOX_STREAM), cutlass.Uint32(0)]
+    counter = [*split(position), cutlass.Uint32(constants.PHILOX_STREAM), cutlass.Uint32(draw)]
     first, second = (cutlass.Uint32(multiplier) for multiplier in constants.PHILOX_MULTIPLIERS)
     for round_idx in range(constants.PHILOX_ROUNDS):
         high = [cute.arch.mul_hi(first, counter[0]), cute.arch.mul_hi(second, counter[2])]

@@ -7,8 +7,9 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.primitives.copy import load_vector
+from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
-from dsl_backend.sampling.cute import fixed_point
+from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.scan import WARP
 
 # Loads that a lane has in flight when a warp reads one thread's logits again.
@@ -37,21 +38,36 @@ class Row(NamedTuple):
     Attributes:
         segment: of this thread's warp.
         vocab: logits of the row.
-        temperature, row_max: float32; row_max is the maximum z.
+        scale: float32, of differences of logits.
+        row_max: float32, the largest logit.
+        reference: the same, but finite.
         top_k: int32; vocab where top-k is off.
         min_prob: uint64, the least probability that min-p keeps; 0 where min-p is off.
         top_p: float32; 1 where top-p is off.
-        random_bits: uint64, 62 random bits.
+        seed, position: int64.
+        random_bits: uint64, the 62 random bits of the first draw.
     """
 
     segment: Segment
     vocab: Any
-    temperature: Any
+    scale: Any
     row_max: Any
+    reference: Any
     top_k: Any
     min_prob: Any
     top_p: Any
+    seed: Any
+    position: Any
     random_bits: Any
+
+
+@cute.jit
+def bits_of_draw(row: Row, draw):
+    """62 random bits, uint64, for the number of a draw from the row."""
+    bits = row.random_bits
+    if draw > 0:
+        bits = random_bits(row.seed, row.position, draw)
+    return bits
 
 
 class RowReader:
@@ -81,27 +97,47 @@ class RowReader:
         return maximum
 
     @cute.jit
+    def load_block(self, segment: Segment, vocab, block):
+        """This lane's logits of a block, [vector, loads]; -inf past the row's end."""
+        loads = cutlass.const_expr(constants.BLOCK // (WARP * self.vector))
+        rLogits = cute.make_rmem_tensor((self.vector, loads), self.dtype)
+        begin = block * constants.BLOCK + cute.arch.lane_idx() * self.vector
+        if (block + 1) * constants.BLOCK <= vocab:
+            for i in cutlass.range_constexpr(loads):
+                load_vector(segment.base, segment.offset + begin + i * (WARP * self.vector), rLogits[None, i])
+        else:
+            for i in cutlass.range_constexpr(loads):
+                for e in cutlass.range_constexpr(self.vector):
+                    rLogits[e, i] = self.dtype(float("-inf"))
+                column = begin + i * (WARP * self.vector)
+                if column < vocab:
+                    load_vector(segment.base, segment.offset + column, rLogits[None, i])
+        return rLogits
+
+    @cute.jit
+    def load_logit(self, segment: Segment, token_id):
+        """One logit in float32."""
+        rLogit = cute.make_rmem_tensor(1, self.dtype)
+        load_vector(segment.base, segment.offset + token_id, rLogit)
+        return cutlass.Float32(rLogit[0])
+
+    @cute.jit
     def for_each_logit(self, row: Row, visit: cutlass.Constexpr):
-        """Call visit(z) for each of this thread's logits; z may be NaN or negative zero.
+        """Call visit(x) for each of this thread's logits; x may be NaN or negative zero.
 
         One load at a time: a visit takes longer than a read from the cache.
         """
         segment = row.segment
-        divisor = fixed_point.make_divisor(row.temperature)
         thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
         for column in cutlass.range(thread_begin, segment.end, WARP * self.vector, unroll=1):
             rLogits = cute.make_rmem_tensor(self.vector, self.dtype)
             load_vector(segment.base, segment.offset + column, rLogits)
-            rZ = cute.make_rmem_tensor(self.vector, cutlass.Float32)
             for e in cutlass.range_constexpr(self.vector):
-                rZ[e] = cutlass.Float32(rLogits[e])
-            fixed_point.divide_all(rZ, divisor)
-            for e in cutlass.range_constexpr(self.vector):
-                visit(rZ[e])
+                visit(cutlass.Float32(rLogits[e]))
 
     @cute.jit
     def for_each_logit_of(self, row: Row, selected, visit: cutlass.Constexpr):
-        """Call visit(z, token_id) for each logit of the threads that are selected.
+        """Call visit(x, token_id) for each logit of the threads that are selected.
 
         The lanes of a warp share the logits of one thread, where few threads are selected. The warp then stops once
         visit has returned true in a lane.
@@ -118,7 +154,7 @@ class RowReader:
                     rOwn = cute.make_rmem_tensor(self.vector, self.dtype)
                     load_vector(segment.base, segment.offset + column, rOwn)
                     for e in cutlass.range_constexpr(self.vector):
-                        visit(fixed_point.scaled_logit(cutlass.Float32(rOwn[e]), row.temperature), column + e)
+                        visit(cutlass.Float32(rOwn[e]), column + e)
         while remaining != 0:
             source_lane = cutlass.Int32(cute.arch.popc((remaining & (~remaining + 1)) - 1))
             remaining = remaining & (remaining - 1)
@@ -137,8 +173,7 @@ class RowReader:
                             x = rLogits[e, 0]
                             for other in cutlass.range_constexpr(1, REVISIT_LOADS):
                                 x = rLogits[e, other] if i == other else x
-                            z = fixed_point.scaled_logit(cutlass.Float32(x), row.temperature)
-                            full = visit(z, column + e)
+                            full = visit(cutlass.Float32(x), column + e)
                             stop = stop or full
             if cute.arch.vote_any_sync(stop):
                 remaining = cutlass.Uint32(0)

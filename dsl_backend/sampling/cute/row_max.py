@@ -25,7 +25,7 @@ class RowMax:
 
     @cute.jit
     def share_group_max(self, smem: SharedStorage, thread_max):
-        """Write the maximum z of every group to the shared memory of every CTA."""
+        """Write the maximum logit of every group to the shared memory of every CTA."""
         group_max = cute.arch.warp_reduction(thread_max, cute.arch.fmax, threads_in_group=self.lanes_per_group)
         thread = cute.arch.thread_idx()[0]
         group = (self.cluster.rank() * self.threads + thread) // self.lanes_per_group
@@ -42,7 +42,7 @@ class RowMax:
 
     @cute.jit
     def reduce(self, smem: SharedStorage):
-        """(the row's maximum z, the least group maximum that is above -inf), in every warp."""
+        """(the row's maximum logit, the least group maximum that is above -inf), in every warp."""
         row_max, lowest = -cutlass.Float32.inf, cutlass.Float32.inf
         count = cutlass.const_expr(self.groups // WARP)
         rGroupMax = load_smem_vector(smem.sGroupMax, cute.arch.lane_idx() * count, count)
@@ -71,7 +71,7 @@ class RowMax:
         self.cluster.wait_for_peer_reads()
 
     @cute.jit
-    def take_lower_id(self, smem: SharedStorage, row: Row, z, token_id):
-        if z == row.row_max:
+    def take_lower_id(self, smem: SharedStorage, row: Row, x, token_id):
+        if x == row.row_max:
             cute.arch.atomic_min(smem.sCount.iterator + 1, cutlass.Uint32(token_id), sem="relaxed", scope="cta")
         return cutlass.Boolean(False)

@@ -29,6 +29,13 @@ def load_smem_vector(sTensor: cute.Tensor, start, count: int) -> cute.Tensor:
     return rVector
 
 
+def warp_sum(value):
+    """The sum of the values of all lanes, uint64 below 2**43; by the integer sums of warps, which have 32 bits."""
+    low = cute.arch.warp_redux_sync(cutlass.Uint32(value & cutlass.Uint64(0xFFFF)), "add")
+    high = cute.arch.warp_redux_sync(cutlass.Uint32(value >> cutlass.Uint64(16)), "add")
+    return (cutlass.Uint64(cutlass.Uint32(high)) << cutlass.Uint64(16)) + cutlass.Uint64(cutlass.Uint32(low))
+
+
 @cute.jit
 def cta_inclusive_sum(value, sScratch: cute.Tensor, warps: cutlass.Constexpr[int]):
     """(sum of the values of thread 0 to this thread, sum of all) over a CTA. All threads take part.

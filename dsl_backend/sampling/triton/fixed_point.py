@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fixed-point arithmetic of the definition in Triton.
 
-`dsl_backend/sampling/fixed_point.py` defines each operation. Every kernel must compute it in exactly that way. z is a
-logit over the temperature.
+`dsl_backend/sampling/fixed_point.py` defines each operation. Every kernel must compute it in exactly that way.
 """
 
 import triton
@@ -14,14 +13,17 @@ NEG_INF = tl.constexpr(float("-inf"))
 NO_ID = tl.constexpr(2**31 - 1)
 SIGN = tl.constexpr(1 << 31)
 GREEDY_TEMPERATURE = tl.constexpr(fixed_point.GREEDY_TEMPERATURE)
-MAX_DISTANCE = tl.constexpr(fixed_point.MAX_DISTANCE)
-DISTANCE_ONE = tl.constexpr(float(1 << fixed_point.DISTANCE_BITS))
+MAX_TEMPERATURE = tl.constexpr(fixed_point.MAX_TEMPERATURE)
+MAX_LOGIT = tl.constexpr(fixed_point.MAX_LOGIT)
+EXPONENT_SCALE = tl.constexpr(fixed_point.EXPONENT_SCALE)
+MAX_EXPONENT = tl.constexpr(fixed_point.MAX_EXPONENT)
 FRACTION_BITS = tl.constexpr(fixed_point.FRACTION_BITS)
-FRACTION_MASK = tl.constexpr((1 << fixed_point.FRACTION_BITS) - 1)
 FRACTION_TO_32 = tl.constexpr(32 - fixed_point.FRACTION_BITS)
-LOG2_E = tl.constexpr(fixed_point.LOG2_E)
-C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in fixed_point.EXP2_COEFFICIENTS)
-PROB_SHIFT = tl.constexpr(fixed_point.PROB_BITS - 31)
+C0, C1, C2, C3, C4, C5 = (tl.constexpr(c) for c in fixed_point.EXP2_COEFFICIENTS)
+DEFINED_BLOCK = tl.constexpr(fixed_point.BLOCK)
+MASS_TO_PROB = tl.constexpr(fixed_point.PROB_BITS - fixed_point.MANTISSA_BITS)
+MASS_ONE = tl.constexpr(1 << fixed_point.MANTISSA_BITS)
+WEIGHT_SHIFT = tl.constexpr(62 - fixed_point.MANTISSA_BITS - 11)
 PROB_ONE = tl.constexpr(float(1 << fixed_point.PROB_BITS))
 PROB_UNIT = tl.constexpr(1.0 / (1 << fixed_point.PROB_BITS))
 TOP_P_ONE = tl.constexpr(float(1 << fixed_point.TOP_P_BITS))
@@ -38,67 +40,72 @@ def load_logits(logits, ids, V):
 
 
 @triton.jit
-def scaled_logit(x, temperature):
-    """z: x over the temperature, correctly rounded; never NaN or negative zero."""
-    z = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * temperature)
-    z = tl.where(z == z, z, NEG_INF)
-    return tl.where(z == 0.0, 0.0, z)
-
-
-@triton.jit
-def to_ordered_uint(z):
-    """A uint32 that is ordered as z is."""
-    bits = z.to(tl.uint32, bitcast=True)
+def to_ordered_uint(x):
+    """A uint32 that is ordered as x is; negative zero is zero."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits & SIGN) != 0, ~bits, bits | SIGN)
 
 
 @triton.jit
-def below_max(z, row_max):
-    """row_max - z in float32; 0 at the maximum, also where it is infinite."""
-    is_max = z == row_max
-    return tl.where(is_max, 0.0, row_max - tl.where(is_max, 0.0, z))
+def scale_of(temperature):
+    """What differences of logits are multiplied by, [1]; correctly rounded."""
+    usual = tl.minimum(temperature, MAX_TEMPERATURE) + tl.zeros([1], tl.float32)
+    return tl.div_rn(tl.full([1], EXPONENT_SCALE, tl.float32), usual)
 
 
 @triton.jit
-def distance_of(z, row_max):
-    """The distance from the maximum, int32 in fixed point."""
-    return (tl.minimum(below_max(z, row_max), MAX_DISTANCE) * DISTANCE_ONE).to(tl.int32)
+def exponent_of(x, reference, scale):
+    """How far x lies below a reference, int32 in fixed point. Of infinite references only -inf, with the limit."""
+    below = (reference - x) * scale
+    below = tl.where(below == below, below, MAX_EXPONENT)
+    return tl.maximum(tl.minimum(below, MAX_EXPONENT), 0.0).to(tl.int32)
 
 
 @triton.jit
 def horner_step(c, fraction, h):
-    return tl.full(h.shape, c, tl.uint32) - tl.umulhi(fraction, h)
+    return tl.umulhi(fraction, h) + tl.full(h.shape, c, tl.uint32)
 
 
 @triton.jit
-def prob_of(distance):
-    """The probability at a distance, int64 in fixed point and not normalized."""
-    t = tl.umulhi(distance.to(tl.uint32), tl.full(distance.shape, LOG2_E, tl.uint32))
-    fraction = (t & FRACTION_MASK) << FRACTION_TO_32
-    h = horner_step(C5, fraction, tl.full(distance.shape, C6, tl.uint32))
-    h = horner_step(C4, fraction, h)
+def scaled_prob_of(exponent, mass_to_prob):
+    """The probability at an exponent before normalization, int64 in units of 2**-(29 + mass_to_prob)."""
+    t = exponent.to(tl.uint32)
+    fraction = ~(t << FRACTION_TO_32)
+    h = horner_step(C4, fraction, tl.full(t.shape, C5, tl.uint32))
     h = horner_step(C3, fraction, h)
     h = horner_step(C2, fraction, h)
     h = horner_step(C1, fraction, h)
     h = horner_step(C0, fraction, h)
-    return (h.to(tl.int64) << PROB_SHIFT) >> (t >> FRACTION_BITS).to(tl.int64)
+    return (h.to(tl.int64) << mass_to_prob) >> (t >> FRACTION_BITS).to(tl.int64)
 
 
 @triton.jit
-def random_bits(seed, position):
+def prob_of(exponent):
+    """The probability at an exponent before normalization, int64 in units of 2**-40."""
+    return scaled_prob_of(exponent, MASS_TO_PROB)
+
+
+@triton.jit
+def weighted(mass_sum, weight):
+    """A block's sum of masses in the row, int64 in units of 2**-40."""
+    return multiply_high(mass_sum << 11, weight << WEIGHT_SHIFT)
+
+
+@triton.jit
+def random_bits(seed, position, draw):
     """62 random bits, int64."""
     zero = (position * 0).to(tl.uint32)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    r0, r1, _, _ = tl.philox(seed, low, high, zero + PHILOX_STREAM, zero)
+    r0, r1, _, _ = tl.philox(seed, low, high, zero + PHILOX_STREAM, zero + draw)
     return ((r0 >> 1).to(tl.int64) << 31) | (r1 >> 1).to(tl.int64)
 
 
 @triton.jit
-def sampling_target(bits, prob_sum):
-    """floor(bits * prob_sum / 2**62) of two numbers below 2**62: the prefix sum that the drawn token exceeds."""
-    b1 = bits >> 31
-    b0 = bits & LOW_31
-    t1 = prob_sum >> 31
-    t0 = prob_sum & LOW_31
-    return b1 * t1 + ((b1 * t0 + b0 * t1 + ((b0 * t0) >> 31)) >> 31)
+def multiply_high(a, b):
+    """floor(a * b / 2**62) of two numbers up to 2**62, not both of them 2**62."""
+    a1 = a >> 31
+    a0 = a & LOW_31
+    b1 = b >> 31
+    b0 = b & LOW_31
+    return a1 * b1 + ((a1 * b0 + a0 * b1 + ((a0 * b0) >> 31)) >> 31)

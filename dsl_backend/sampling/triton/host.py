@@ -18,7 +18,6 @@ class TritonSampler:
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec = spec
         self.config = TritonConfig.default(spec, target)
-        self.distances = torch.empty(max_rows, spec.vocab, dtype=torch.int32, device=device)
 
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
         count, vocab = logits.shape
@@ -28,7 +27,6 @@ class TritonSampler:
             logits.stride(0),
             RowParameters(**vars(parameters)),
             Outputs(out.tokens, out.logprobs),
-            self.distances,
             vocab,
             **options,
         )

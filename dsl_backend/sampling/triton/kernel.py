@@ -1,80 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler in Triton, with one program for each row.
 
-Passes over a row: one for the maximum; four for top-k; one for the sum of the probabilities that min-p and top-k keep,
-which with top-p also lists their distances; one for the draw. Top-p makes sixteen passes over that list.
+Passes over a row: one for the maximum; four for top-k; one for the sum of the probabilities that min-p and top-k keep;
+one for the draw. Top-p makes one more to accept the token, and two more for each token that it does not accept. With
+log-probabilities it makes seventeen more for its pivot.
 """
 
 import triton
 import triton.language as tl
 
 from dsl_backend.sampling.triton.fixed_point import (
+    DEFINED_BLOCK,
     GREEDY_TEMPERATURE,
     LN2,
     LOW_31,
+    MASS_ONE,
+    MASS_TO_PROB,
+    MAX_LOGIT,
     NEG_INF,
     NO_ID,
     PROB_ONE,
     PROB_UNIT,
     TOP_P_ONE,
-    below_max,
-    distance_of,
+    exponent_of,
     load_logits,
+    multiply_high,
     prob_of,
     random_bits,
-    sampling_target,
-    scaled_logit,
+    scale_of,
+    scaled_prob_of,
     to_ordered_uint,
+    weighted,
 )
 from dsl_backend.sampling.triton.pivots import top_k_pivot, top_p_pivot
 
 
 @triton.jit
-def min_p_top_k(z, ids, V, row_max, min_prob, top_k_key):
-    """(distance, probability, whether min-p and top-k keep the token)."""
-    distance = distance_of(z, row_max)
-    prob = prob_of(distance)
-    return distance, prob, (ids < V) & (prob >= min_prob) & (to_ordered_uint(z) >= top_k_key)
+def block_sums(logits, base, V, row, limits, by_block, bound, BLOCK: tl.constexpr):
+    """The ids of some blocks [GROUPS, WIDTH], and their prefix sums in the row.
+
+    Args:
+        row, limits: as in `allowed_prob`.
+        by_block: relative to each block's maximum; else to the row's.
+        bound: (x, id): only likelier tokens count.
+    """
+    WIDTH: tl.constexpr = min(BLOCK, DEFINED_BLOCK)
+    ids = tl.reshape(base + tl.arange(0, BLOCK), [BLOCK // WIDTH, WIDTH])
+    x = load_logits(logits, ids, V)
+    reference, scale = row
+    block_reference = tl.where(by_block, tl.minimum(tl.max(x, 1), MAX_LOGIT), reference)
+    mass_to_prob = tl.where(by_block, 0, MASS_TO_PROB)
+    prob = scaled_prob_of(exponent_of(x, block_reference[:, None], scale), mass_to_prob.to(tl.int64))
+    likelier = (x > bound[0]) | ((x == bound[0]) & (ids > bound[1]))
+    counts = by_block | (likelier & (prob >= limits[0]) & (to_ordered_uint(x) >= limits[1]))
+    prefix = tl.cumsum(tl.where((ids < V) & counts, prob, 0), 1)
+    weight = tl.where(by_block, prob_of(exponent_of(block_reference, reference, scale)), MASS_ONE)
+    return ids, weighted(prefix, weight[:, None])
 
 
 @triton.jit
-def all_filters(z, ids, V, row_max, min_prob, top_k_key, pivot, removed_ties, ties_before):
-    """(probability, whether all filters keep the token, ties with top-p's pivot up to this block)."""
-    distance, prob, keep = min_p_top_k(z, ids, V, row_max, min_prob, top_k_key)
-    tie = keep & (distance == pivot)
+def row_sum(logits, V, row, limits, by_block, bound, BLOCK: tl.constexpr):
+    """The sum of the row's probabilities. Arguments as in `block_sums`."""
+    total = tl.full([], 0, tl.int64)
+    for base in range(0, V, BLOCK):
+        _, prefix = block_sums(logits, base, V, row, limits, by_block, bound, BLOCK)
+        total += tl.sum(tl.max(prefix, 1))
+    return total
+
+
+@triton.jit
+def draw(logits, V, row, limits, by_block, bound, target, BLOCK: tl.constexpr):
+    """The first id at which the prefix sum exceeds the target. Arguments as in `block_sums`."""
+    token = tl.full([], NO_ID, tl.int32)
+    passed = tl.full([], 0, tl.int64)
+    base = tl.full([], 0, tl.int32)
+    while base < V:
+        ids, prefix = block_sums(logits, base, V, row, limits, by_block, bound, BLOCK)
+        sums = tl.max(prefix, 1)
+        before = passed + tl.cumsum(sums, 0) - sums
+        passed += tl.sum(sums)
+        base += BLOCK
+        if passed > target:
+            token = tl.min(tl.where(before[:, None] + prefix > target, ids, NO_ID))
+            base = V
+    return token
+
+
+@triton.jit
+def all_filters(logits, ids, V, row, limits, pivot, removed_ties, ties_before):
+    """(whether all filters keep the token, ties with top-p's pivot up to this block)."""
+    x = load_logits(logits, ids, V)
+    key = to_ordered_uint(x)
+    prob = prob_of(exponent_of(x, row[0], row[1]))
+    keep = (ids < V) & (prob >= limits[0]) & (key >= limits[1])
+    tie = keep & (key == pivot)
     tie_rank = ties_before + tl.cumsum(tie.to(tl.int32), 0)
-    keep &= (distance < pivot) | (tie & (tie_rank > removed_ties))
-    return prob, keep, ties_before + tl.sum(tie.to(tl.int32))
+    keep &= (key > pivot) | (tie & (tie_rank > removed_ties))
+    return x, keep, ties_before + tl.sum(tie.to(tl.int32))
 
 
 @triton.jit
-def sample_row(logits_ptr, stride, parameters, outputs, list_ptr, V, BLOCK: tl.constexpr):
+def sample_row(logits_ptr, stride, parameters, outputs, V, BLOCK: tl.constexpr):
     """Sample one row.
 
     Args:
         parameters, outputs: bundles of `args.py`.
-        list_ptr: int32 [rows, V], workspace for distances.
     """
     LOGPROBS: tl.constexpr = outputs.logprobs is not None
-    row = tl.program_id(0).to(tl.int64)
-    logits = logits_ptr + row * stride
+    row_idx = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row_idx * stride
     temperature = 1.0
     greedy = False
     if parameters.temperature is not None:
-        temperature = tl.load(parameters.temperature + row)
+        temperature = tl.load(parameters.temperature + row_idx)
         greedy = (temperature >= GREEDY_TEMPERATURE) == 0
         temperature = tl.where(greedy, 1.0, temperature)
+    scale = tl.max(scale_of(temperature), 0)
 
-    max_logit = NEG_INF
+    row_max = NEG_INF
     argmax = tl.full([], 0, tl.int32)
     for base in range(0, V, BLOCK):
         ids = base + tl.arange(0, BLOCK)
         x = load_logits(logits, ids, V)
         block_max = tl.max(x, 0)
-        if block_max > max_logit:
-            max_logit = block_max
+        if block_max > row_max:
+            row_max = block_max
             argmax = tl.min(tl.where(x == block_max, ids, NO_ID), 0)
-    row_max = tl.max(scaled_logit(max_logit + tl.zeros([1], tl.float32), temperature), 0)
+    row = (tl.minimum(row_max, MAX_LOGIT), scale)
 
     has_token = row_max > NEG_INF
     token = tl.where(has_token, argmax, 0)
@@ -82,78 +134,64 @@ def sample_row(logits_ptr, stride, parameters, outputs, list_ptr, V, BLOCK: tl.c
     if needs_probs:
         min_prob = tl.full([], 0, tl.int64)
         if parameters.min_p is not None:
-            min_p = tl.load(parameters.min_p + row)
+            min_p = tl.load(parameters.min_p + row_idx)
             min_p = tl.where((min_p > 0.0) & (greedy == 0), tl.minimum(min_p, 1.0), 0.0)
             min_prob = (min_p * PROB_ONE).to(tl.int64)
         top_k_key = tl.full([], 0, tl.uint32)
         if parameters.top_k is not None:
-            k = tl.load(parameters.top_k + row)
+            k = tl.load(parameters.top_k + row_idx)
             if (k > 0) & (k < V) & (greedy == 0):
-                top_k_key = top_k_pivot(logits, V, temperature, k.to(tl.int32), BLOCK)
+                top_k_key = top_k_pivot(logits, V, k.to(tl.int32), BLOCK)
+        limits = (min_prob, top_k_key)
+        by_block = (min_prob == 0) & (top_k_key == 0)
+        everything = (NEG_INF, tl.full([], -1, tl.int32))
+        prob_sum = row_sum(logits, V, row, limits, by_block, everything, BLOCK)
 
         has_top_p = False
-        complement = tl.full([], 0, tl.int64)
+        top_p_limit = prob_sum
         if parameters.top_p is not None:
-            p = tl.load(parameters.top_p + row)
+            p = tl.load(parameters.top_p + row_idx)
             has_top_p = (p < 1.0) & (greedy == 0)
             complement = ((1.0 - tl.where(p > 0.0, tl.minimum(p, 1.0), 0.0)) * TOP_P_ONE).to(tl.int64)
-        prob_sum = tl.full([], 0, tl.int64)
-        count = tl.full([], 0, tl.int32)
-        distances = list_ptr + row * V
-        for base in range(0, V, BLOCK):
-            ids = base + tl.arange(0, BLOCK)
-            z = scaled_logit(load_logits(logits, ids, V), temperature)
-            distance, prob, keep = min_p_top_k(z, ids, V, row_max, min_prob, top_k_key)
-            prob_sum += tl.sum(tl.where(keep, prob, 0))
-            if parameters.top_p is not None:
-                if has_top_p:
-                    listed = keep & (prob > 0)
-                    index = count + tl.cumsum(listed.to(tl.int32), 0) - 1
-                    tl.store(distances + index, distance, mask=listed)
-                    count += tl.sum(listed.to(tl.int32))
-
-        pivot = tl.full([], NO_ID, tl.int32)
-        removed_ties = tl.full([], 0, tl.int32)
-        if parameters.top_p is not None:
-            if has_top_p:
-                # Other threads read the list than wrote it.
-                tl.debug_barrier()
-                budget = (prob_sum >> 31) * complement + (((prob_sum & LOW_31) * complement) >> 31)
-                pivot, removed_ties, removed_prob = top_p_pivot(distances, count, budget, BLOCK)
-                prob_sum -= removed_prob
+            budget = (prob_sum >> 31) * complement + (((prob_sum & LOW_31) * complement) >> 31)
+            top_p_limit = tl.where(has_top_p, prob_sum - tl.minimum(budget, prob_sum - 1), prob_sum)
 
         if greedy == 0:
-            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row))
-            target = sampling_target(bits, prob_sum)
-            passed = tl.full([], 0, tl.int64)
-            ties = tl.full([], 0, tl.int32)
-            token = tl.full([], NO_ID, tl.int32)
-            base = tl.full([], 0, tl.int32)
-            while base < V:
-                ids = base + tl.arange(0, BLOCK)
-                z = scaled_logit(load_logits(logits, ids, V), temperature)
-                prob, keep, ties = all_filters(z, ids, V, row_max, min_prob, top_k_key, pivot, removed_ties, ties)
-                prob = tl.where(keep, prob, 0)
-                passed += tl.sum(prob)
-                base += BLOCK
-                if passed > target:
-                    prefix = passed - tl.sum(prob) + tl.cumsum(prob, 0)
-                    token = tl.min(tl.where(prefix > target, ids, NO_ID), 0)
-                    base = V
+            seed = tl.load(parameters.seeds + row_idx)
+            position = tl.load(parameters.positions + row_idx)
+            target = multiply_high(random_bits(seed, position, 0), prob_sum)
+            token = draw(logits, V, row, limits, by_block, everything, target, BLOCK)
+            if parameters.top_p is not None:
+                if has_top_p:
+                    draws = tl.full([], 1, tl.int32)
+                    bound = tl.load(logits + token).to(tl.float32)
+                    likelier = row_sum(logits, V, row, limits, False, (bound, token), BLOCK)
+                    while likelier >= top_p_limit:
+                        target = multiply_high(random_bits(seed, position, draws), likelier)
+                        token = draw(logits, V, row, limits, False, (bound, token), target, BLOCK)
+                        bound = tl.load(logits + token).to(tl.float32)
+                        likelier = row_sum(logits, V, row, limits, False, (bound, token), BLOCK)
+                        draws += 1
         if LOGPROBS:
+            pivot = tl.full([], 0, tl.uint32)
+            removed_ties = tl.full([], 0, tl.int32)
+            if parameters.top_p is not None:
+                if has_top_p:
+                    pivot, removed_ties, prob_sum = top_p_pivot(logits, V, row, limits, top_p_limit, BLOCK)
             log_sum = tl.log2(prob_sum.to(tl.float32) * PROB_UNIT) * LN2
             ties = tl.full([], 0, tl.int32)
             for base in range(0, V, BLOCK):
                 ids = base + tl.arange(0, BLOCK)
-                z = scaled_logit(load_logits(logits, ids, V), temperature)
-                prob, keep, ties = all_filters(z, ids, V, row_max, min_prob, top_k_key, pivot, removed_ties, ties)
-                logprobs_ptr = outputs.logprobs + row * V + ids
-                tl.store(logprobs_ptr, tl.where(keep, -below_max(z, row_max) - log_sum, NEG_INF), mask=ids < V)
+                x, keep, ties = all_filters(logits, ids, V, row, limits, pivot, removed_ties, ties)
+                # An infinite logit is no difference from itself.
+                below_max = tl.where(x == row_max, 0.0, row_max - tl.where(x == row_max, 0.0, x))
+                logprob = -below_max / temperature - log_sum
+                tl.store(outputs.logprobs + row_idx * V + ids, tl.where(keep, logprob, NEG_INF), mask=ids < V)
     elif LOGPROBS:
         for base in range(0, V, BLOCK):
             ids = base + tl.arange(0, BLOCK)
-            tl.store(outputs.logprobs + row * V + ids, tl.full([BLOCK], NEG_INF, tl.float32), mask=ids < V)
-    tl.store(outputs.tokens + row, token)
+            tl.store(outputs.logprobs + row_idx * V + ids, tl.full([BLOCK], NEG_INF, tl.float32), mask=ids < V)
+    tl.store(outputs.tokens + row_idx, token)
 
 
 @triton.jit(do_not_specialize=["TOP"])

@@ -12,16 +12,18 @@ import triton.language as tl
 
 from dsl_backend.sampling import verification_random
 from dsl_backend.sampling.triton.fixed_point import (
+    EXPONENT_SCALE,
     GREEDY_TEMPERATURE,
+    MAX_LOGIT,
     NEG_INF,
     NO_ID,
     PROB_ONE,
-    distance_of,
+    exponent_of,
     load_logits,
+    multiply_high,
     prob_of,
     random_bits,
-    sampling_target,
-    scaled_logit,
+    scale_of,
 )
 
 RATIO_TEST = tl.constexpr(verification_random.RATIO_TEST)
@@ -34,8 +36,8 @@ NO_TOKEN = tl.constexpr(-1)
 @triton.jit
 def target_probs(logprobs, ids, V):
     """The target's probabilities in units of 2**-40, int64; 0 past the row's end."""
-    below_zero = tl.minimum(tl.load(logprobs + ids, mask=ids < V, other=NEG_INF), 0.0)
-    return prob_of(distance_of(below_zero, 0.0))
+    logprob = tl.load(logprobs + ids, mask=ids < V, other=NEG_INF)
+    return prob_of(exponent_of(logprob, 0.0, EXPONENT_SCALE))
 
 
 @triton.jit
@@ -43,32 +45,33 @@ def draft_probs(values, ids, V, row, PROBABILITIES: tl.constexpr):
     """The drafter's probabilities in units of 2**-40, int64; 0 past the row's end.
 
     Args:
-        row: (temperature, maximum of the row, scale of its probabilities); not used for PROBABILITIES.
+        row: (temperature, reference of the row, scale of its probabilities); not used for PROBABILITIES.
     """
     if PROBABILITIES:
         q = tl.load(values + ids, mask=ids < V, other=0.0)
         return (tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0) * PROB_ONE).to(tl.int64)
     else:
-        temperature, row_max, scale = row
-        prob = prob_of(distance_of(scaled_logit(load_logits(values, ids, V), temperature), row_max))
+        temperature, reference, scale = row
+        prob = prob_of(exponent_of(load_logits(values, ids, V), reference, tl.max(scale_of(temperature), 0)))
         prob = tl.umulhi((prob << 2).to(tl.uint64), tl.zeros(prob.shape, tl.uint64) + scale.to(tl.uint64))
         return tl.where(ids < V, prob.to(tl.int64), 0)
 
 
 @triton.jit
 def row_scale(values, V, temperature, BLOCK: tl.constexpr):
-    """(maximum of a row of draft logits, 2**62 / the sum of its probabilities), to normalize them."""
+    """(reference of a row of draft logits, 2**62 / the sum of its probabilities), to normalize them."""
     max_logit = NEG_INF
     for base in range(0, V, BLOCK):
         max_logit = tl.maximum(max_logit, tl.max(load_logits(values, base + tl.arange(0, BLOCK), V), 0))
-    row_max = tl.max(scaled_logit(max_logit + tl.zeros([1], tl.float32), temperature), 0)
+    reference = tl.minimum(max_logit, MAX_LOGIT)
+    exponent_scale = tl.max(scale_of(temperature), 0)
     prob_sum = tl.full([], 0, tl.int64)
     for base in range(0, V, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        prob = prob_of(distance_of(scaled_logit(load_logits(values, ids, V), temperature), row_max))
+        prob = prob_of(exponent_of(load_logits(values, ids, V), reference, exponent_scale))
         prob_sum += tl.sum(tl.where(ids < V, prob, 0))
     scale = (tl.full([], SCALE_ONE, tl.float64) / prob_sum.to(tl.float64)).to(tl.int64)
-    return row_max, tl.minimum(scale, HIGHEST_62)
+    return reference, tl.minimum(scale, HIGHEST_62)
 
 
 @triton.jit
@@ -106,8 +109,8 @@ def test_ratios(
             at_draft = draft + tl.zeros([1], tl.int64)
             q = draft_probs(values, at_draft, draft_V, (temperature, row_max, scale), PROBABILITIES)
             p = target_probs(drawn.logprobs + row * V, at_draft, V)
-            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RATIO_TEST)
-            accepted = sampling_target(bits, tl.sum(q, 0)) < tl.sum(p, 0)
+            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RATIO_TEST, 0)
+            accepted = multiply_high(bits, tl.sum(q, 0)) < tl.sum(p, 0)
         tl.store(workspace.state + row, tl.where(accepted, 2, rest.to(tl.int32)))
 
 
@@ -137,7 +140,7 @@ def draw_from_rest(
     total = tl.sum(sums)
     token = tl.full([], NO_ID, tl.int32)
     if total > 0:
-        target = sampling_target(target_bits, total)
+        target = multiply_high(target_bits, total)
         prefix = tl.cumsum(sums, 0)
         block = tl.sum((prefix <= target).to(tl.int32))
         before = tl.sum(tl.where(tl.arange(0, BLOCKS) < block, sums, 0))
@@ -198,7 +201,7 @@ def accept_drafts(
             if not PROBABILITIES:
                 row_max = tl.load(workspace.row_max + row)
                 scale = tl.load(workspace.scale + row)
-            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RESIDUAL)
+            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RESIDUAL, 0)
             found = draw_from_rest(
                 drawn.logprobs + row * V,
                 values,
