@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("vllm")
 
@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from dsl_backend import log
 from dsl_backend.sampling import reference
+from dsl_backend.sampling.reference import ReferenceSampler
 from dsl_backend.sampling.spec import Parameters
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.enum_members import ensure_member
@@ -577,6 +578,19 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition may read values, which no kernel on a GPU does."""
+    launch = ReferenceSampler.launch
+
+    def unwatched(self: ReferenceSampler, *args: Any) -> None:
+        with _disable_current_modes():
+            launch(self, *args)
+
+    monkeypatch.setattr(ReferenceSampler, "launch", unwatched)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_v1_reads_nothing_on_the_host() -> None:
     runner = adopted("processed_logprobs")
     metadata = step(6, max_num_logprobs=2)
@@ -588,6 +602,7 @@ def test_v1_reads_nothing_on_the_host() -> None:
             bool(logits.sum() > 0)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_v2_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     own = adopted_v2(monkeypatch, params())
     logits = some_logits(5)
@@ -608,8 +623,8 @@ def test_all_plans_are_made_at_the_first_step(made: Any) -> None:
     assert set(rows.plans) == {(VOCAB, dtype, kind) for dtype in dtypes for kind in (False, True)}
 
 
-def test_two_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels see the same parameters in all batches, but for those that bound a row's part."""
+def test_three_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels see the same parameters in all batches, but for those that say how often a row is read."""
     module, make = made
     runner = Runner(make())
     sampler.decide(runner, module)
@@ -627,5 +642,5 @@ def test_two_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for filters in ({}, {"temperature": half}, {"top_p": half, "top_k": None}, {"top_k": k}, {"min_p": half}):
         rows.draw(logits, zero, zero, **filters)
     names = [{name for name, tensor in vars(given).items() if tensor is not None} for given in seen]
-    unbounded = {"seeds", "positions", "temperature", "top_p"}
-    assert names == [unbounded] * 3 + [unbounded | {"top_k", "min_p"}] * 2
+    always, bounds = {"seeds", "positions", "temperature"}, {"top_p", "top_k", "min_p"}
+    assert names == [always] * 2 + [always | {"top_p"}] + [always | bounds] * 2

@@ -7,8 +7,8 @@ from dsl_backend.log import info_once
 from dsl_backend.sampling import api
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 
-# Filters that keep a bounded number of a row's logits.
-BOUNDS = ("top_k", "min_p")
+# The parameters that kernels get: without filters, with top-p alone, and with filters that bound a row's candidates.
+COMBINATIONS = (("temperature",), ("temperature", "top_p"), ("temperature", "top_p", "top_k", "min_p"))
 # What a plan's workspace and log-probabilities may take, 4 bytes for each logit of its rows; vLLM's bound too.
 PLAN_BYTES = 1 << 30
 
@@ -23,8 +23,8 @@ class RowSampler:
     """Draws the tokens of a step. Holds the plans, and a tensor of neutral values for each parameter.
 
     Kernels get the neutral tensor for a parameter that no request of a batch uses, and not None: otherwise each
-    combination would have to be compiled. Two combinations remain, with top-k and min-p and without both, because
-    kernels use other algorithms where the number of candidates is bounded.
+    combination would have to be compiled. Three combinations remain, because kernels read a row once without filters,
+    twice with top-p alone, and use other algorithms where the number of candidates is bounded.
 
     Args:
         max_rows: of a launch. Steps of more rows are drawn in parts.
@@ -65,9 +65,9 @@ class RowSampler:
         rows = logits.shape[0]
         if rows > self.max_rows:
             return self.draw_in_parts(logits, {"seeds": seeds, "positions": positions, **filters}, logprobs)
-        bounded = any(filters.get(name) is not None for name in BOUNDS)
-        given = {name: off[:rows] for name, off in self.off.items() if bounded or name not in BOUNDS}
-        given |= {name: tensor for name, tensor in filters.items() if tensor is not None}
+        used = {name: tensor for name, tensor in filters.items() if tensor is not None}
+        names = next(names for names in COMBINATIONS if used.keys() <= set(names))
+        given = {name: self.off[name][:rows] for name in names} | used
         return api.run(self.plan(logits, logprobs), logits, Parameters(seeds=seeds, positions=positions, **given))
 
     def draw_in_parts(
@@ -92,7 +92,7 @@ class RowSampler:
         return self.plans[key]
 
     def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool, stride: int) -> None:
-        """Make a plan and launch it with bounds and without, so that no later step compiles or allocates.
+        """Make a plan and launch it with each combination, so that no later step compiles or allocates.
 
         Args:
             stride: elements between rows of logits, which may be padded: Triton compiles for multiples of 16.
@@ -101,7 +101,7 @@ class RowSampler:
         plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         row = torch.zeros(1, max(vocab, stride), dtype=dtype, device=self.device)[:, :vocab]
-        for bounds in ((), BOUNDS):
-            off = {name: tensor[:1] for name, tensor in self.off.items() if name not in BOUNDS or name in bounds}
+        for names in COMBINATIONS:
+            off = {name: self.off[name][:1] for name in names}
             api.run(plan, row, Parameters(seeds=zero, positions=zero, **off))
         info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_title}")
