@@ -111,7 +111,7 @@ def verdict(inputs: Inputs, index: int, tokens: torch.Tensor) -> torch.Tensor:
     wide = problems.some_of(layer.parameters, chosen)
     if wide.top_p is not None:
         wide = replace(wide, top_p=(wide.top_p + NEAR).clamp(max=1))
-    kept = definition.filter_mask(definition.scaled_logits(layer.logits[chosen], wide.temperature)[0], wide)
+    kept = definition.filter_mask(layer.logits[chosen], wide)
     found = tokens[inputs.compared].long()
     there = found >= 0
     counts = there.sum(-1)

@@ -41,7 +41,9 @@ FAMILY = Family(
             dispatch.OPERATION,
             (Benchmark("sampling", r"^(none|k|k\+p|min-p)-(1|64|256)x151936$", r"^k\+p-64x151936$"),),
         ),
-        # Its time is that of a launch; `bench` has no row of it.
-        "verification": Check(verification_dispatch.OPERATION, ()),
+        "verification": Check(
+            verification_dispatch.OPERATION,
+            (Benchmark("verification", r"^(none|k\+p)-t0.8-\d+x5x128256$", r"^k\+p-t0.8-64x5x128256$"),),
+        ),
     },
 )

@@ -48,9 +48,9 @@ from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.testing.cases import Case, mla
 from dsl_backend.testing.sampling import ONE
 from dsl_backend.testing.softmax import spread
+from dsl_backend.testing.verification import random_step
 from emulator.host.launch import Launch
 from emulator.machine import Machine
-from tests.sampling.verification_cases import random_step
 
 ARCHS = ("sm_90a", "sm_100a")
 SCHEDULES = ("eager", "lazy", "random")
