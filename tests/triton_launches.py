@@ -32,9 +32,9 @@ from dsl_backend.sampling.verification import Known
 from dsl_backend.testing import experts, fuzz, linear, norm, sampling, softmax
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
+from dsl_backend.testing.verification import random_step
 from dsl_backend.vllm_plugin.sampler import row_sampler
 from tests.gpu_stand_in import counting, gpu
-from tests.sampling.verification_cases import random_step
 
 CPU = torch.device("cpu")
 # Of the emulated GPU: few, so that programs process several work tiles.
