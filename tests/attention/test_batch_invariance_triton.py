@@ -36,17 +36,30 @@ ALWAYS_SPLIT = 1 << 10
 
 
 @pytest.fixture(autouse=True)
-def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rounding for tl.fma in Triton's interpreter too: with two, a sum's order would not matter."""
+def arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's interpreter computes otherwise than a GPU.
+
+    tl.fma rounds once: with two roundings a sum's order would not matter. A row of tl.dot has the same bits wherever it
+    is in its tile: numpy's float32 products have not, on processors whose BLAS has several kernels for a product.
+    """
     if torch.cuda.is_available():
         return
+    import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
+    create_dot = InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        zeros = TensorHandle(np.zeros(d.data.shape, np.float64), tl.float64)
+        product = create_dot(self, a, b, zeros, *options).data
+        return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
     monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @dataclass(frozen=True)
