@@ -11,6 +11,7 @@ from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import Scaling
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.verification_spec import Known
 from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.testing import fuzz
 from dsl_backend.testing.cases import FULL, Case
@@ -21,6 +22,7 @@ from dsl_backend.testing.linear import LinearCase
 from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
+from dsl_backend.testing.verification import VerificationCase
 
 ON_GPU = torch.cuda.is_available()
 SIZES = fuzz.REAL if ON_GPU else fuzz.TINY
@@ -75,6 +77,7 @@ def test_source_rebuilds_a_case() -> None:
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
+    names |= {"VerificationCase": VerificationCase, "Known": Known}
     names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig, "ExpertsCase": ExpertsCase}
     names |= {"RouterWeights": RouterWeights, "Activation": Activation}
     for family in fuzz.FAMILIES:
