@@ -11,7 +11,6 @@ from emulator.errors import EmulatorError
 from emulator.host.launch import Launch
 from emulator.machine import Machine
 from emulator.machine.findings import Finding, Kind
-from emulator.machine.launch import Run
 
 SCHEDULES = ("lazy", "eager", "random")
 ENDLESS = 3  # times the instructions of the kernel without a mistake
@@ -28,6 +27,10 @@ class Recording(Machine):
         self.launches.append(launch)
         super().launch(launch)
 
+    def overlap(self, launches: Sequence[Launch]) -> None:
+        self.launches.extend(launches)
+        super().overlap(launches)
+
     @property
     def instructions(self) -> int:
         return sum(int(one.sum()) for kernel in self.profile.kernels.values() for one in kernel.executed.values())
@@ -43,14 +46,17 @@ class Mutating(Machine):
     """Runs a mutant in the place of one kernel."""
 
     def __init__(self, kernel: "Kernel", schedule: str, original: "Original", mutant: Mutant) -> None:
-        super().__init__(kernel.arch, kernel.sms, schedule)
+        super().__init__(kernel.arch, kernel.sms, schedule, limit=ENDLESS * original.instructions)
         self.original, self.mutant = original, mutant
 
     def launch(self, launch: Launch) -> None:
-        if launch.kernel == self.original.launch.kernel:
-            launch = self.mutant.apply(launch)
-        limit = ENDLESS * self.original.instructions
-        Run(launch, self.sms, self.schedule, self.seed, self.findings, self.profile, limit).execute()
+        super().launch(self.mutated(launch))
+
+    def overlap(self, launches: Sequence[Launch]) -> None:
+        super().overlap([self.mutated(launch) for launch in launches])
+
+    def mutated(self, launch: Launch) -> Launch:
+        return self.mutant.apply(launch) if launch.kernel == self.original.launch.kernel else launch
 
 
 @dataclass(frozen=True)
