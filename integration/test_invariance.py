@@ -31,6 +31,8 @@ SETTINGS = (
 )
 ALONE, *OTHERS = situations()
 MISTAKE = f"{invariance.THIS}:{invariance.splits_follow_the_batch.__name__}"
+# What vLLM logs for MLA on a CPU without AMX: prompts are processed whole there.
+WHOLE_PROMPTS = "forcing chunked prefill and prefix caching to be disabled"
 Key = tuple[str, str, str]
 
 
@@ -63,7 +65,10 @@ def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> dict[Key,
 )
 def test_same_bits(results: dict[Key, Outcome], name: str, setting: Setting, situation: Situation) -> None:
     alone = results[name, setting.id, ALONE.id].answers[0]
-    answer = results[name, setting.id, situation.id].answers[0]
+    outcome = results[name, setting.id, situation.id]
+    if (situation.cached or situation.chunk != ALONE.chunk) and WHOLE_PROMPTS in outcome.log:
+        pytest.skip("vLLM neither caches nor chunks the prompts of MLA on a CPU without AMX")
+    answer = outcome.answers[0]
     given = invariance.sizes()
     assert (len(alone.prompt_logprobs), len(alone.tokens)) == (given.prompt - 1, given.answer)
     assert len(answer.prompt_logprobs) == (0 if situation.cached else given.prompt - 1)
