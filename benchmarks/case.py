@@ -5,6 +5,7 @@ This module is the same for all operators. Each operator has its own type of pro
 (`InputsT`); the harness only passes them from one of the operator's methods to the next.
 """
 
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,38 @@ class Case(Generic[ProblemT]):
     traffic_bytes: int
     flops: int
     axis: str | None = None
+
+
+class Described(Protocol):
+    """What a row says of its problem."""
+
+    @property
+    def parameters(self) -> Mapping[str, object]: ...
+
+    @property
+    def traffic_bytes(self) -> int: ...
+
+
+DescribedT = TypeVar("DescribedT", bound=Described)
+
+
+def case_of(name: str, problem: DescribedT, group: str = TABLE, axis: str | None = None) -> Case[DescribedT]:
+    """The row of a problem; `flops` is 0 where the problem has none."""
+    return Case(
+        id=name if group == TABLE else f"{group}-{name}",
+        group=group,
+        problem=problem,
+        parameters=problem.parameters,
+        traffic_bytes=problem.traffic_bytes,
+        flops=getattr(problem, "flops", 0),
+        axis=axis,
+    )
+
+
+def compared_rows(rows: int, most: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The first of some rows, the last one, and up to `most` random ones; int64, ascending."""
+    inner = random.Random(seed).sample(range(rows), min(most, rows))
+    return torch.tensor(sorted({0, rows - 1, *inner}), device=device)
 
 
 def select(cases: Sequence[Case], pattern: str | None, with_sweeps: bool = False) -> list[Case]:

@@ -7,21 +7,21 @@ the difference.
 """
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from dsl_backend.providers import Launch, Limits, Provider, Run, provider
+from dsl_backend.providers import Launch, Limits, Run, provider
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch, verification, verification_dispatch, verification_reference
 from dsl_backend.sampling import reference as definition
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 from dsl_backend.sampling.verification_spec import NO_TOKEN, Drafts, VerificationSpec, Verified
 
-from .case import SMALLEST, TABLE, Case, Reference
+from .case import SMALLEST, TABLE, Case, case_of
 from .check import EXACT
-from .columns import columns, missing, reasons
+from .columns import missing, reasons
+from .operator import RowsOperator
 from .sampling import problems
 from .sampling.problems import FILTERS, NEAR
 
@@ -49,6 +49,10 @@ class Problem:
     def traffic_bytes(self) -> int:
         """Every logit is read once."""
         return self.rows * (2 * self.vocab + 8)
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("requests", "drafts", "vocab", "filters", "temperature")}
 
     @property
     def limits(self) -> Limits:
@@ -247,56 +251,39 @@ provider("verification", name="Triton", objections=partial(objections, kernel="t
 
 def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
     name = f"{problem.filters}-t{problem.temperature:g}-{problem.requests}x{problem.drafts}x{problem.vocab}"
-    parameters = {name: getattr(problem, name) for name in ("requests", "drafts", "vocab", "filters", "temperature")}
-    return Case(
-        id=name if group == TABLE else f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=0,
-    )
+    return case_of(name, problem, group)
 
 
-@dataclass(frozen=True)
-class VerificationOperator:
+def cases() -> list[Case[Problem]]:
+    table = [("none", 1.0), ("none", 0.8), ("k+p", 0.8)]
+    found = [
+        case(Problem(requests=requests, drafts=DRAFTS, vocab=LLAMA, filters=filters, temperature=temperature))
+        for filters, temperature in table
+        for requests in (1, 16, 64, 128)
+    ]
+    small = [
+        Problem(requests=2, drafts=2, vocab=300, filters=filters, temperature=0.8)
+        for filters in FILTERS
+        if filters != "min-p"
+    ]
+    return found + [case(problem, SMALLEST) for problem in small]
+
+
+def poison(inputs: Inputs) -> None:
+    """Nothing: results lie in a provider's own buffers, where this package's have no token at first."""
+
+
+def operators() -> dict[str, RowsOperator]:
     """Draws a token for each row of logits and accepts drafts."""
-
-    name: str = "verification"
-    unit: str = "TB/s"
-
-    def cases(self) -> Sequence[Case[Problem]]:
-        table = [("none", 1.0), ("none", 0.8), ("k+p", 0.8)]
-        found = [
-            case(Problem(requests=requests, drafts=DRAFTS, vocab=LLAMA, filters=filters, temperature=temperature))
-            for filters, temperature in table
-            for requests in (1, 16, 64, 128)
-        ]
-        small = [
-            Problem(requests=2, drafts=2, vocab=300, filters=filters, temperature=0.8)
-            for filters in FILTERS
-            if filters != "min-p"
-        ]
-        return found + [case(problem, SMALLEST) for problem in small]
-
-    def providers(self, kernels: Sequence[str]) -> Sequence[Provider]:
-        return columns(self.name, ours, objections, kernels)
-
-    def build(self, problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
-        return build(problem, layers, device, seed)
-
-    def poison(self, inputs: Inputs) -> None:
-        """Nothing: results lie in a provider's own buffers, where this package's have no token at first."""
-
-    def reference(self, problem: Problem, inputs: Inputs, layer: int) -> Reference:
-        """Ones, one for each compared request: `verdict` returns 1 for tokens that are possible."""
-        values = torch.ones(len(inputs.compared), 1, dtype=torch.float64, device=inputs.compared.device)
-        return Reference(inputs.compared, values)
-
-    def compared(self, inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
-        return verdict(inputs, layer, result)
-
-
-def operators() -> dict[str, VerificationOperator]:
-    """Name -> operator."""
-    return {"verification": VerificationOperator()}
+    operator = RowsOperator(
+        name="verification",
+        unit="TB/s",
+        cases=cases,
+        make=ours,
+        objections=objections,
+        build=build,
+        reference=problems.reference,
+        poison=poison,
+        compared=verdict,
+    )
+    return {operator.name: operator}

@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from ..case import TABLE, Case
+from ..case import TABLE, Case, case_of
 from .problems import Problem, WriteProblem, dense, latent, packed
 
 K = 1024
@@ -37,18 +37,6 @@ def zipf_lengths(count: int, shortest: int = 16, longest: int = 32 * K, seed: in
     return tuple(round(shortest * (longest / shortest) ** draw.random()) for _ in range(count))
 
 
-def case(id: str, problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
-    return Case(
-        id=id if group == TABLE else f"{group}-{id}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=problem.flops,
-        axis=axis,
-    )
-
-
 def decode_cases(page: int = 16) -> list[Case[Problem]]:
     def row(
         h: tuple[int, int, int],
@@ -60,7 +48,7 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
         **more: object,
     ) -> Case:
         problem = dense(*h, [q] * batch, [keys] * batch, page_size=page, **more)  # type: ignore[arg-type]
-        return case(f"{heads(*h)}-b{batch}-k{length(keys)}", problem, group, axis)
+        return case_of(f"{heads(*h)}-b{batch}-k{length(keys)}", problem, group, axis)
 
     main = DECODE_HEADS[0]
     cases = [row(h, *shape) for h in DECODE_HEADS for shape in DECODE_SHAPES]
@@ -69,14 +57,14 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
     for h in DECODE_HEADS:
         for batch in (8, 64, 256):
             problem = dense(*h, [1] * batch, zipf_lengths(batch, seed=batch), page_size=page)
-            cases.append(case(f"{heads(*h)}-b{batch}", problem, "ragged"))
+            cases.append(case_of(f"{heads(*h)}-b{batch}", problem, "ragged"))
     cases += [row((64, 64, 8), b, 8 * K, "window128", window_left=127) for b in (8, 64)]
     cases += [row(main, b, 32 * K, "window4k", window_left=4 * K - 1) for b in (1, 16)]
     cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in DECODE_SHAPES]
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in DECODE_SHAPES]
     cases += [row((512, 16, 2), b, 8 * K, "hd512") for b in (1, 8, 64)]
     cases += [row(main, b, k, f"q{q}", q=q) for q in (1, 2, 4, 8) for b, k in ((8, 8 * K), (64, 4 * K))]
-    cases.append(case("hd64-h4x2", dense(64, 4, 2, [1, 1, 1], [5, 16, 40], page_size=page), "tiny"))
+    cases.append(case_of("hd64-h4x2", dense(64, 4, 2, [1, 1, 1], [5, 16, 40], page_size=page), "tiny"))
     return cases
 
 
@@ -91,24 +79,24 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
         **more: object,
     ) -> Case:
         problem = dense(*h, [new] * batch, [context + new] * batch, page_size=page, **more)  # type: ignore[arg-type]
-        return case(f"{heads(*h)}-{batch}x{length(new)}", problem, group, axis)
+        return case_of(f"{heads(*h)}-{batch}x{length(new)}", problem, group, axis)
 
     main = PREFILL_HEADS[0]
     # The same number of tokens, from many short requests to one long one.
     cases = [row(h, *shape, axis="max_q_len") for h in PREFILL_HEADS for shape in PREFILL_SHAPES]
     for h in PREFILL_HEADS[:2]:
         lens = zipf_lengths(16, seed=2)
-        cases.append(case(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))
+        cases.append(case_of(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))
     cases += [row(main, b, 2 * K, "context8k", context=8 * K) for b in (1, 4)]
     # A scheduler's step: a chunk of one prompt and the decodes of other requests.
     mixed = dense(*main, [1] * 63 + [2 * K], [4 * K] * 63 + [6 * K], page_size=page)
-    cases.append(case(f"{heads(*main)}-63x1+2k", mixed, "mixed"))
+    cases.append(case_of(f"{heads(*main)}-63x1+2k", mixed, "mixed"))
     cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
     cases += [row((64, 64, 8), *shape, "window128", window_left=127) for shape in PREFILL_SHAPES[1:]]
     cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in PREFILL_SHAPES]
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in PREFILL_SHAPES]
     cases += [row((512, 16, 2), *shape, "hd512") for shape in PREFILL_SHAPES]
-    cases.append(case("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
+    cases.append(case_of("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
     return cases
 
 
@@ -118,68 +106,57 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
         for q in (1, 2):
             for batch, keys in LATENT_SHAPES:
                 problem = latent(h, [q] * batch, [keys] * batch, page_size=page)
-                cases.append(case(f"h{h}-b{batch}-k{length(keys)}-q{q}", problem))
+                cases.append(case_of(f"h{h}-b{batch}-k{length(keys)}-q{q}", problem))
         cases += [
-            case(f"h{h}-b{b}-k8k", latent(h, [1] * b, [8 * K] * b, page_size=page), "batch", "requests")
+            case_of(f"h{h}-b{b}-k8k", latent(h, [1] * b, [8 * K] * b, page_size=page), "batch", "requests")
             for b in SWEEP_BATCHES
         ]
         for batch, keys in LATENT_SHAPES:
             problem = latent(h, [1] * batch, [keys] * batch, page_size=page, batch_invariant=True)
-            cases.append(case(f"h{h}-b{batch}-k{length(keys)}", problem, "invariant"))
+            cases.append(case_of(f"h{h}-b{batch}-k{length(keys)}", problem, "invariant"))
             for name, kind in FP8_GROUPS.items():
                 problem = latent(h, [1] * batch, [keys] * batch, page_size=page, kv_dtype=kind)
-                cases.append(case(f"h{h}-b{batch}-k{length(keys)}", problem, name))
+                cases.append(case_of(f"h{h}-b{batch}-k{length(keys)}", problem, name))
     for h in (16, 128):
         problem = latent(h, [1] * 64, zipf_lengths(64, seed=3), page_size=page)
-        cases.append(case(f"h{h}-b64", problem, "ragged"))
+        cases.append(case_of(f"h{h}-b64", problem, "ragged"))
         cases += [
-            case(f"h{h}-b{b}-k8k", latent(h, [q] * b, [8 * K] * b, page_size=page), f"q{q}")
+            case_of(f"h{h}-b{b}-k8k", latent(h, [q] * b, [8 * K] * b, page_size=page), f"q{q}")
             for q in (4, 8)
             for b in (8, 64)
         ]
         cases += [
-            case(f"h{h}-b{b}-k{length(keys)}", latent(h, [1] * b, [keys] * b, page_size=page), "short")
+            case_of(f"h{h}-b{b}-k{length(keys)}", latent(h, [1] * b, [keys] * b, page_size=page), "short")
             for b in (16, 64, 256)
             for keys in (256, K, 2 * K)
         ]
         # A served step: short prompts, which use absorbed MLA, together with decodes.
         cases += [
-            case(f"h{h}-{b}x1+{q}", latent(h, [1] * b + [q], [2 * q] * b + [q], page_size=page), "prompt")
+            case_of(f"h{h}-{b}x1+{q}", latent(h, [1] * b + [q], [2 * q] * b + [q], page_size=page), "prompt")
             for b, q in ((15, 256), (63, 256), (63, 448))
         ]
-    cases.append(case("h4", latent(4, [1, 2], [20, 40], page_size=page), "tiny"))
+    cases.append(case_of("h4", latent(4, [1, 2], [20, 40], page_size=page), "tiny"))
     return cases
 
 
 def packed_cases(page: int = 16) -> list[Case[Problem]]:
-    cases = [case(f"h16-{b}x{length(n)}", packed(16, [n] * b), axis="max_q_len") for b, n in PREFILL_SHAPES]
-    cases += [case(f"h128-{b}x{length(n)}", packed(128, [n] * b), "heads128") for b, n in ((8, K), (2, 4 * K))]
-    cases.append(case("h16-b16", packed(16, zipf_lengths(16, seed=2)), "ragged"))
-    cases.append(case("h2", packed(2, [7, 33]), "tiny"))
+    cases = [case_of(f"h16-{b}x{length(n)}", packed(16, [n] * b), axis="max_q_len") for b, n in PREFILL_SHAPES]
+    cases += [case_of(f"h128-{b}x{length(n)}", packed(128, [n] * b), "heads128") for b, n in ((8, K), (2, 4 * K))]
+    cases.append(case_of("h16-b16", packed(16, zipf_lengths(16, seed=2)), "ragged"))
+    cases.append(case_of("h2", packed(2, [7, 33]), "tiny"))
     return cases
 
 
 def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
-    def row(id: str, problem: WriteProblem, group: str = TABLE, axis: str | None = None) -> Case[WriteProblem]:
-        return Case(
-            id=id if group == TABLE else f"{group}-{id}",
-            group=group,
-            problem=problem,
-            parameters=problem.parameters,
-            traffic_bytes=problem.traffic_bytes,
-            flops=0,
-            axis=axis,
-        )
-
     def own(tokens: int, dtype: torch.dtype = torch.bfloat16) -> WriteProblem:
         return WriteProblem(tokens=tokens, heads_kv=8, head_dim=128, head_dim_v=128, page_size=page, kv_dtype=dtype)
 
     def mla(tokens: int) -> WriteProblem:
         return WriteProblem(tokens=tokens, heads_kv=1, head_dim=512, head_dim_v=64, page_size=page, latent=True)
 
-    cases = [row(f"hd128-h8-t{length(t)}", own(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
-    cases += [row(f"mla-t{length(t)}", mla(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
-    cases += [row(f"hd128-h8-t{length(t)}", own(t, FP8), "fp8") for t in (64, 8 * K)]
+    cases = [case_of(f"hd128-h8-t{length(t)}", own(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
+    cases += [case_of(f"mla-t{length(t)}", mla(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
+    cases += [case_of(f"hd128-h8-t{length(t)}", own(t, FP8), "fp8") for t in (64, 8 * K)]
     tiny = WriteProblem(tokens=5, heads_kv=2, head_dim=64, head_dim_v=64, page_size=page)
-    cases.append(row("hd64-h2-t5", tiny, "tiny"))
+    cases.append(case_of("hd64-h2-t5", tiny, "tiny"))
     return cases

@@ -13,7 +13,7 @@ from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
 
-from ..case import TABLE, Case
+from ..case import TABLE, Case, case_of
 from ..sweep import Class, Contest
 from . import rows, sweep
 from .problems import Problem, dense, latent, packed
@@ -33,7 +33,7 @@ def of_model(model: ModelShape) -> Iterator[tuple[Operation, Case[Problem]]]:
 
     def case(name: str, problem: Problem) -> Case[Problem]:
         dtype = getattr(torch, model.dtype)
-        return rows.case(name, dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype))
+        return case_of(name, dataclasses.replace(problem, dtype=dtype, kv_dtype=dtype))
 
     if model.is_mla:
         if (model.latent_rank, model.rope_dim) != DEEPSEEK:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of routed experts, its tensors, and the exact results of some tokens."""
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.providers import Limits
 
-from ..case import Reference
+from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
 
 COMPARED = 16  # number of compared tokens of a layer
@@ -131,9 +130,8 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
     """The first token, the last one and random ones in float64."""
-    inner = random.Random(seed).sample(range(problem.m), min(COMPARED, problem.m))
     given = inputs.layers[layer]
-    chosen = torch.tensor(sorted({0, problem.m - 1, *inner}), device=given.x.device)
+    chosen = compared_rows(problem.m, COMPARED, seed, given.x.device)
     operands = ExpertsOperands(
         x=given.x[chosen],
         w13=given.w13,

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from ..case import TABLE, Case
+from ..case import Case, case_of
 from .problems import Problem
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -18,27 +18,15 @@ SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SKEWED_TOKENS = (8, 128, 2048)
 
 
-def case(problem: Problem, name: str, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
-    return Case(
-        id=name if group == TABLE else f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=problem.flops,
-        axis=axis,
-    )
-
-
 def cases() -> list[Case[Problem]]:
-    found = [case(Problem(m=m, **model), f"{name}-{m}") for name, model in MODELS.items() for m in TOKENS]
+    found = [case_of(f"{name}-{m}", Problem(m=m, **model)) for name, model in MODELS.items() for m in TOKENS]
     qwen = MODELS["qwen3-30b"]
-    found += [case(Problem(m=m, **qwen), f"{m}", "sweep", "m") for m in SWEEP]
+    found += [case_of(f"{m}", Problem(m=m, **qwen), "sweep", "m") for m in SWEEP]
     found += [
-        case(Problem(m=m, routing=routing, **qwen), f"{routing}-{m}", "skewed")
+        case_of(f"{routing}-{m}", Problem(m=m, routing=routing, **qwen), "skewed")
         for routing in ("zipf", "one")
         for m in SKEWED_TOKENS
     ]
     tiny: dict[str, Any] = {"experts": 4, "hidden": 64, "width": 40, "topk": 2}
-    found += [case(Problem(m=m, **tiny), f"{m}", "tiny") for m in (1, 5)]
+    found += [case_of(f"{m}", Problem(m=m, **tiny), "tiny") for m in (1, 5)]
     return found

@@ -7,7 +7,7 @@ compiles the kernels of all rows and peers in parallel. `summary` prints what is
 
 from typing import Any
 
-from ..case import Case
+from ..case import Case, case_of
 from . import lost_rows, random_rows
 
 GROUPS = {"lost": lost_rows.problems, "random": random_rows.problems}
@@ -22,21 +22,10 @@ PEERS = {
 }
 
 
-def case(name: str, problem: Any, group: str) -> Case[Any]:
-    return Case(
-        id=f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=getattr(problem, "flops", 0),
-    )
-
-
 def cases(operator: str, page_size: int) -> list[Case[Any]]:
     """The rows of an operator, the lost ones first; none if it has none."""
     return [
-        case(name, problem, group)
+        case_of(name, problem, group)
         for group, problems in GROUPS.items()
         for name, problem in problems(operator, page_size)
     ]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer, its tensors, and the exact results of some rows."""
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from dsl_backend.linear import reference as eager
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.providers import Limits
 
-from ..case import Reference
+from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
 
 COMPARED = 16  # number of compared rows of a layer
@@ -87,7 +86,6 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
     """The first row, the last one and random ones in float64."""
-    inner = random.Random(seed).sample(range(problem.m), min(COMPARED, problem.m))
     given = inputs.layers[layer]
-    chosen = torch.tensor(sorted({0, problem.m - 1, *inner}), device=given.x.device)
+    chosen = compared_rows(problem.m, COMPARED, seed, given.x.device)
     return Reference(chosen, eager.exact(given.x[chosen], given.weight, activation=problem.spec.activation))

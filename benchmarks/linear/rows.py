@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of the linear benchmark: the default group, and further groups, selected by a regular expression."""
 
-from ..case import TABLE, Case
+from ..case import Case, case_of
 from .problems import Problem
 
 # (columns of the output, columns of x): gate and up projections of dense models.
@@ -25,32 +25,20 @@ PLAIN_LARGE = ((8192, 8192, 8192), (8192, 8192, 2048), (8192, 8192, 3072))
 PLAIN_FEW = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
 
 
-def case(problem: Problem, name: str, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
-    return Case(
-        id=name if group == TABLE else f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=problem.flops,
-        axis=axis,
-    )
-
-
 def cases() -> list[Case[Problem]]:
-    found = [case(Problem(m=m, n=n, k=k), f"{name}-{m}") for name, (n, k) in MAIN.items() for m in TOKENS]
+    found = [case_of(f"{name}-{m}", Problem(m=m, n=n, k=k)) for name, (n, k) in MAIN.items() for m in TOKENS]
     n, k = LLAMA_8B
-    found += [case(Problem(m=m, n=n, k=k), f"{m}", "sweep", "m") for m in SWEEP]
+    found += [case_of(f"{m}", Problem(m=m, n=n, k=k), "sweep", "m") for m in SWEEP]
     found += [
-        case(Problem(m=m, n=n, k=k), f"{name}-{m}", "held-out")
+        case_of(f"{name}-{m}", Problem(m=m, n=n, k=k), "held-out")
         for name, (n, k) in HELD_OUT.items()
         for m in HELD_OUT_TOKENS
     ]
-    found += [case(Problem(m=m, n=n, k=k, gated=False), f"{m}x{n}x{k}", "plain") for m, n, k in PLAIN_LARGE]
+    found += [case_of(f"{m}x{n}x{k}", Problem(m=m, n=n, k=k, gated=False), "plain") for m, n, k in PLAIN_LARGE]
     found += [
-        case(Problem(m=m, n=n, k=k, gated=False), f"{name}-{m}", "plain-few")
+        case_of(f"{name}-{m}", Problem(m=m, n=n, k=k, gated=False), "plain-few")
         for name, (n, k) in PLAIN_FEW.items()
         for m in (1, 16, 64)
     ]
-    found += [case(Problem(m=m, n=n, k=k), f"{m}x{n}x{k}", "tiny") for m, n, k in ((1, 8, 8), (3, 40, 64))]
+    found += [case_of(f"{m}x{n}x{k}", Problem(m=m, n=n, k=k), "tiny") for m, n, k in ((1, 8, 8), (3, 40, 64))]
     return found

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An RMSNorm, its tensors, and the exact results of some rows."""
 
-import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ from dsl_backend.norm import reference as eager
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
 from dsl_backend.providers import Limits
 
-from ..case import Reference
+from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
 
 COMPARED = 64  # number of compared rows of a layer
@@ -108,10 +107,8 @@ def poison(inputs: Inputs) -> None:
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
     """The first row, the last one and random ones in float64."""
-    draw = random.Random(seed)
-    inner = draw.sample(range(problem.rows), min(COMPARED, problem.rows))
     tensors = inputs.layers[layer]
-    chosen = torch.tensor(sorted({0, problem.rows - 1, *inner}), device=tensors.x.device)
+    chosen = compared_rows(problem.rows, COMPARED, seed, tensors.x.device)
     residual = None if tensors.residual is None else tensors.residual[chosen]
     part = tensors._replace(x=tensors.x[chosen], residual=residual)
     return Reference(chosen, eager.exact(part, problem.spec(), EPS).values)

@@ -4,7 +4,7 @@
 import torch
 from dsl_backend.norm.spec import Scaling
 
-from ..case import TABLE, Case
+from ..case import TABLE, Case, case_of
 from .problems import Problem
 
 K = 1024
@@ -17,16 +17,7 @@ WIDE = (64 * K, 128 * K, 256 * K)
 
 
 def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
-    name = f"{problem.rows}x{problem.width}"
-    return Case(
-        id=name if group == TABLE else f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=0,
-        axis=axis,
-    )
+    return case_of(f"{problem.rows}x{problem.width}", problem, group, axis)
 
 
 def cases() -> list[Case[Problem]]:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of logits to sample from, their parameters, and the check of the tokens."""
 
-import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from dsl_backend.providers import Limits
 from dsl_backend.sampling import reference as definition
 from dsl_backend.sampling.spec import Parameters, SamplingSpec
 
-from ..case import Reference
+from ..case import Reference, compared_rows
 from ..check import EXACT
 
 COMPARED = 8  # number of compared rows of a layer
@@ -66,6 +65,13 @@ class Layer:
     tokens: torch.Tensor
 
 
+class Compared(Protocol):
+    """Inputs that know which rows are compared."""
+
+    @property
+    def compared(self) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Inputs:
     layers: tuple[Layer, ...]
@@ -88,12 +94,17 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
         parameters = Parameters(seeds=ids[0], positions=ids[1], temperature=torch.ones(count, device=device), **filters)
         logits = logits.to(problem.spec.dtype)
         made.append(Layer(logits, parameters, torch.full((count,), -1, device=device)))
-    chosen = random.Random(seed).sample(range(count), min(COMPARED, count))
-    return Inputs(tuple(made), torch.tensor(sorted({0, count - 1, *chosen}), device=device))
+    return Inputs(tuple(made), compared_rows(count, COMPARED, seed, device))
 
 
-def reference(problem: Problem, inputs: Inputs) -> Reference:
-    """Ones, one for each compared row: `verdict` returns 1 for a right token."""
+def poison(inputs: Inputs) -> None:
+    """Fill the tokens with -1."""
+    for layer in inputs.layers:
+        layer.tokens.fill_(-1)
+
+
+def reference(problem: object, inputs: Compared, layer: int, seed: int = 0) -> Reference:
+    """Ones, one for each compared row, whatever the seed: `verdict` returns 1 for a right token."""
     values = torch.ones(len(inputs.compared), 1, dtype=torch.float64, device=inputs.compared.device)
     return Reference(inputs.compared, values)
 

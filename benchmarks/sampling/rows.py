@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of the sampling benchmark: the default group, and further groups, selected by a regular expression."""
 
-from ..case import SMALLEST, TABLE, Case
+from ..case import SMALLEST, TABLE, Case, case_of
 from .problems import FILTERS, Problem
 
 K = 1024
@@ -17,15 +17,7 @@ WHOLE_VOCAB = 201088
 def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
     suffix = "" if problem.dtype == "float32" else f"-{problem.dtype}"
     name = f"{problem.filters}-{problem.rows}x{problem.vocab}{suffix}"
-    return Case(
-        id=name if group == TABLE else f"{group}-{name}",
-        group=group,
-        problem=problem,
-        parameters=problem.parameters,
-        traffic_bytes=problem.traffic_bytes,
-        flops=0,
-        axis=axis,
-    )
+    return case_of(name, problem, group, axis)
 
 
 def cases() -> list[Case[Problem]]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row-wise softmax, its tensors, and the exact results of some rows."""
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from dsl_backend.checks import short
 from dsl_backend.providers import Limits
 from dsl_backend.softmax import reference as eager
 
-from ..case import Reference
+from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
 
 COMPARED = 64  # number of compared rows of a layer
@@ -73,8 +72,6 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
     """The first row, the last one and random ones in float64."""
-    draw = random.Random(seed)
-    inner = draw.sample(range(problem.rows), min(COMPARED, problem.rows))
     x = inputs.layers[layer].x
-    chosen = torch.tensor(sorted({0, problem.rows - 1, *inner}), device=x.device)
+    chosen = compared_rows(problem.rows, COMPARED, seed, x.device)
     return Reference(chosen, eager.exact(x[chosen], log=problem.log))

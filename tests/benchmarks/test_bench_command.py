@@ -16,8 +16,9 @@ from rich.console import Console
 import benchmarks
 from benchmarks import check, report, runner, timing
 from benchmarks.__main__ import parse
+from benchmarks.attention import rows
 from benchmarks.attention.problems import dense
-from benchmarks.attention.rows import case
+from benchmarks.case import case_of
 
 PACKAGE = pathlib.Path(benchmarks.__file__).parent
 ROW_KEYS = {
@@ -151,9 +152,8 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(monkeypatch: pytest.Monke
             raise runner.DeviceLostError("illegal address")
         return run_case(*arguments)  # type: ignore[arg-type]
 
-    operator = type(benchmarks.operators()["decode"])
-    tiny = case("one", dense(64, 4, 2, [1], [5]), "tiny")
-    monkeypatch.setattr(operator, "cases", lambda self: [tiny, case("two", tiny.problem, "tiny")])
+    tiny = case_of("one", dense(64, 4, 2, [1], [5]), "tiny")
+    monkeypatch.setattr(rows, "decode_cases", lambda page_size: [tiny, case_of("two", tiny.problem, "tiny")])
     monkeypatch.setattr(runner, "run_case", lose_it)
     status, text = bench("decode")
     assert status == 1
@@ -174,13 +174,13 @@ def rows_of_a_run() -> list[runner.Row]:
     broken = runner.Cell(provider="sometimes", status="error", message="ValueError: broke")
     return [
         runner.Row(
-            case=case("a", problem),
+            case=case_of("a", problem),
             floor_us=8.0,
             layers=6,
             cells=(timed("dsl", 10.0), timed("slow", 25.0), skipped, broken),
         ),
         runner.Row(
-            case=case("b", problem),
+            case=case_of("b", problem),
             floor_us=None,
             layers=1,
             cells=(timed("dsl", 123.4), timed("slow", 61.7), skipped, timed("sometimes", 12345.0)),

@@ -12,12 +12,11 @@ from benchmarks import check, runner, timing
 from benchmarks.attention import inputs, oracle
 from benchmarks.attention.inputs import Inputs
 from benchmarks.attention.problems import Problem, dense
-from benchmarks.attention.rows import case
-from benchmarks.case import Reference
+from benchmarks.case import Reference, case_of
 from dsl_backend.providers import Launch, Limits
 
 CPU = torch.device("cpu")
-CASE = case("two", dense(64, 4, 2, [1, 1], [5, 20]))
+CASE = case_of("two", dense(64, 4, 2, [1, 1], [5, 20]))
 SETTINGS = runner.Settings(seconds=0.01)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import command, held_out, runner, timing
-from benchmarks.case import Case
+from benchmarks.case import Case, case_of
 from benchmarks.check import Error
 from benchmarks.held_out import compile_ahead, random_rows, summary
 from benchmarks.held_out.draw import Draw
@@ -277,7 +277,7 @@ def test_a_process_without_a_device_leaves_tasks_to_others(monkeypatch: pytest.M
 def row(operator: str, name: str, **times: float) -> dict[str, Any]:
     """A measured row; the samples scatter by 1 %."""
     problem = SoftmaxProblem(rows=1, width=8)
-    case: Case[Any] = held_out.case(name, problem, "random")
+    case: Case[Any] = case_of(name, problem, "random")
     cells = tuple(
         runner.Cell(
             provider=provider,
@@ -299,7 +299,7 @@ def test_the_worst_row_is_printed_first_and_groups_have_their_means() -> None:
         row("linear", "d", dsl=10.0),
     ]
     cases = {
-        name: [held_out.case(key, SoftmaxProblem(rows=1, width=8), "random") for key in keys]
+        name: [case_of(key, SoftmaxProblem(rows=1, width=8), "random") for key in keys]
         for name, keys in (("softmax", "ab"), ("linear", "cde"))
     }
     assert list(summary.lines(cases, records)) == [
