@@ -22,7 +22,7 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.norm import launch
-from dsl_backend.norm.spec import FP8
+from dsl_backend.norm.spec import FP8, NormTensors
 from dsl_backend.rows import DTYPES, check_rows
 
 __all__ = ["rms_norm"]
@@ -78,11 +78,12 @@ def rms_norm(
         launch.check_out_dtype(out, out_dtype)
     if residual_out is None:
         residual_out = residual
+    tensors = NormTensors(x, residual, weight, scale, out, residual_out, scale_out)
     if torch.compiler.is_compiling():
         # One node of the graph.
         from dsl_backend.norm import ops
 
-        ops.RMS_NORM(x, weight, out, residual, residual_out, eps, weight_offset, scale, scale_out, kernel)
+        ops.RMS_NORM(*tensors, eps, weight_offset, kernel)
         return out
-    launch.run(x, weight, out, residual, residual_out, eps, weight_offset, scale, scale_out, kernel)
+    launch.run(tensors, eps, weight_offset, kernel)
     return out

@@ -20,16 +20,9 @@ def check_out_dtype(out: torch.Tensor, out_dtype: torch.dtype | None) -> None:
     )
 
 
-def check(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    scale_out: torch.Tensor | None,
-) -> None:
-    """Raise InvalidInput where the tensors do not match; arguments as `api.rms_norm`."""
+def check(tensors: NormTensors) -> None:
+    """Raise InvalidInput where the tensors do not match; they are described in `api.rms_norm`."""
+    x, residual, weight, scale, out, residual_out, scale_out = tensors
     check_rows("x", x)
     check_rows("out", out, (*DTYPES, FP8))
     check_like("out", out, x)
@@ -93,15 +86,7 @@ def spec_of(tensors: NormTensors, weight_offset: float) -> NormSpec:
     )
 
 
-def tensors_of(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    scale_out: torch.Tensor | None,
-) -> NormTensors:
+def prepared(tensors: NormTensors) -> NormTensors:
     """The tensors of a launch with the shapes and strides that kernels expect."""
 
     def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -111,40 +96,30 @@ def tensors_of(
         return None if tensor is None else tensor.view(-1)
 
     return NormTensors(
-        x=with_expected_strides(x),
-        residual=rows(residual),
-        weight=weight,
-        scale=flat(scale),
-        out=with_expected_strides(out),
-        residual_out=rows(residual_out),
-        scale_out=flat(scale_out),
+        x=with_expected_strides(tensors.x),
+        residual=rows(tensors.residual),
+        weight=tensors.weight,
+        scale=flat(tensors.scale),
+        out=with_expected_strides(tensors.out),
+        residual_out=rows(tensors.residual_out),
+        scale_out=flat(tensors.scale_out),
     )
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    scale: torch.Tensor | None,
-    scale_out: torch.Tensor | None,
-    kernel: str | None,
-) -> None:
+def run(tensors: NormTensors, eps: float, weight_offset: float, kernel: str | None) -> None:
     """Check the tensors, and launch; arguments as `api.rms_norm`."""
-    check(x, weight, out, residual, residual_out, scale, scale_out)
+    check(tensors)
     require(
-        weight is not None or weight_offset == 0,
+        tensors.weight is not None or weight_offset == 0,
         f"weight_offset is {weight_offset:g} and there is no weight: 0 is needed",
     )
-    if x.numel() == 0:
+    if tensors.x.numel() == 0:
         return
     # A tensor that torch.compile traces with has no address: not in `check`.
     require(
-        residual_out is None or residual_out.data_ptr() != out.data_ptr(), "residual_out and out are the same memory"
+        tensors.residual_out is None or tensors.residual_out.data_ptr() != tensors.out.data_ptr(),
+        "residual_out and out are the same memory",
     )
-    tensors = tensors_of(x, weight, out, residual, residual_out, scale, scale_out)
-    spec, target = spec_of(tensors, weight_offset), targets.detect(x.device)
+    tensors = prepared(tensors)
+    spec, target = spec_of(tensors, weight_offset), targets.detect(tensors.x.device)
     dispatch.chosen(spec, target, kernel)(tensors, eps, spec, target)

@@ -221,24 +221,11 @@ def launch_as_configured(case: NormCase, given: NormTensors) -> None:
     from dsl_backend.norm.cute import host
 
     function = host.build(host.key_of(spec_of(case, given), case.config), targets.detect(given.x.device))
-    function(*host.arguments_of(launch.tensors_of(*in_order(given))), EPS)
-
-
-def in_order(given: NormTensors) -> tuple[Any, ...]:
-    """The arguments of `launch.tensors_of`."""
-    return (
-        given.x,
-        given.weight,
-        given.out,
-        given.residual,
-        given.residual_out,
-        given.scale,
-        given.scale_out,
-    )
+    function(*host.arguments_of(launch.prepared(given)), EPS)
 
 
 def spec_of(case: NormCase, given: NormTensors) -> NormSpec:
-    return launch.spec_of(launch.tensors_of(*in_order(given)), case.weight_offset)
+    return launch.spec_of(launch.prepared(given), case.weight_offset)
 
 
 TOKEN, TENSOR = Scaling.TOKEN, Scaling.TENSOR

@@ -6,7 +6,7 @@ from dsl_backend.norm import launch
 from dsl_backend.norm.cute import host
 from dsl_backend.norm.spec import NormTensors
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.norm import EPS, NormCase, in_order, judge, spec_of, tensors
+from dsl_backend.testing.norm import EPS, NormCase, judge, spec_of, tensors
 
 SMEM_BYTES = 227 * 1024
 
@@ -18,6 +18,6 @@ def emulate(case: NormCase, arch: str, schedule: str, seed: int = 0) -> NormTens
     key = host.key_of(spec, case.config)
     assert key.config.objections(spec, SMEM_BYTES) == []
     with emulator.device(arch=arch, sms=4, schedule=schedule, seed=seed, strict=True):
-        host.build(key, from_arch(arch))(*host.arguments_of(launch.tensors_of(*in_order(given))), EPS)
+        host.build(key, from_arch(arch))(*host.arguments_of(launch.prepared(given)), EPS)
     judge(case, tensors(case), given)
     return given

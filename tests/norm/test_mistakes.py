@@ -14,7 +14,7 @@ from dsl_backend.norm import launch
 from dsl_backend.norm.cute import host, kernel
 from dsl_backend.primitives import reduce
 from dsl_backend.runtime import toolkit
-from dsl_backend.testing.norm import CASES, EPS, NormCase, in_order, judge, spec_of, spread, tensors
+from dsl_backend.testing.norm import CASES, EPS, NormCase, judge, spec_of, spread, tensors
 from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
 
@@ -70,7 +70,7 @@ def run(case: NormCase, made: Callable[..., object]) -> None:
         key = host.key_of(spec_of(case, given), case.config)
         with emulator.device(arch="sm_90a", sms=4, schedule=schedule, strict=True):
             function = function or toolkit.compiled(made(key), host.fake_args(key), "sm_90a", "")
-            function(*host.arguments_of(launch.tensors_of(*in_order(given))), EPS)
+            function(*host.arguments_of(launch.prepared(given)), EPS)
         judge(case, tensors(case), given)
 
 
