@@ -27,6 +27,8 @@ KNOWN = {one.id: one for one in EMULATED}
 RAGGED = Emulated(id="ragged", why="", case=replace(MANY, hidden=328, width=104, biases=True), config="split")
 ORDER = Emulated(id="order", why="", case=replace(MANY, tokens=300, num_experts=2), config="pingpong")
 TALL = Emulated(id="tall", why="", case=replace(MANY, tokens=250, num_experts=2, topk=1), config="tall")
+# More than a warp's lanes: other warps than the one that scans have counted some of them.
+MORE_EXPERTS = Emulated(id="more-experts", why="", case=replace(MANY, tokens=40, num_experts=40), config="split")
 SPREAD = replace(RAGGED, routing_ctas=3)
 BARRIER = "cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)"
 MISTAKES = [
@@ -41,9 +43,8 @@ MISTAKES = [
     (RAGGED, Mistake("no swizzle", grouped, "(vector ^ (row % 8))", "vector")),
     (
         RAGGED,
-        Mistake(
-            "x beyond its columns", grouped, "cutlass.Int32(16) if inside else cutlass.Int32(0)", "cutlass.Int32(16)"
-        ),
+        # What is copied from there alone is not seen: the weights beyond their columns are zeros.
+        Mistake("x beyond its columns", grouped, "inside = k_tile * BLOCK_K + vector * VECTOR <", "inside = 0 <"),
     ),
     (RAGGED, Mistake("rows of pairs", grouped, "// self.pairs_per_row", "")),
     (
@@ -68,7 +69,7 @@ MISTAKES = [
     (RAGGED, Mistake("a row too many", grouped, "top + row < work.rows and", "top + row <= work.rows and")),
     (RAGGED, Mistake("results in the order of rows", grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
     (RAGGED, Mistake("columns beyond the end", grouped, " and column < params.mOut.shape[1]:", ":")),
-    (ORDER, Mistake("consumers out of order", grouped, "if tile > 0:", "if tile > 9999:")),
+    (ORDER, Mistake("consumers out of order", grouped, "self.await_order(tile, group)", "pass")),
     (
         ORDER,
         Mistake(
@@ -107,7 +108,7 @@ MISTAKES = [
         ),
     ),
     (
-        KNOWN["padding"],
+        KNOWN["mapped"],
         Mistake("padding is an expert", routing, "if expert >= 0 and expert < known:", "if expert < known:"),
     ),
     (KNOWN["mapped"], Mistake("no map", routing, "local = mMap[local]", "local = local % experts")),
@@ -119,7 +120,7 @@ MISTAKES = [
         ),
     ),
     (
-        RAGGED,
+        ORDER,
         Mistake(
             "ranks are not moved on",
             routing,
@@ -128,7 +129,7 @@ MISTAKES = [
         ),
     ),
     (
-        RAGGED,
+        MORE_EXPERTS,
         Mistake(
             "counts are not awaited",
             routing,
@@ -137,7 +138,7 @@ MISTAKES = [
         ),
     ),
     (
-        RAGGED,
+        KNOWN["split"],
         Mistake("a tile too few", routing, "(rows + (self.tile_m - 1)) // self.tile_m", "(rows + 63) // self.tile_m"),
     ),
     (

@@ -45,15 +45,7 @@ class Gemm(GemmBase):
         """Launch; see `args.launch_args`."""
         weight_rows = 2 * self.box_n
         sOut_layout = self.sOut_layout()
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (MMA_M, weight_rows),
-        )
+        tiled_mma = self.tiled_mma(weight_rows)
         multicast = cutlass.const_expr(self.cluster > 1)
         params = self.params(
             args.operands,
@@ -68,6 +60,18 @@ class Gemm(GemmBase):
             cluster=(self.cluster, 1, 1) if multicast else None,
             stream=stream,
             use_pdl=True,
+        )
+
+    def tiled_mma(self, columns: int) -> cute.TiledMma:
+        """A warpgroup's products of 64 rows with so many columns."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.x_dtype,
+            self.weight_dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (MMA_M, columns),
         )
 
     def sOut_layout(self) -> cute.ComposedLayout:
@@ -161,32 +165,16 @@ class Gemm(GemmBase):
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        thr_mma = tiled_mma.get_slice(thread)
-        # Ping-pong: all of a tile's rows.
-        row_tile = 0 if cutlass.const_expr(self.pingpong) else group
-        sX_rows = cute.local_tile(sX, (self.consumer_m, BLOCK_K), (row_tile, 0, None))
-        tCrX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX_rows))
-        tCrW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
-        acc_shape = tiled_mma.partition_shape_C((self.consumer_m, 2 * self.box_n))
-        acc = cute.make_rmem_tensor(acc_shape, cutlass.Float32)
-        stride = cutlass.const_expr(CONSUMERS // self.consumers_of_tile)
-        start = group if cutlass.const_expr(self.pingpong) else 0
+        row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        start, stride = self.consumer_tiles(group)
         for i in cutlass.range(cute.ceil_div(tiles - start, stride), unroll=1):
             tile = start + i * stride
-            if cutlass.const_expr(self.pingpong):
-                # The other consumer has seen all its stages full: phases of a stage cannot be confused.
-                if tile > 0:
-                    cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP)
+            self.await_order(tile, group)
             m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
             if cutlass.const_expr(params.mBias is not None):
                 self.init_acc(params, acc, n_tile * self.columns, thread)
             self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
-            if cutlass.const_expr(self.pingpong):
-                if tile + 1 < tiles:
-                    cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
-            wgmma.wait_group(0)
-            fence_operand(acc)
-            pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
+            self.finish_mainloop(pipeline, acc, tile, tiles, k_tiles, group, thread)
             first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + row_tile * self.consumer_m
             self.epilogue(params, acc, sOut, group, thread, first_row, n_tile)
         if thread < 32:
@@ -205,6 +193,48 @@ class Gemm(GemmBase):
                     value = bias_of(params.mBias, column, box if self.gated else 0, n, self.interleaved)
                     for row in cutlass.range_constexpr(2 * self.mma_tiles_m):
                         acc[(a, row % 2, j + box * (self.box_n // 8)), row // 2, 0] = value
+
+    def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
+        """(row_tile, tCrX, tCrW, acc): which rows of a tile a consumer has, its operands, and its accumulators."""
+        thr_mma = tiled_mma.get_slice(thread)
+        # Ping-pong: all of a tile's rows.
+        row_tile = 0 if self.pingpong else group
+        sX_rows = cute.local_tile(sX, (self.consumer_m, BLOCK_K), (row_tile, 0, None))
+        tCrX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX_rows))
+        tCrW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
+        acc_shape = tiled_mma.partition_shape_C((self.consumer_m, 2 * self.box_n))
+        return row_tile, tCrX, tCrW, cute.make_rmem_tensor(acc_shape, cutlass.Float32)
+
+    def consumer_tiles(self, group):
+        """(start, stride) of a consumer's tiles among those of its CTA."""
+        return (group if self.pingpong else 0), CONSUMERS // self.consumers_of_tile
+
+    @cute.jit
+    def await_order(self, tile: cutlass.Int32, group: cutlass.Int32):
+        """Ping-pong: wait until the other consumer has issued the products of the tile before this one."""
+        if cutlass.const_expr(self.pingpong):
+            # The other consumer has seen all its stages full: phases of a stage cannot be confused.
+            if tile > 0:
+                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def finish_mainloop(
+        self,
+        pipeline: Pipeline,
+        acc: cute.Tensor,
+        tile: cutlass.Int32,
+        tiles: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Let the other consumer issue its products, and wait for one's own."""
+        if cutlass.const_expr(self.pingpong):
+            if tile + 1 < tiles:
+                cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
+        wgmma.wait_group(0)
+        fence_operand(acc)
+        pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
 
     @cute.jit
     def mainloop(
@@ -237,6 +267,15 @@ class Gemm(GemmBase):
             if k_tile > 0:
                 pipeline.warpgroup_release(position - 1, thread)
 
+    def epilogue_copy(self, thread):
+        """(copy_atom_r2s, thr_copy_r2s, tCrOut) of 64 rows of the output, from registers to shared memory."""
+        epi_tile = (MMA_M, self.columns)
+        matrices = 4 if self.columns % 16 == 0 else 2
+        copy_atom_r2s = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.out_dtype)
+        epi_mma = self.tiled_mma(self.columns)
+        thr_copy_r2s = cute.make_tiled_copy_C(copy_atom_r2s, epi_mma).get_slice(thread)
+        return copy_atom_r2s, thr_copy_r2s, cute.make_rmem_tensor(epi_mma.partition_shape_C(epi_tile), self.out_dtype)
+
     @cute.jit
     def epilogue(
         self,
@@ -249,24 +288,12 @@ class Gemm(GemmBase):
         n_tile: cutlass.Int32,
     ):
         """Accumulators to the output, 64 rows at a time, from row `first_row` on."""
-        epi_tile = cutlass.const_expr((MMA_M, self.columns))
-        matrices = cutlass.const_expr(4 if self.columns % 16 == 0 else 2)
-        copy_atom_r2s = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.out_dtype)
-        epi_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            epi_tile,
-        )
-        thr_copy_r2s = cute.make_tiled_copy_C(copy_atom_r2s, epi_mma).get_slice(thread)
+        copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
+        epi_tile = (MMA_M, self.columns)
         gOut = cute.local_tile(params.mOut, epi_tile, (None, None))
         tOsO, tOgO = cpasync.tma_partition(
             params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
-        tCrOut = cute.make_rmem_tensor(epi_mma.partition_shape_C(epi_tile), self.out_dtype)
         for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
             self.convert(params, acc, tCrOut, mma_tile, thread, first_row + mma_tile * MMA_M, n_tile * self.columns)
             # The TMA store that was issued last has read this buffer.

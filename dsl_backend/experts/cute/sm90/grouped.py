@@ -3,7 +3,7 @@
 
 The first product gathers each row of x by its pair's token, with cp.async by four warps, and writes the activation's
 result for the rows in order. The second one loads these rows by TMA and writes each row to its pair's place. Weights
-come by TMA; math warps, pipeline and staging of the output are those of `gemm/sm90/gemm.py`.
+come by TMA; consumers, pipeline and staging of the output are those of `gemm/sm90/gemm.py`.
 
 Rows of a tile beyond those of its expert hold what was there before: rows do not mix, and they are not stored.
 """
@@ -12,21 +12,18 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import cpasync
 
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS
-from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, ORDER_BARRIER, Gemm
+from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import box_layout
 from dsl_backend.gemm.views import bias_of, parts_view
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector, store_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
 from dsl_backend.primitives.schedule import raster
@@ -136,15 +133,7 @@ class GroupedGemm(Gemm):
             scratch.tile_count,
         )
         sOut_layout = self.sOut_layout()
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (MMA_M, 2 * self.box_n),
-        )
+        tiled_mma = self.tiled_mma(2 * self.box_n)
         self.kernel(params, tiled_mma, *self.smem_layouts(2 * self.box_n), sOut_layout).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -329,29 +318,14 @@ class GroupedGemm(Gemm):
         schedule = self.tiles_of_cta(params)
         k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        thr_mma = tiled_mma.get_slice(thread)
-        row_tile = 0 if cutlass.const_expr(self.pingpong) else group
-        sX_rows = cute.local_tile(sX, (self.consumer_m, BLOCK_K), (row_tile, 0, None))
-        tCrX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX_rows))
-        tCrW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
-        acc_shape = tiled_mma.partition_shape_C((self.consumer_m, 2 * self.box_n))
-        acc = cute.make_rmem_tensor(acc_shape, cutlass.Float32)
-        stride = cutlass.const_expr(CONSUMERS // self.consumers_of_tile)
-        start = group if cutlass.const_expr(self.pingpong) else 0
+        row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        start, stride = self.consumer_tiles(group)
         for i in cutlass.range(cute.ceil_div(schedule.count - start, stride), unroll=1):
             tile = start + i * stride
-            if cutlass.const_expr(self.pingpong):
-                # The other consumer has seen all its stages full: phases of a stage cannot be confused.
-                if tile > 0:
-                    cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP)
+            self.await_order(tile, group)
             work = self.work_tile(params, schedule, tile)
             self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
-            if cutlass.const_expr(self.pingpong):
-                if tile + 1 < schedule.count:
-                    cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
-            wgmma.wait_group(0)
-            fence_operand(acc)
-            pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
+            self.finish_mainloop(pipeline, acc, tile, schedule.count, k_tiles, group, thread)
             self.epilogue(params, acc, sOut, work, row_tile * self.consumer_m, group, thread)
 
     @cute.jit
@@ -366,20 +340,7 @@ class GroupedGemm(Gemm):
         thread: cutlass.Int32,
     ):
         """Accumulators to the output, 64 rows at a time, from row `first` of the tile on, as far as there are rows."""
-        epi_tile = cutlass.const_expr((MMA_M, self.columns))
-        matrices = cutlass.const_expr(4 if self.columns % 16 == 0 else 2)
-        copy_atom_r2s = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.out_dtype)
-        epi_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            epi_tile,
-        )
-        thr_copy_r2s = cute.make_tiled_copy_C(copy_atom_r2s, epi_mma).get_slice(thread)
-        tCrOut = cute.make_rmem_tensor(epi_mma.partition_shape_C(epi_tile), self.out_dtype)
+        copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
         for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
             top = first + mma_tile * MMA_M
             if top < work.rows:
