@@ -6,10 +6,8 @@ is free. A step that would end too late is stopped, and what it wrote until then
 """
 
 import argparse
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .processes import ROOT, child_environment
+from .processes import ROOT, child_environment, stop_group
 
 POLL_S = 0.2
-# Seconds from the request to stop until a step's processes are killed.
+# Seconds from the request to stop until a step's processes are killed, at most.
 GRACE_S = 5.0
 # Lines of a step's output that the summary repeats.
 TAIL_LINES = 30
@@ -177,8 +175,7 @@ def ended(run: Run) -> bool:
     status = run.process.poll()
     if status is not None:
         run.outcome = "ok" if status == 0 else f"status {status}"
-        # What it started may still run, and would disturb the next step.
-        kill(run, signal.SIGKILL)
+        stop(run)
     elif time.monotonic() >= run.until:
         stop(run)
         run.outcome = "stopped"
@@ -189,17 +186,8 @@ def ended(run: Run) -> bool:
 
 
 def stop(run: Run) -> None:
-    """Ends a step and all that it started."""
-    kill(run, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        run.process.wait(GRACE_S)
-    kill(run, signal.SIGKILL)
-    run.process.wait()
-
-
-def kill(run: Run, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(run.process.pid, number)
+    """End a step and all that it started, which may still run if the step has ended, and disturb the next one."""
+    stop_group(run.process, wait_s=GRACE_S / 2)
 
 
 def choose(names: str | None) -> list[Step]:

@@ -55,13 +55,17 @@ def free_port() -> int:
         return port
 
 
-def stop_group(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGINT) -> None:
-    """End a process that leads a group, and that group; returns when they are gone."""
+def stop_group(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGINT, wait_s: float = STOP_S) -> None:
+    """End a process that leads a group, and that group; returns when they are gone.
+
+    Args:
+        wait_s: seconds that it gets after each of the signals, before the next one.
+    """
     for number in (first, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
+            process.wait(wait_s)
             break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
