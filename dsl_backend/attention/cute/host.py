@@ -2,7 +2,7 @@
 """From a layer's spec and tensors to CuTe DSL kernels: their keys, functions and launches."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ class DenseKernel(LayerKernel):
         for kernel in self.others:
             kernel.prepare(lse, sinks)
 
-    @property
+    @cached_property
     def tiling(self) -> Tiling:
         return Tiling(
             rows=self.tile_m,
