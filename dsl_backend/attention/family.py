@@ -62,6 +62,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
+    # Metadata builders compile it, since they know the cache.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     tuned_configs=TUNED_CONFIGS,
     checks={

@@ -37,6 +37,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
+    # vLLM calls none of ours.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     checks={
         "experts": Check("experts", (Benchmark("experts", r"^qwen3-30b-\d+$", r"^qwen3-30b-(8|2048)$"),)),

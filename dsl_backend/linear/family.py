@@ -35,6 +35,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
+    # Fused layers compile theirs: a model's shape does not say which they are.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     tuned_configs=TUNED_CONFIGS,
     checks={

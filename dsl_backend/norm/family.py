@@ -33,6 +33,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
+    # vLLM calls none of ours.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     checks={"norm": Check("norm", (Benchmark("norm", r"^(fp8-)?\d+x\d+$", r"^4096x4096$"),))},
 )

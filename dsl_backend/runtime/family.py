@@ -61,6 +61,8 @@ class Family:
         typical_layers: name -> spec of layers as published models have them, for `dsl-backend doctor`.
         operations_of: the operations that a layer needs.
         precompile_specs: the CuTe DSL kernels that a model needs.
+        warm_up: whether vLLM's warm-up compiles them. Not where a layer or the sampler has its own compiled, and not
+            where vLLM calls none.
         served_by_others: layer of a model -> why CuTe DSL kernels do not serve it.
         tuned_configs: None where nothing is tuned.
         checks: name for `dsl-backend verify --families` -> what is checked and timed.
@@ -68,6 +70,7 @@ class Family:
 
     name: str
     precompile_specs: Callable[[ModelShape, Target], Iterable[PrecompileSpec]]
+    warm_up: bool = True
     tables: Mapping[str, Sequence[Entry[Any]]] = field(default_factory=dict)
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())

@@ -35,6 +35,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
+    # The sampler compiles its kernels when it makes its plans.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     checks={
         "sampling": Check(

@@ -24,6 +24,8 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
+    # vLLM calls none of ours.
+    warm_up=False,
     served_by_others=precompile.served_by_others,
     checks={"softmax": Check("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),))},
 )

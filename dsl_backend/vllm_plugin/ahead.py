@@ -13,7 +13,6 @@ import torch
 
 from dsl_backend import envs
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.families import NAMES
 from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
@@ -25,9 +24,6 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
-
-# Families that other functions handle, or that vLLM does not call.
-UNUSED = ("attention", "experts", "linear", "norm", "sampling", "softmax")
 
 # (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
 _begun: set[tuple[Any, ...]] = set()
@@ -102,7 +98,7 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_precompile.precompile_specs_of(spec, target)
-    wanted = [name for name in NAMES if name not in UNUSED]
+    wanted = [one.name for one in families.load_all() if one.warm_up]
     if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")
     if wanted:

@@ -21,11 +21,6 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 
-# Metadata builders compile attention, since they know the cache. The sampler compiles its kernels when it makes its
-# plans. vLLM calls no softmax, no norm and no experts of ours. Linear layers come from the list of fused ones, not from
-# the model's shape.
-ELSEWHERE = ("attention", "experts", "norm", "sampling", "softmax", "linear")
-
 
 class Provider:
     """Tells vLLM which units to compile."""
@@ -60,7 +55,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         if target.is_cpu:
             return []
         fused = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
-        wanted = [one.name for one in families.load_all() if one.name not in ELSEWHERE]
+        wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:
             return fused
         shape = model.shape_of(

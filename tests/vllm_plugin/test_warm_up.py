@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_backend.families import NAMES
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
@@ -90,7 +91,7 @@ def test_what_vllm_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         families,
         "load_all",
-        lambda: tuple(Family(name=name, precompile_specs=precompile_specs) for name in ("softmax", "sampling")),
+        lambda: tuple(dataclasses.replace(families.load(name), precompile_specs=precompile_specs) for name in NAMES),
     )
     warm_up.install(vllm_config())
     assert ours() == []
