@@ -191,8 +191,8 @@ def assert_rounded_once(
     usable = exact.isfinite() & single.isfinite()
     error = per_row(torch.where(usable, (single - exact).abs(), 0.0))
     largest = per_row(torch.where(exact.isfinite(), exact.abs(), 0.0))
-    slack = factor * error + ulps * torch.finfo(torch.float32).eps * largest
+    budget = factor * error + ulps * torch.finfo(torch.float32).eps * largest
     rounding = torch.where(exact.isfinite(), (nearest - exact).abs(), 0.0)
     if truncated and out.dtype == torch.bfloat16:
         rounding = torch.where(exact.isfinite(), torch.finfo(out.dtype).eps * exact.abs(), 0.0)
-    assert_errors_fit(out, exact, rounding + slack.view(-1, *[1] * (out.dim() - 1)), what)
+    assert_errors_fit(out, exact, rounding + budget.view(-1, *[1] * (out.dim() - 1)), what)

@@ -83,8 +83,8 @@ class FullRowSampler:
         return thread_max
 
     @cute.jit
-    def weigh(self, smem: SharedStorage, row: Row):
-        """Turn the blocks' sums of masses into sums in the row."""
+    def rescale_sums(self, smem: SharedStorage, row: Row):
+        """Rescale each block's sum, relative to its own maximum, to the row's."""
         for index in cutlass.range(cute.arch.thread_idx()[0], self.blocks(row.vocab), self.threads, unroll=1):
             weight = self.weight(row, cutlass.Float32(smem.sBlockMax[index]))
             smem.sBlockSum[index] = fixed_point.weighted(cutlass.Uint64(smem.sBlockSum[index]), weight)
@@ -165,7 +165,7 @@ class FullRowSampler:
         accepted = cutlass.Boolean(False)
         while not accepted:
             if by_block:
-                self.weigh(smem, row)
+                self.rescale_sums(smem, row)
             else:
                 self.sum_likelier(smem, row, bound, bound_id)
             sums = self.prefix_sums(smem, row)
