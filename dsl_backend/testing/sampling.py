@@ -192,6 +192,13 @@ CASES = (
         pad=6,
     ),
     SamplingCase(
+        id="small",
+        kind=TWO,
+        vocab=120,
+        rows=4 * (row(t=5), row(t=9, p=0.7), row(t=9, k=3)),
+        why="a vocabulary of fewer logits than threads, whole",
+    ),
+    SamplingCase(
         id="single",
         kind=TWO,
         vocab=1,

@@ -38,7 +38,7 @@ class CandidateSampler:
         More than max_candidates where they do not fit, and where no filter bounds them.
         """
         count = cutlass.Uint32(self.max_candidates + 1)
-        bounded_by_top_k = row.top_k <= self.groups
+        bounded_by_top_k = self.is_bounded_by_top_k(row)
         if bounded_by_top_k or row.min_prob > 0:
             bucket_range = cute.arch.fmax(row.row_max - lowest_group_max, cutlass.Float32(MIN_RANGE))
             bucket_scale = cutlass.Float32(BUCKETS - 1) / bucket_range
@@ -53,6 +53,11 @@ class CandidateSampler:
             self.cluster.barrier()
             count = self.count_candidates(smem)
         return count
+
+    @cute.jit
+    def is_bounded_by_top_k(self, row: Row):
+        """Whether the groups' maxima bound what top-k keeps. Of a row without top-k they are not those of segments."""
+        return row.top_k < row.vocab and row.top_k <= self.groups
 
     @cute.jit
     def bucket_of(self, row: Row, bucket_scale, x):
