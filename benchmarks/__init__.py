@@ -6,6 +6,7 @@ package with its rows, inputs, exact results and providers. All imports are rela
 package under another name.
 """
 
-from .command import Options, main, operators
+from .command import Options, operators
+from .entry import main
 
 __all__ = ["Options", "main", "operators"]

@@ -6,13 +6,16 @@ import pathlib
 import sys
 
 from . import campaign
-from .command import Options, main, operators
+from .command import Options, operators
 from .engine import command as engine
+from .entry import main
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure operators and their peers.")
-    parser.add_argument("op", nargs="*", metavar="OP", help=f"one or several of {', '.join(sorted(operators()))}")
+    parser.add_argument(
+        "op", nargs="*", metavar="OP", help=f"one or several of {', '.join(sorted(operators()))}; or dsls"
+    )
     parser.add_argument("--json", type=pathlib.Path, dest="json_path", help="write one JSON object on each line")
     parser.add_argument("--report", type=pathlib.Path, dest="report_path", help="write an HTML page with charts")
     parser.add_argument(

@@ -6,7 +6,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from . import (
     experts,
     facts,
     held_out,
+    launch,
     linear,
     measured,
     norm,
@@ -88,6 +89,7 @@ def operators(page_size: int = 16) -> dict[str, Any]:
     return {
         **attention.operators(page_size),
         **experts.operators(),
+        **launch.operators(),
         **linear.operators(),
         **norm.operators(),
         **sampling.operators(),
@@ -163,12 +165,15 @@ def run_rows(
     """Measures the cases in turn; returns their rows, and why the run ended early, or None if it did not.
 
     Args:
-        until: the `time.monotonic()` after which no further row is started.
+        until: the `time.monotonic()` after which no further row is started. With it, a provider that was not ready in
+            time is not asked again: its compiler would take the time of all rows.
     """
     rows: list[runner.Row] = []
     for case in cases:
         if until is not None and time.monotonic() >= until:
             break
+        if until is not None and rows:
+            providers = without_slow(providers, rows[-1])
         try:
             row = runner.run_case(operator, case, providers, device, settings)
         except runner.DeviceLostError as error:
@@ -179,6 +184,17 @@ def run_rows(
         rows.append(row)
         finished(row)
     return rows, None
+
+
+def without_slow(asked: Sequence[Provider], row: runner.Row) -> list[Provider]:
+    """The providers; those that were not ready in time in a row object to all others."""
+    slow = {cell.provider: cell.message for cell in row.cells if cell.message.startswith(runner.NOT_READY)}
+    return [
+        replace(one, objections=providers.Always(f"{row.case.id}: {slow[one.name]}"))
+        if isinstance(one, providers.Provider) and one.name in slow
+        else one
+        for one in asked
+    ]
 
 
 def main(
@@ -199,8 +215,8 @@ def main(
         the device does not exist.
     """
     console = console or Console()
-    known = operators(options.page_size)
     names = [op] if isinstance(op, str) else list(op)
+    known = operators(options.page_size)
     try:
         check_options(names, known, options)
         if options.held_out and not names:
@@ -240,17 +256,44 @@ def measure_all(
 ) -> int:
     """Measures all selections and writes the page if one is asked for; returns the exit status."""
     until = None if options.limit_seconds is None else time.monotonic() + options.limit_seconds
+    gathered = begin(selections, device, options, lines)
+    if options.held_out:
+        compile_all(selections, options, console, COMPILE_SHARE)
+    failed = measure_selections(selections, device, options, lines, gathered, console, until)
+    show_results(lines.entries, selections, options, console)
+    return 1 if failed else 0
+
+
+def begin(
+    selections: Sequence["Selection"], device: torch.device, options: Options, lines: report.JsonLines
+) -> dict[str, Any]:
+    """Gathers the facts of this machine and writes them as the first line."""
     gathered = facts.gather(device, options.commit)
     names = ("page_size", "seconds", "flush", "held_out", "limit_seconds")
     sources = {one.operator.name: {column.name: column.source for column in one.providers} for one in selections}
     lines.write(
         {"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}, "providers": sources}
     )
+    return gathered
+
+
+def measure_selections(
+    selections: Sequence["Selection"],
+    device: torch.device,
+    options: Options,
+    lines: report.JsonLines,
+    gathered: Mapping[str, Any],
+    console: Console,
+    until: float | None,
+) -> bool:
+    """Measures all selections in turn; returns whether this package failed in some row, or the run ended early.
+
+    Args:
+        until: the `time.monotonic()` after which no further row is started.
+    """
     settings = runner.Settings(
         seconds=options.seconds, prepare_seconds=options.prepare_seconds, flush=options.flush, seed=options.seed
     )
-    if options.held_out:
-        compile_all(selections, options, console)
     failed = False
     for index, selection in enumerate(selections):
         progress = progress_of(selection, gathered, console)
@@ -263,8 +306,7 @@ def measure_all(
         failed |= selection.failed(lines) or ended is not None
         if ended is not None:
             break
-    show_results(lines.entries, selections, options, console)
-    return 1 if failed else 0
+    return failed
 
 
 def show_results(
@@ -291,9 +333,9 @@ def share_of(selections: Sequence["Selection"], until: float | None) -> float | 
     return time.monotonic() + (until - time.monotonic()) * rows[0] / sum(rows)
 
 
-def compile_all(selections: Sequence["Selection"], options: Options, console: Console) -> None:
-    """Compiles the kernels of all rows and providers in parallel."""
-    limit = math.inf if options.limit_seconds is None else COMPILE_SHARE * options.limit_seconds
+def compile_all(selections: Sequence["Selection"], options: Options, console: Console, share: float) -> None:
+    """Compiles the kernels of all rows and providers in parallel, for at most that share of the time limit."""
+    limit = math.inf if options.limit_seconds is None else share * options.limit_seconds
     tasks = [
         compile_ahead.Task(selection.operator, case, provider, options.device, options.prepare_seconds)
         for selection in selections
@@ -373,7 +415,7 @@ class Selection:
         return any(
             cell["status"] in ("error", "wrong")
             for entry in lines.entries
-            if entry.get("operator") == self.operator.name
+            if entry["kind"] == "row" and entry["operator"] == self.operator.name
             for cell in entry["cells"]
             if cell["provider"] in self.own
         )

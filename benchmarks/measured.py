@@ -14,6 +14,8 @@ Record = dict[str, Any]
 OURS = "dsl"
 # The kinds of other lines that `dsl-backend verify` writes.
 VERIFIED = {"doctor", "verify", "check", "summary"}
+# The kinds of other lines that `dsl-backend bench dsls` writes.
+COMPARED = {"compile", "code"}
 
 
 def is_ours(provider: str) -> bool:
@@ -22,7 +24,9 @@ def is_ours(provider: str) -> bool:
 
 
 def read(path: Path) -> list[Record]:
-    """The environments and rows of a file of `bench --json` or `verify --json`. An unfinished last line is skipped.
+    """The environments, rows and comparisons of a file of `bench --json` or `verify --json`.
+
+    An unfinished last line is skipped.
 
     Raises:
         ValueError: the file is not one of these.
@@ -33,7 +37,7 @@ def read(path: Path) -> list[Record]:
         records = []
     if not records or not isinstance(records[0], dict) or records[0].get("kind") != "environment":
         raise ValueError(f"{path} was not written by `bench OP --json`: its first line is not of kind `environment`")
-    strange = {str(record.get("kind")) for record in records} - {"environment", "row"} - VERIFIED
+    strange = {str(record.get("kind")) for record in records} - {"environment", "row"} - VERIFIED - COMPARED
     if strange:
         raise ValueError(f"{path}: lines of kind {', '.join(sorted(strange))}: only rows of `bench OP` are accepted")
     return [record for record in records if record["kind"] not in VERIFIED]
@@ -78,6 +82,8 @@ def gather(records: Sequence[Record]) -> tuple[list[Record], list[Section]]:
     for record in records:
         if record["kind"] == "environment":
             environments.append(record)
+            continue
+        if record["kind"] in COMPARED:
             continue
         key = (record["operator"], environments[-1]["device"])
         sections.setdefault(key, Section(*key)).rows[record["id"]] = record

@@ -7,6 +7,7 @@ from pathlib import Path
 from . import charts, document
 from .case import TABLE
 from .document import facts_line, text
+from .dsls import parts as dsls_parts
 from .measured import Comparison, Record, Section, axis_of, compare, differing, gather, measured, order, panels, tally
 from .report import microseconds
 
@@ -46,6 +47,7 @@ def render(records: Sequence[Record]) -> str:
     parts.append(summary(sections, titles))
     parts += [section_part(section, name) for section, name in zip(sections, titles, strict=True)]
     parts += [latencies(sections, device) for device in devices]
+    parts += dsls_parts.of(records)
     parts.append(document.words(MEANING))
     return document.document(title, parts)
 
@@ -144,7 +146,18 @@ def section_part(section: Section, title: str) -> str:
         parts.append(f"<h3>{text(heading(group))}</h3>{facts_line(common(members))}")
         parts.append(pictures(members, names))
     parts.append(rows_table(section, rows, names))
+    parts += map(facts_line, left_out(rows, names))
     return "".join(parts)
+
+
+def left_out(rows: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """A line for each provider without a column that says why."""
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for cell in row["cells"]:
+            if cell["provider"] not in names:
+                reasons.setdefault(cell["provider"], {})[cell.get("message") or cell["status"]] = None
+    return [f"{name} was not run: {'; '.join(why)}" for name, why in reasons.items()]
 
 
 def heading(group: str) -> str:

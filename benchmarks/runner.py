@@ -19,6 +19,9 @@ from .devices import floor_us
 
 # Providers are timed in turns, so that a clock that falls as the GPU warms up affects all of them alike.
 ROUNDS = 6
+NOT_READY_TEXT = "not ready after"
+# How a cell's message begins whose provider was not ready in time.
+NOT_READY = f"TimeoutError: {NOT_READY_TEXT}"
 
 
 class DeviceLostError(RuntimeError):
@@ -83,7 +86,7 @@ def deadline(seconds: float) -> Iterator[None]:
         return
 
     def expire(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not ready after {seconds:g} s")
+        raise TimeoutError(f"{NOT_READY_TEXT} {seconds:g} s")
 
     previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

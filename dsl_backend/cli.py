@@ -92,7 +92,9 @@ def environment(
 def bench(
     op: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP ...]", help="Operations, such as decode; none for all of a report."),
+        typer.Argument(
+            metavar="[OP ...]", help="Operations, such as decode; none: all of a report; dsls: compare DSLs."
+        ),
     ] = None,
     json: Annotated[
         pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, one JSON object a line.")

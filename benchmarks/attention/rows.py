@@ -19,6 +19,8 @@ DECODE_HEADS = ((128, 32, 8), (64, 64, 8), (128, 8, 1))
 SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 128), (1, 4, 16, 64, 128)
 PREFILL_SHAPES = ((16, 1 * K), (4, 4 * K), (1, 16 * K))
 PREFILL_HEADS = ((128, 32, 8), (64, 64, 8), (256, 16, 2))
+# 16k tokens in prompts of these lengths, with as many key heads as query heads: the tables of FlashAttention's papers.
+LENGTHS, LENGTH_HEADS = tuple(512 * 2**i for i in range(6)), (128, 16, 16)
 LATENT_SHAPES = ((1, 8 * K), (8, 8 * K), (64, 4 * K), (128, 4 * K))
 
 
@@ -84,6 +86,7 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
     main = PREFILL_HEADS[0]
     # The same number of tokens, from many short requests to one long one.
     cases = [row(h, *shape, axis="max_q_len") for h in PREFILL_HEADS for shape in PREFILL_SHAPES]
+    cases += [row(LENGTH_HEADS, 16 * K // new, new, "lengths", axis="max_q_len") for new in LENGTHS]
     for h in PREFILL_HEADS[:2]:
         lens = zipf_lengths(16, seed=2)
         cases.append(case_of(f"{heads(*h)}-b16", dense(*h, lens, lens, page_size=page), "ragged"))

@@ -20,8 +20,11 @@ HELD_OUT = {
     "narrow": (1024, 2048),
 }
 HELD_OUT_TOKENS = (1, 7, 24, 64, 200, 640, 3000)
-# Plain products: square ones, the seed's, and the other projections of Llama-8B.
-PLAIN_LARGE = ((8192, 8192, 8192), (8192, 8192, 2048), (8192, 8192, 3072))
+# Plain products: 8192 x 8192 outputs over the depth, and the other projections of Llama-8B.
+PLAIN_DEPTHS = (2048, 3072, 4096, 6144, 8192, 12288, 16384)
+# Gate and up projections of 8192 tokens: hidden sizes d, and 5.3 d rows of both weights together.
+SWIGLU_DEPTHS = (2048, 3072, 4096, 5120, 6144, 8192)
+SWIGLU_OUTPUT = 85 / 32
 PLAIN_FEW = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
 
 
@@ -34,7 +37,10 @@ def cases() -> list[Case[Problem]]:
         for name, (n, k) in HELD_OUT.items()
         for m in HELD_OUT_TOKENS
     ]
-    found += [case_of(f"{m}x{n}x{k}", Problem(m=m, n=n, k=k, gated=False), "plain") for m, n, k in PLAIN_LARGE]
+    large = [Problem(m=8192, n=8192, k=k, gated=False) for k in PLAIN_DEPTHS]
+    found += [case_of(f"{one.m}x{one.n}x{one.k}", one, "plain", "k") for one in large]
+    layers = [Problem(m=8192, n=round(SWIGLU_OUTPUT * k), k=k) for k in SWIGLU_DEPTHS]
+    found += [case_of(f"{one.m}x{one.n}x{one.k}", one, "swiglu", "k") for one in layers]
     found += [
         case_of(f"{name}-{m}", Problem(m=m, n=n, k=k, gated=False), "plain-few")
         for name, (n, k) in PLAIN_FEW.items()

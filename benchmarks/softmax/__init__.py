@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax benchmark: this package, quack, torch, torch.compile, and this package's Triton kernel."""
+"""The softmax benchmark: this package and its Triton kernel, quack, Liger, FlashInfer, torch, torch.compile."""
 
 from ..operator import RowsOperator
 from . import problems, providers, rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of softmax: this package, quack, torch, torch.compile, and this package's Triton kernel."""
+"""The providers of softmax: this package and its Triton kernel, quack, Liger, FlashInfer, torch, torch.compile."""
 
 from functools import partial
 
@@ -74,6 +74,42 @@ def compiled(problem: Problem, inputs: Inputs) -> Run:
 
     made = torch.compile(softmax, dynamic=False, mode="max-autotune-no-cudagraphs")
     return lambda index: made(inputs.layers[index].x)
+
+
+def liger_objections(problem: Problem) -> list[str]:
+    found = missing("liger_kernel", "liger-kernel") + (["has no log-softmax"] if problem.log else [])
+    return found + equal_dtypes(problem)
+
+
+@provider("softmax", name="Liger", objections=liger_objections, package="liger-kernel")
+def liger(problem: Problem, inputs: Inputs) -> Run:
+    """Liger's Triton kernel, without its autograd function; it allocates the output."""
+    from liger_kernel.ops.softmax import _softmax_forward
+
+    def run(index: int) -> torch.Tensor:
+        made: torch.Tensor = _softmax_forward(inputs.layers[index].x)[0]
+        return made
+
+    return run
+
+
+def flashinfer_objections(problem: Problem) -> list[str]:
+    return missing("flashinfer", "flashinfer-python") + (["has no log-softmax"] if problem.log else [])
+
+
+@provider("softmax", name="FlashInfer", objections=flashinfer_objections, default=False, package="flashinfer-python")
+def flashinfer(problem: Problem, inputs: Inputs) -> Run:
+    """FlashInfer's softmax of a sampler. It works in float32: other inputs are converted, and its result is float32.
+
+    At first use it may compile kernels for minutes, so it runs only if named.
+    """
+    from flashinfer import sampling
+
+    def run(index: int) -> torch.Tensor:
+        made: torch.Tensor = sampling.softmax(inputs.layers[index].x)
+        return made
+
+    return run
 
 
 provider("softmax", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(

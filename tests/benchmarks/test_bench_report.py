@@ -261,7 +261,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 def test_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     page.write(example_rows.records(*OPERATORS), path)
-    # decode: bars and two sweeps over three kinds of heads; prefill: one; softmax: bars, four widths, three batches,
-    # narrow rows; launches.
-    shown = browser.require_shown(path, tmp_path / "page.png", 7 + 3 + 9 + 1)
+    # decode: bars and two sweeps over three kinds of heads; prefill: three, and lengths; softmax: bars, four widths,
+    # three batches, narrow rows; launches.
+    shown = browser.require_shown(path, tmp_path / "page.png", 7 + 4 + 9 + 1)
     assert shown.body.count(">ceiling</text>") >= 19

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows and columns of which operators the comparison has."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..case import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of an operator.
+
+    Attributes:
+        groups: of its rows.
+        peers: the columns beside this package's, also where they are not among the default ones.
+        compiled: the id of the row whose kernels' compile times are measured.
+        shows: what the rows are.
+    """
+
+    operator: str
+    groups: tuple[str, ...]
+    peers: tuple[str, ...]
+    compiled: str
+    shows: str
+
+
+# The quickest first.
+TABLES = (
+    Table(
+        operator="launch",
+        groups=("tiny",),
+        peers=("CuTe DSL", "Triton", "Gluon", "torch", "torch.compile", "Helion", "TileLang", "cuTile"),
+        compiled="tiny-add-40",
+        shows="the cost of a launch",
+    ),
+    Table(
+        operator="softmax",
+        groups=("grid",),
+        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack"),
+        compiled="grid-4096x8192",
+        shows="28 shapes",
+    ),
+    Table(
+        operator="linear",
+        groups=("plain", "swiglu"),
+        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack"),
+        compiled="swiglu-8192x10880x4096",
+        shows="8192 x 8192 over the depth, and layers with SwiGLU",
+    ),
+    Table(
+        operator="prefill",
+        groups=("lengths",),
+        peers=("TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
+        compiled="lengths-hd128-h16x16-8x2k",
+        shows="causal attention over lengths",
+    ),
+)
+
+
+def chosen(names: Sequence[str]) -> list[Table]:
+    """The tables of these operators; all of them without names.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    known = [table.operator for table in TABLES]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no table {', '.join(unknown)} of DSLs: choose from {', '.join(known)}")
+    return [table for table in TABLES if not names or table.operator in names]
+
+
+def spread(cases: Sequence[Case[Any]]) -> list[Case[Any]]:
+    """The cases in an order whose beginnings cover the whole range: first and last, then the middle of each gap.
+
+    A run that is cut off has a coarse table, and not the first half of a fine one.
+    """
+    found = dict.fromkeys([0, len(cases) - 1]) if cases else {}
+    while len(found) < len(cases):
+        ends = sorted(found)
+        found |= dict.fromkeys((low + high) // 2 for low, high in itertools.pairwise(ends))
+    return [cases[index] for index in found]

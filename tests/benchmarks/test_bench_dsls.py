@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench dsls`: its rows, their order, its lines, compile times in processes of their own, and its page."""
+
+import io
+import itertools
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import example_rows
+import pytest
+import torch
+from rich.console import Console
+
+import benchmarks
+from benchmarks import measured, page
+from benchmarks.dsls import NAME, code_lines, compile_child, compile_times, tables
+from benchmarks.dsls import command as compare
+from benchmarks.launch import providers as launch
+from dsl_backend.runtime.target import triton_interpreted
+from integration import browser
+
+Record = dict[str, Any]
+
+
+def run(*names: str, json_path: Path | None = None, **options: Any) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=80)
+    chosen = benchmarks.Options(**{"device": "cpu", "seconds": 0.01, **options})
+    status = benchmarks.main([NAME, *names], json_path, chosen, console)
+    assert isinstance(console.file, io.StringIO)
+    return status, console.file.getvalue()
+
+
+def selections(**options: Any) -> dict[str, Any]:
+    known = benchmarks.operators()
+    chosen = benchmarks.Options(**options)
+    return {one.operator: compare.selection(one, known[one.operator], chosen) for one in tables.TABLES}
+
+
+def test_the_tables() -> None:
+    found = selections()
+    ids = {name: {case.id for case in one.cases} for name, one in found.items()}
+    assert {case.id for case in found["softmax"].operator.cases() if case.group == "grid"} == ids["softmax"]
+    assert len(ids["softmax"]) == 28
+    depths = {case.problem.k for case in found["linear"].cases if not case.problem.gated}
+    assert (min(depths), max(depths)) == (2048, 16384)
+    for case in found["linear"].cases:
+        assert case.problem.m == 8192
+        # 5.3 d rows of weights, d columns
+        assert not case.problem.gated or case.problem.spec.weight_rows / case.problem.k == pytest.approx(5.3, abs=0.02)
+    assert all(case.problem.tokens == 16384 for case in found["prefill"].cases)
+    for table in tables.TABLES:
+        # Named peers exist: a name of none would be a column less.
+        assert {one.name for one in found[table.operator].providers} == {"dsl", *table.peers}
+        assert table.compiled in ids[table.operator]
+
+
+def test_a_cut_off_keeps_the_whole_range() -> None:
+    cases = selections()["softmax"].known
+    found = tables.spread(cases)
+    assert sorted(map(id, found)) == sorted(map(id, cases))
+    assert {cases.index(case) for case in found[:3]} == {0, 13, 27}
+    gaps = sorted(cases.index(case) for case in found[:9])
+    assert max(after - before for before, after in itertools.pairwise(gaps)) <= 4
+    assert [tables.spread(cases[:n]) for n in (0, 1)] == [[], cases[:1]]
+
+
+def test_a_run(tmp_path: Path) -> None:
+    lines, path = tmp_path / "rows.jsonl", tmp_path / "page.html"
+    status, text = run("softmax", json_path=lines, report_path=path, rows="3x40", peers="FlashInfer")
+    assert status == 0
+    environment, *records = map(json.loads, lines.read_text().splitlines())
+    assert environment["kind"] == "environment"
+    (row,) = (one for one in records if one["kind"] == "row")
+    assert [(one["provider"], one["status"]) for one in row["cells"]] == [("dsl", "ok"), ("FlashInfer", "skipped")]
+    times = {one["provider"]: one for one in records if one["kind"] == compile_times.KIND}
+    assert times["dsl"]["cold_s"] > 0
+    assert times["dsl"]["warm_s"] > 0
+    assert "flashinfer-python is not installed" in times["FlashInfer"]["message"]
+    assert "compile softmax tiny-3x40: dsl cold " in text
+    code = {one["provider"]: one for one in records if one["kind"] == code_lines.KIND}
+    assert code["dsl"]["lines"] > code["Triton"]["lines"] > 20
+    body = path.read_text()
+    assert "<h2>Compile times</h2>" in body
+    assert "<h2>Lines of code</h2>" in body
+    # The same page from the file.
+    again = tmp_path / "again.html"
+    assert run(report_path=again, sources=(lines,))[0] == 0
+    ids = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}")
+    assert ids.sub("", again.read_text()) == ids.sub("", body)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (("launches",), {}, "no table launches of DSLs: choose from launch, softmax, linear, prefill"),
+        ((), {"held_out": True}, "has its own rows and columns"),
+        ((), {"kernels": "cute"}, "has its own rows and columns"),
+        ((), {"rows": "nothing"}, "no row of dsls matches 'nothing'"),
+        ((), {"peers": "nobody"}, "no peer nobody"),
+        ((), {"device": "tpu"}, "device 'tpu' is not one of cuda, cpu"),
+    ],
+)
+def test_what_means_nothing_is_refused(names: tuple[str, ...], options: Record, message: str) -> None:
+    status, text = run(*names, **options)
+    assert status == 2
+    assert message in text
+
+
+def test_a_list() -> None:
+    status, text = run("linear", device="cuda", only_list=True)
+    assert status == 0
+    assert "swiglu     swiglu-8192x10880x4096" in text
+
+
+def compiled(until: float | None = None) -> Record:
+    operator = benchmarks.operators()["softmax"]
+    (case,) = (case for case in operator.cases() if case.id == "tiny-3x40")
+    (torch_s,) = (one for one in operator.providers([]) if one.name == "torch")
+    (record,) = compile_times.run([compile_times.Task("softmax", case, torch_s)], "cpu", until)
+    return record
+
+
+def test_a_provider_that_raises_has_a_message() -> None:
+    found = compile_child.main(["launch", "tiny-add-40", "cuTile", "cpu"])
+    assert found["status"] == "error"
+    assert "No module named 'cuda.tile'" in found["message"]
+
+
+def test_a_process_that_dies_has_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert compiled()["status"] == "error"
+    assert "its process ended with status 1" in compiled()["message"]
+
+
+def test_a_provider_that_is_too_slow_is_stopped() -> None:
+    began = time.monotonic()
+    assert compiled(began)["message"] == "no time was left"
+    assert compiled(began + 0.5)["message"] == "it was not ready in time"
+    assert time.monotonic() - began < 15
+
+
+def test_caches_are_empty_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process finds what the first one left; the next task finds nothing."""
+    seen = []
+
+    def asked(task: object, device: str, folder: Path, until: float | None) -> Record:
+        seen.append((folder, sorted(one.name for one in folder.iterdir())))
+        (folder / f"left-{len(seen)}").touch()
+        return {"seconds": float(len(seen))}
+
+    monkeypatch.setattr(compile_times, "asked", asked)
+    assert compiled()["warm_s"] == 2
+    assert compiled()["cold_s"] == 3
+    folders, contents = zip(*seen, strict=True)
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert contents == ([], ["left-1"], [], ["left-3"])
+
+
+PYTHON = '''
+"""A module's docstring,
+of two lines."""
+
+import torch  # a comment
+
+
+@torch.no_grad()
+def one(x):
+    """A docstring."""
+    # A comment.
+    return (
+        x
+        + 1
+    )
+
+
+class Two:
+    text = """no
+    docstring"""
+'''
+
+
+def test_lines_of_code() -> None:
+    assert code_lines.count(PYTHON) == 1 + 6 + 3
+    assert code_lines.count(PYTHON, ["one"]) == 6
+    with pytest.raises(ValueError, match="there is no three"):
+        code_lines.count(PYTHON, ["three"])
+
+
+def test_every_kernel_of_this_repository_has_lines() -> None:
+    for operator, sources in code_lines.SOURCES.items():
+        for name, source in sources.items():
+            record = code_lines.record(operator, name, source)
+            ours = source.package in (None, "dsl_backend")
+            assert record["status"] == "ok" or not ours, record
+
+
+def test_a_package_with_other_files_says_so() -> None:
+    source = code_lines.Source("dsl_backend", ("softmax/gone.py",))
+    assert "this version has other files" in code_lines.record("softmax", "dsl", source)["message"]
+
+
+SLOW = """
+import time
+from dsl_backend.providers import provider
+
+@provider("softmax", name="slow")
+def slow(problem, inputs):
+    time.sleep(30)
+"""
+
+
+def test_a_slow_compiler_does_not_take_the_time_of_every_row(tmp_path: Path) -> None:
+    """Without a time limit it is asked in every row."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    options = {"files": (tmp_path / "slow.py",), "prepare_seconds": 0.3, "peers": "none", "kernels": "reference"}
+    messages = []
+    for limit in (20.0, None):
+        lines = tmp_path / "rows.jsonl"
+        chosen = benchmarks.Options(device="cpu", seconds=0.01, rows="^tiny", limit_seconds=limit, **options)
+        assert benchmarks.main("softmax", lines, chosen, Console(file=io.StringIO())) == 0
+        rows = [json.loads(line) for line in lines.read_text().splitlines()][1:]
+        messages.append([row["cells"][-1]["message"] for row in rows])
+        assert [row["cells"][0]["status"] for row in rows] == ["ok", "ok"]
+    late = "TimeoutError: not ready after 0.3 s"
+    assert messages == [[late, f"tiny-3x40: {late}"], [late, late]]
+
+
+def test_rows_are_shown_in_the_operators_order() -> None:
+    found = selections()["softmax"]
+    rows = [{"kind": "row", "operator": "softmax", "id": case.id} for case in found.cases]
+    compiled = {"kind": "compile", "operator": "softmax", "id": found.known[0].id}
+    shown = compare.in_order([{"kind": "environment"}, *rows, compiled], {"softmax": found.operator})
+    assert [one.get("id") for one in shown] == [None, *(case.id for case in found.known), compiled["id"]]
+    assert shown[0]["kind"] == "environment"
+
+
+def records() -> list[Record]:
+    """A run that nobody made: all rows, two compile times, lines of code."""
+    rows = [
+        example_rows.row(name, case) for name, one in selections().items() for case in one.cases if name != "launch"
+    ]
+    facts = {"kind": "compile", "operator": "softmax", "id": "grid-4096x8192"}
+    times = [
+        {**facts, "provider": "dsl", "status": "ok", "cold_s": 1.234, "warm_s": 0.5},
+        {**facts, "provider": "Liger", "status": "skipped", "message": "liger-kernel is <not> installed"},
+    ]
+    return [example_rows.environment(), *rows, *times, *code_lines.records(["softmax"])]
+
+
+def test_the_page_says_why_a_provider_has_no_column() -> None:
+    body = page.render(records())
+    assert "Liger was not run: Liger is not installed" in body
+    assert "skipped: liger-kernel is &lt;not&gt; installed" in body
+    assert ">1.23</td>" in body
+
+
+def test_the_file_is_read_with_other_runs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records()))
+    environments, sections = measured.gather(measured.read(path))
+    assert len(environments) == 1
+    assert {one.operator for one in sections} == {"softmax", "linear", "prefill"}
+
+
+@browser.needs_chromium
+def test_in_a_browser(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    page.write(records(), path)
+    # softmax: four widths; linear: plain products and layers; prefill: one.
+    shown = browser.require_shown(path, tmp_path / "page.png", 4 + 2 + 1)
+    assert "Compile times" in shown.body
+
+
+def test_the_cute_kernel_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as this package does it, and as CuTe DSL's examples do."""
+    emulator = pytest.importorskip("emulator")
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from benchmarks.launch import problems, providers
+    from dsl_backend.runtime import target
+
+    class Stream:
+        cuda_stream = 0
+
+    problem = problems.Problem(elements=40)
+    inputs = problems.build(problem, 2, torch.device("cpu"), 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    for make in (
+        lambda: providers.with_tvm_ffi(inputs, target.from_arch("sm_90a")),
+        lambda: providers.plain_cute(problem, inputs),
+    ):
+        inputs.layers[1].out.fill_(torch.nan)
+        with emulator.device(arch="sm_90a", sms=2):
+            assert torch.equal(make()(1), inputs.layers[1].x + 1)
+
+
+def test_gluon_compiles() -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    gluon = pytest.importorskip("triton.experimental.gluon._runtime", reason="this Triton has no Gluon")
+    from triton.backends.compiler import GPUTarget
+
+    from benchmarks.launch.kernels.gluon_kernel import add_one
+    from benchmarks.launch.problems import THREADS
+
+    signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "elements": "i32", "BLOCK": "constexpr"}
+    source = gluon.GluonASTSource(add_one, signature=signature, constexprs={"BLOCK": THREADS})
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_launches_of_triton_and_torch(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    chosen = benchmarks.Options(
+        device="cpu", seconds=0.01, rows="^tiny|^add", peers="Triton,torch", kernels="reference"
+    )
+    assert benchmarks.main("launch", lines, chosen, Console(file=io.StringIO())) == 0
+    rows = [json.loads(line) for line in lines.read_text().splitlines()][1:]
+    assert [row["parameters"]["elements"] for row in rows] == [256, 40]
+    for row in rows:
+        statuses = {cell["provider"]: cell["status"] for cell in row["cells"]}
+        assert statuses == {"dsl:reference": "ok", "torch": "ok", "Triton": "ok" if triton_interpreted() else "skipped"}
+
+
+def test_a_launch_has_no_other_kernel() -> None:
+    problem = benchmarks.operators()["launch"].cases()[0].problem
+    assert launch.objections(problem, "reference") == []
+    assert "launch has no kernel 'sm90'" in launch.objections(problem, "sm90")[0]
