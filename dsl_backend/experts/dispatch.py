@@ -4,7 +4,7 @@
 from dsl_backend.experts.configs import KERNEL_ARCHS, candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.runtime import dispatch, toolkit
-from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
+from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "experts"
@@ -37,6 +37,11 @@ TABLE = (
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
 )
+
+
+def judge(spec: ExpertsSpec, target: Target) -> Judged[ExpertsSpec]:
+    """Every entry with its objections, best entry first."""
+    return dispatch.judge(TABLE, spec, target)
 
 
 def choose(spec: ExpertsSpec, target: Target, kernel: str | None = None) -> Entry[ExpertsSpec]:

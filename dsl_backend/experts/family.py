@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 
-from dsl_backend.experts import dispatch, precompile
+from dsl_backend.experts import dispatch, precompile, tuned
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI
 from dsl_backend.runtime.family import Benchmark, Check, Family
@@ -37,9 +37,10 @@ FAMILY = Family(
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,
-    # vLLM calls none of ours.
+    # Only layers that are served here have theirs compiled, by themselves.
     warm_up=False,
     served_by_others=precompile.served_by_others,
+    tuned_configs=tuned.TUNED_CONFIGS,
     checks={
         "experts": Check("experts", (Benchmark("experts", r"^qwen3-30b-\d+$", r"^qwen3-30b-(8|2048)$"),)),
     },

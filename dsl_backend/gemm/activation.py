@@ -2,6 +2,7 @@
 """Gated activations of a GEMM's epilogue."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from dsl_backend import checks
 
@@ -42,3 +43,26 @@ class Geglu:
 Activation = Swiglu | Geglu
 # gpt-oss' activation. Its checkpoints alternate gate and up rows: `interleaved`.
 SWIGLU_OAI = Swiglu(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def encoded(activation: Activation | None) -> tuple[str, list[float]]:
+    """An activation in types that an operator's schema allows; `decoded` is the inverse."""
+    if activation is None:
+        return "none", []
+    if isinstance(activation, Geglu):
+        return "geglu", [float(activation.tanh)]
+    limit = [] if activation.limit is None else [activation.limit]
+    return "swiglu", [activation.alpha, activation.beta, *limit]
+
+
+def decoded(name: str, parameters: list[float]) -> Activation | None:
+    return _decoded(name, tuple(parameters))
+
+
+@cache
+def _decoded(name: str, parameters: tuple[float, ...]) -> Activation | None:
+    if name == "none":
+        return None
+    if name == "geglu":
+        return Geglu(tanh=bool(parameters[0]))
+    return Swiglu(alpha=parameters[0], beta=parameters[1], limit=parameters[2] if len(parameters) > 2 else None)

@@ -10,7 +10,7 @@ output's dtype. NaN and infinities propagate as in torch.
 
 import torch
 
-from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu, encoded
 from dsl_backend.linear import eager, ops
 
 __all__ = ["SWIGLU_OAI", "Activation", "Geglu", "Swiglu", "linear"]
@@ -71,7 +71,7 @@ def compiled(
     kernel: str | None,
 ) -> torch.Tensor:
     """The layer inside torch.compile: one node of its graph."""
-    name, parameters = ops.encoded(activation)
+    name, parameters = encoded(activation)
     if out is None:
         return ops.LINEAR(x, weight, bias, residual, name, parameters, interleaved, batch_invariant, spare_sms, kernel)
     if residual is out:

@@ -15,6 +15,7 @@ from dsl_backend.gemm.spec import DTYPES, MOST, Dtypes
 from dsl_backend.linear import plan
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.workspace import current_stream
 
 
 def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
@@ -116,7 +117,7 @@ def linear(
             None if residual is None else side_by_side(residual),
             side_by_side(out),
         )
-        stream = plan.current_stream(x.device)
+        stream = current_stream(x.device)
         serving = known.plans.get(stream)
         if serving is None:
             serving = known.plans[stream] = plan_for(operands, n, stream, *asked)

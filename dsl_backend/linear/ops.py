@@ -1,36 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers as operators, each one node for torch.compile: `torch.ops.dsl_backend.linear` and in-place variants."""
 
-from functools import cache
-
 import torch
 
-from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
+from dsl_backend.gemm.activation import decoded
 from dsl_backend.linear import eager
 from dsl_backend.runtime.op import register_op
-
-
-def encoded(activation: Activation | None) -> tuple[str, list[float]]:
-    """An activation in types that an operator's schema allows; `decoded` is the inverse."""
-    if activation is None:
-        return "none", []
-    if isinstance(activation, Geglu):
-        return "geglu", [float(activation.tanh)]
-    limit = [] if activation.limit is None else [activation.limit]
-    return "swiglu", [activation.alpha, activation.beta, *limit]
-
-
-def decoded(name: str, parameters: list[float]) -> Activation | None:
-    return _decoded(name, tuple(parameters))
-
-
-@cache
-def _decoded(name: str, parameters: tuple[float, ...]) -> Activation | None:
-    if name == "none":
-        return None
-    if name == "geglu":
-        return Geglu(tanh=bool(parameters[0]))
-    return Swiglu(alpha=parameters[0], beta=parameters[1], limit=parameters[2] if len(parameters) > 2 else None)
 
 
 def linear(

@@ -11,7 +11,7 @@ from dsl_backend.linear import dispatch
 from dsl_backend.linear.kernel import Launch
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import Target
-from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, capturing
+from dsl_backend.runtime.workspace import Workspace, workspace_of
 
 
 class LinearPlan:
@@ -45,34 +45,6 @@ class LinearPlan:
 
 
 @cache
-def captured_flags(device: torch.device) -> CapturedFlags:
-    """The flags of all captured launches on a device."""
-    return CapturedFlags(device)
-
-
-@cache
-def workspace_of(device: torch.device, stream: int) -> Workspace:
-    """The workspace of all calls on a stream, as `current_stream` names it.
-
-    Graphs that were captured on one stream share it: they must not be replayed at the same time.
-    """
-    flags = captured_flags(device)
-    return Workspace(device, flags) if stream >= 0 else CapturedWorkspace(device, flags, -1 - stream)
-
-
-@cache
 def plan_of(spec: LinearSpec, target: Target, device: torch.device, stream: int, kernel: str | None) -> LinearPlan:
     """The plan of a problem; cached, since every call asks for it."""
     return LinearPlan(spec, target, workspace_of(device, stream), kernel)
-
-
-# A negative number for each captured stream, by device and handle.
-_captured: dict[tuple[torch.device, int], int] = {}
-
-
-def current_stream(device: torch.device) -> int:
-    """The stream's handle; a negative number of its own while it is captured; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    handle: int = torch.cuda.current_stream(device).cuda_stream
-    return _captured.setdefault((device, handle), -1 - len(_captured)) if capturing(device) else handle

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
 from dsl_backend.checks import short
 from dsl_backend.gemm.configs import Config, candidates, choose
@@ -19,50 +19,26 @@ from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
 
-class ProblemShape(tuned.ProblemShape):
-    """A layer's sizes, for a range of rows.
+class ProblemShape(tuned.RowsProblemShape):
+    """A layer's sizes, for a range of rows of x.
 
     Attributes:
-        least_rows, most_rows: of x, both inclusive.
         n, k: columns of the output and of x.
         gated: with an activation, whose weight is [2 n, k].
         sm_count: of the GPU; a partition of it has fewer.
     """
 
-    least_rows: PositiveInt
-    most_rows: PositiveInt
     n: PositiveInt
     k: PositiveInt
     gated: bool
     dtype: Literal["float16", "bfloat16"]
     sm_count: PositiveInt
 
-    @model_validator(mode="after")
-    def is_a_range(self) -> "ProblemShape":
-        if self.least_rows > self.most_rows:
-            raise ValueError(f"least_rows {self.least_rows} is more than most_rows {self.most_rows}")
-        return self
-
     @property
     def name(self) -> str:
         """As `--classes` of `dsl-backend tune` finds it: `linear-14336x4096-gated-bfloat16-m65-256`."""
         kind = "gated" if self.gated else "plain"
         return f"linear-{self.n}x{self.k}-{kind}-{self.dtype}-m{self.least_rows}-{self.most_rows}"
-
-    def holds(self, rows: int) -> bool:
-        return self.least_rows <= rows <= self.most_rows
-
-    def of_rows(self, least: int, most: int) -> "ProblemShape":
-        return self.model_copy(update={"least_rows": least, "most_rows": most})
-
-    def without(self, other: "ProblemShape") -> "tuple[ProblemShape, ...]":
-        if self.of_rows(1, 1) != other.of_rows(1, 1):
-            return (self,)
-        ranges = (
-            (self.least_rows, min(self.most_rows, other.least_rows - 1)),
-            (max(self.least_rows, other.most_rows + 1), self.most_rows),
-        )
-        return tuple(self.of_rows(least, most) for least, most in ranges if least <= most)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
@@ -29,6 +38,7 @@ from dsl_backend.runtime.target import Target
 FORMAT = 1
 
 ProblemShapeT = TypeVar("ProblemShapeT", bound="ProblemShape")
+RowsProblemShapeT = TypeVar("RowsProblemShapeT", bound="RowsProblemShape")
 
 
 class ProblemShape(BaseModel):
@@ -39,6 +49,38 @@ class ProblemShape(BaseModel):
     def without(self: ProblemShapeT, other: ProblemShapeT) -> tuple[ProblemShapeT, ...]:
         """The part of this shape that remains where the other one was measured again."""
         return () if self == other else (self,)
+
+
+class RowsProblemShape(ProblemShape):
+    """Problems of some sizes, for a range of rows.
+
+    Attributes:
+        least_rows, most_rows: both inclusive.
+    """
+
+    least_rows: PositiveInt
+    most_rows: PositiveInt
+
+    @model_validator(mode="after")
+    def is_a_range(self: RowsProblemShapeT) -> RowsProblemShapeT:
+        if self.least_rows > self.most_rows:
+            raise ValueError(f"least_rows {self.least_rows} is more than most_rows {self.most_rows}")
+        return self
+
+    def holds(self, rows: int) -> bool:
+        return self.least_rows <= rows <= self.most_rows
+
+    def of_rows(self: RowsProblemShapeT, least: int, most: int) -> RowsProblemShapeT:
+        return self.model_copy(update={"least_rows": least, "most_rows": most})
+
+    def without(self: RowsProblemShapeT, other: RowsProblemShapeT) -> tuple[RowsProblemShapeT, ...]:
+        if self.of_rows(1, 1) != other.of_rows(1, 1):
+            return (self,)
+        ranges = (
+            (self.least_rows, min(self.most_rows, other.least_rows - 1)),
+            (max(self.least_rows, other.most_rows + 1), self.most_rows),
+        )
+        return tuple(self.of_rows(least, most) for least, most in ranges if least <= most)
 
 
 class Measurement(BaseModel):

@@ -2,6 +2,7 @@
 """Scratch memory that launches share: partial results, and counters that are 0 before and after each launch."""
 
 import weakref
+from functools import cache
 
 import torch
 
@@ -121,3 +122,31 @@ def reset_all() -> None:
 def capturing(device: torch.device) -> bool:
     """Whether launches on the device's current stream are captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def captured_flags(device: torch.device) -> CapturedFlags:
+    """The flags of all captured launches on a device."""
+    return CapturedFlags(device)
+
+
+@cache
+def workspace_of(device: torch.device, stream: int) -> Workspace:
+    """The workspace of all calls on a stream, as `current_stream` names it.
+
+    Graphs that were captured on one stream share it: they must not be replayed at the same time.
+    """
+    flags = captured_flags(device)
+    return Workspace(device, flags) if stream >= 0 else CapturedWorkspace(device, flags, -1 - stream)
+
+
+# A negative number for each captured stream, by device and handle.
+_captured: dict[tuple[torch.device, int], int] = {}
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream's handle; a negative number of its own while it is captured; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return _captured.setdefault((device, handle), -1 - len(_captured)) if capturing(device) else handle

@@ -13,6 +13,9 @@ import torch
 
 from dsl_backend import envs
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.experts import precompile as experts_precompile
+from dsl_backend.experts import tuned
+from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
@@ -24,6 +27,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
+from dsl_backend.vllm_plugin.options import ServedBy
 
 # (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
 _begun: set[tuple[Any, ...]] = set()
@@ -67,6 +71,17 @@ def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
     begin(vllm_config, precompile_specs, "while the engine starts")
 
 
+def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:
+    """Start compiling what routed experts need and was not predicted."""
+    wanted = set(specs)
+
+    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
+        for spec in wanted:
+            yield from experts_precompile.precompile_specs_of(spec, target)
+
+    begin(vllm_config, precompile_specs, "while the engine starts")
+
+
 def first_time(vllm_config: Any, *facts: Any) -> bool:
     key = (id(vllm_config), *facts)
     if key in _begun:
@@ -98,8 +113,21 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_precompile.precompile_specs_of(spec, target)
+    experts = experts_precompile.spec_of(shape)
+    if isinstance(experts, ExpertsSpec) and predicts_experts(vllm_config, experts, target):
+        yield from experts_precompile.precompile_specs_of(experts, target)
     wanted = [one.name for one in families.load_all() if one.warm_up]
     if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")
     if wanted:
         yield from families.precompile_specs(shape, target, wanted)
+
+
+def predicts_experts(vllm_config: Any, spec: ExpertsSpec, target: Target) -> bool:
+    """Whether a model's routed experts will probably be served as the configuration has them."""
+    served_by, parallel = options.of(vllm_config).experts, vllm_config.parallel_config
+    if served_by is ServedBy.VLLM or vllm_config.lora_config is not None or parallel.enable_expert_parallel:
+        return False
+    if getattr(vllm_config, "quant_config", None) is not None:
+        return False
+    return served_by is ServedBy.DSL or bool(tuned.faster(spec, target))

@@ -359,6 +359,20 @@ def is_batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def weights_are_processed() -> bool:
+    """Whether the weights that are being loaded have another process's layout; 0.26 does not share weights."""
+    from vllm.model_executor import utils
+
+    processed = getattr(utils, "is_weights_pre_processed", None)
+    return processed is not None and bool(processed())
+
+
+def expert_ids_dtype(parallel: Any) -> torch.dtype:
+    """Of expert numbers, as the exchange of tokens that a FusedMoEParallelConfig has wants them."""
+    wide = ("use_deepep_ht_kernels", "use_deepep_v2_kernels")
+    return torch.int64 if any(getattr(parallel, name, False) for name in wide) else torch.int32
+
+
 def page_size(vllm_config: Any, backend: Any) -> int:
     """Tokens a page of the cache, as far as that is known when a model is made: vLLM settles it when it is loaded."""
     settings = vllm_config.cache_config

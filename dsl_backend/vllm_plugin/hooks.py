@@ -104,24 +104,27 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         name="loaded_models",
         changes="process_weights_after_loading is wrapped in the modules that load models: it first fuses gate/up "
-        "projections and their activations, by replacing a quant_method and a module of the model",
+        "projections and their activations, by replacing a quant_method and a module of the model, and sets the class "
+        "of routed experts' kernels (quant_method.experts_cls)",
         why="a projection and its activation are two modules, which a plugin can replace one by one and not as a pair; "
-        "that function is the first that is given a whole model, before a CPU packs its weights",
+        "vLLM's oracles choose experts' kernels from fixed lists; that function is the first that is given a whole "
+        "model, before weights are packed and kernels are made",
         versions="all",
-        remove_when="vLLM hands models to plugins when they are made, or fuses such pairs itself",
+        remove_when="vLLM hands models to plugins when they are made, or fuses such pairs itself and takes experts' "
+        "kernels from plugins",
         stage=Stage.FIRST_LAYER,
-        install="fused_mlp.fuse:install",
+        install="loaded_models:install",
         needed="compat:loaders_process_by_name",
     ),
     Hook(
         name="compilation_keys",
-        changes="vllm.envs.environment_variables has one more entry: the fused layers of this process",
+        changes="vllm.envs.environment_variables has one more entry: the changed layers of this process",
         why="the keys of cached compiled graphs hold vLLM's configuration and environment variables, and not what a "
         "plugin did to a model",
         versions="all",
         remove_when="vLLM takes factors of these keys from plugins",
         stage=Stage.FIRST_LAYER,
-        install="fused_mlp.fuse:extend_compilation_keys",
+        install="loaded_models:extend_compilation_keys",
         needed="compat:compilations_are_keyed_by_environment",
     ),
     Hook(

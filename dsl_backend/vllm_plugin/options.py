@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sets: the backend, and options through `--additional-config '{"dsl": {...}}'`."""
 
+import enum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
@@ -9,18 +10,28 @@ from dsl_backend.attention import dispatch
 from dsl_backend.vllm_plugin.enum_members import NAME
 
 
+class ServedBy(enum.Enum):
+    """Whose kernels serve a model's routed experts."""
+
+    MEASURED = "measured"  # dsl's where they were measured to be faster, for the numbers of tokens that they were
+    DSL = "dsl"
+    VLLM = "vllm"
+
+
 class Options(BaseModel):
     """The plugin's options.
 
     Attributes:
         attention_kernel: serve attention with the kernels of this name from the dispatch table, or not at all. By
             default each operation gets the best kernel that serves it.
+        experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     attention_kernel: str | None = None
+    experts: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
     mla_latent_queries: PositiveInt = 512

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dsl_backend.errors import InvalidInput
+from dsl_backend.experts import dispatch as experts_dispatch
+from dsl_backend.experts import precompile as experts_precompile
+from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import LinearSpec
@@ -20,6 +23,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
+from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
 
 
 class Provider:
@@ -54,16 +58,17 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         target = targets.detect()
         if target.is_cpu:
             return []
-        fused = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
+        layers = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
+        layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
         wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:
-            return fused
+            return layers
         shape = model.shape_of(
             settings.hf_text_config.to_dict(),
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             dtype=str(settings.dtype),
         )
-        return fused + families.precompile_specs(shape, target, wanted)
+        return layers + families.precompile_specs(shape, target, wanted)
     except InvalidInput as error:
         logger.warning("kernels are not compiled ahead of warm-up: %s", error)
         return []
@@ -78,6 +83,17 @@ def linear_units(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
     from dsl_backend.linear.triton import gemm
 
     yield PrecompileSpec("linear", gemm.prepare, spec, target)
+
+
+def experts_units(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernels of routed experts, Triton's too."""
+    if experts_dispatch.choose(spec, target).name != "triton":
+        yield from experts_precompile.precompile_specs_of(spec, target)
+        return
+    # Imports Triton.
+    from dsl_backend.experts.triton import kernels
+
+    yield PrecompileSpec("experts", kernels.prepare, spec, target)
 
 
 def install(vllm_config: Any) -> None:

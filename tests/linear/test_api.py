@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu, decoded, encoded
 from dsl_backend.gemm.configs import choose
 from dsl_backend.gemm.spec import Dtypes
-from dsl_backend.linear import api, dispatch, eager, ops, plan, precompile, reference
+from dsl_backend.linear import api, dispatch, eager, ops, precompile, reference
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.runtime import model
+from dsl_backend.runtime import model, workspace
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import CapturedFlags, CapturedWorkspace, Workspace, reset_all
 from dsl_backend.testing.linear import ACTIVATIONS, BF16, CASES, F16, check_linear, random_case
@@ -236,7 +236,7 @@ def test_old_gpus_have_no_bfloat16() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_operators_carry_activations(activation: object) -> None:
-    assert ops.decoded(*ops.encoded(activation)) == activation
+    assert decoded(*encoded(activation)) == activation
 
 
 def test_torch_compile_sees_one_node() -> None:
@@ -258,7 +258,7 @@ def test_torch_compile_of_any_number_of_rows() -> None:
     torch._dynamo.decorators.mark_unbacked(x, 0)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return ops.LINEAR(x, weight, None, None, *ops.encoded(Swiglu()), False, False, 0, None)
+        return ops.LINEAR(x, weight, None, None, *encoded(Swiglu()), False, False, 0, None)
 
     found = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(found, api.linear(x, weight, activation=Swiglu()))
@@ -285,17 +285,17 @@ class TestGraphs:
         cuda, handles = torch.device("cuda"), iter((70, 80, 70))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(handles)))
-        monkeypatch.setattr(plan, "_captured", {})
-        assert [plan.current_stream(cuda) for _ in range(3)] == [-1, -2, -1]
+        monkeypatch.setattr(workspace, "_captured", {})
+        assert [workspace.current_stream(cuda) for _ in range(3)] == [-1, -2, -1]
         cpu = torch.device("cpu")
-        workspaces = [plan.workspace_of(cpu, stream) for stream in (1, 2, -1, -2)]
+        workspaces = [workspace.workspace_of(cpu, stream) for stream in (1, 2, -1, -2)]
         workspaces[0].flags(5)
         assert len({workspace.flags(5).data_ptr() for workspace in workspaces}) == 4
         workspaces[2].flags(5).fill_(3)
         reset_all()
         assert not workspaces[2].flags(5).any(), "what memory held before a sleep is not what it holds after"
         with pytest.raises(InvalidInput, match="captured on 65 streams: 64 are the most"):
-            plan.workspace_of(cpu, -65).flags(5)
+            workspace.workspace_of(cpu, -65).flags(5)
 
     def test_capture_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts by three kernels: both products over tiles of one expert's tokens, and the sum over a token's experts."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,9 @@ from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.triton.tiles import activated, dot, kind_of
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
+
+# Rows of a tile: powers of two, the tallest last.
+TILE_HEIGHTS = (16, 32, 64, 128)
 
 
 @triton.jit
@@ -153,9 +157,40 @@ def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
     return partial(experts, spec, workspace)
 
 
+def prepare(spec: ExpertsSpec, target: Target) -> None:
+    """Compile what any number of tokens needs, with packed tensors: both products for each height of a tile."""
+
+    def tensor(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    integers = [tensor(size, dtype=torch.int32) for size in (spec.topk, experts + 1, experts + 1)]
+    routing = Routing(tensor(1, spec.topk, dtype=torch.int32), *integers)
+    weights = None if spec.router_weights is RouterWeights.NONE else tensor(1, spec.topk, dtype=torch.float32)
+    operands = ExpertsOperands(
+        tensor(1, hidden),
+        tensor(experts, 2 * width, hidden),
+        tensor(experts, hidden, width),
+        weights,
+        routing.ids,
+        tensor(experts, 2 * width) if spec.w13_bias else None,
+        tensor(experts, hidden) if spec.w2_bias else None,
+        None,
+        tensor(1, hidden),
+    )
+    for tile_m in TILE_HEIGHTS:
+        launches(spec, operands, routing, tensor(spec.topk, width), tensor(spec.topk, hidden), tile_m)
+
+
 def tile_of(spec: ExpertsSpec, tokens: int) -> int:
     """Rows of a tile: about what an expert has."""
-    return min(128, max(16, triton.next_power_of_2(tokens * spec.topk // spec.num_experts)))
+    rows = triton.next_power_of_2(tokens * spec.topk // spec.num_experts)
+    return min(TILE_HEIGHTS[-1], max(TILE_HEIGHTS[0], rows))
+
+
+def launcher(kernel: Any, grid: tuple[int, ...], like: torch.Tensor) -> Callable[..., Any]:
+    """Launches a kernel; where tensors are like a meta tensor it is only compiled."""
+    return partial(kernel.warmup, grid=grid) if like.is_meta else kernel[grid]
 
 
 def product(
@@ -176,7 +211,7 @@ def product(
     kind, alpha, beta, limit = kind_of(spec.activation if gated else None)
     tile_n, tile_k = (64 if gated or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
     tiles = pairs // tile_m + min(experts, pairs)
-    product_kernel[(tiles, triton.cdiv(n, tile_n))](
+    launcher(product_kernel, (tiles, triton.cdiv(n, tile_n)), x)(
         x,
         weight,
         weight if bias is None else bias,
@@ -220,11 +255,24 @@ def experts(spec: ExpertsSpec, workspace: Workspace, operands: ExpertsOperands) 
     scratch = workspace.partials(pairs * (hidden + width) // 2 + 1).view(spec.dtype)
     inner = scratch[: pairs * width].view(pairs, width)
     made = scratch[pairs * width : pairs * (width + hidden)].view(pairs, hidden)
+    launches(spec, operands, routing, inner, made, tile_m)
+
+
+def launches(
+    spec: ExpertsSpec,
+    operands: ExpertsOperands,
+    routing: Routing,
+    inner: torch.Tensor,
+    made: torch.Tensor,
+    tile_m: int,
+) -> None:
+    """Writes operands.out, with inner [M k, I] and made [M k, H] as scratch; with meta tensors it only compiles."""
+    tokens, hidden = operands.x.shape
     weights, where = operands.topk_weights, spec.router_weights
     scale = weights if where is RouterWeights.INPUT else None
     product(spec, routing, operands.x, operands.w13, operands.w13_bias, scale, inner, tile_m, True)
     product(spec, routing, inner, operands.w2, operands.w2_bias, None, made, tile_m, False)
-    combine_kernel[(tokens, triton.cdiv(hidden, 1024))](
+    launcher(combine_kernel, (tokens, triton.cdiv(hidden, 1024)), made)(
         made,
         made if weights is None else weights,
         routing.ids,

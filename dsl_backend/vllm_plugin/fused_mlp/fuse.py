@@ -5,16 +5,12 @@ A pair is fused after the model's weights are loaded, and before vLLM processes 
 (`method.GatedLinearMethod`), and its activation returns its input. Weights and their loaders do not change.
 """
 
-import functools
-import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from dsl_backend import __version__, envs
 from dsl_backend.linear import dispatch, tuned
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
@@ -24,44 +20,8 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations, match, reasons_against_engine
 
-# vLLM's modules that load models, and the function that each of them calls once the weights are loaded.
-LOADERS = (
-    "vllm.model_executor.model_loader.base_loader",
-    "vllm.model_executor.model_loader.weight_cache.ipc_loader",
-)
-LOADED = "process_weights_after_loading"
 # For each model that dsl serves in this process, in order: name of a fused activation -> spec of its layer.
 _fused: list[dict[str, LinearSpec]] = []
-
-
-def install() -> None:
-    """Make this process's model loaders fuse the models that they load. A second call changes nothing.
-
-    Models that dsl does not serve, loaded later in the same process, are not changed.
-    """
-    for name in LOADERS:
-        loader = sys.modules.get(name)
-        if loader is None:
-            continue
-        function = getattr(loader, LOADED, None)
-        if function is None:
-            logger.warning("vLLM serves all linear layers: %s has no %s", name, LOADED)
-        elif not hasattr(function, "wrapped_by_dsl"):
-            setattr(loader, LOADED, fusing(function))
-
-
-def fusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader's function that fuses the model first."""
-
-    @functools.wraps(function)
-    def wrapper(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        from vllm.config import get_current_vllm_config
-
-        fuse_model(model, get_current_vllm_config())
-        return function(model, *args, **kwargs)
-
-    wrapper.wrapped_by_dsl = True  # type: ignore[attr-defined]
-    return wrapper
 
 
 def fuse_model(model: nn.Module, vllm_config: Any) -> None:
@@ -111,20 +71,9 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
         logger.info("vLLM serves all linear layers: the model has no gated activation")
 
 
-def extend_compilation_keys() -> None:
-    """Add the fused layers to the keys of vLLM's cached compiled graphs. A second call changes nothing.
-
-    A graph that was compiled without fused layers is then not loaded for a model with them, nor the reverse.
-    """
-    from vllm import envs as theirs
-
-    theirs.environment_variables[envs.LINEAR.name] = compilation_key
-
-
 def compilation_key() -> str:
-    """The version of this package, and the fused layers of each model of this process."""
-    models = ["; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _fused]
-    return " | ".join([__version__, *models])
+    """The fused layers of each model of this process."""
+    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _fused)
 
 
 def fused_specs() -> set[LinearSpec]:

@@ -9,8 +9,8 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul, SiluAn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.utils.torch_utils import aux_stream
 
-from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
-from dsl_backend.linear import api, ops
+from dsl_backend.gemm.activation import Activation, Geglu, Swiglu, decoded, encoded
+from dsl_backend.linear import api
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import fused_is_faster
 from dsl_backend.runtime import target as targets
@@ -82,7 +82,7 @@ def gated_linear(
         x,
         weight,
         bias,
-        activation=ops.decoded(activation, parameters),
+        activation=decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
         spare_sms=target.sm_count // SPARED if on_second_stream(x.device) else 0,
@@ -116,7 +116,7 @@ class GatedLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self, spec: LinearSpec, activation: nn.Module) -> None:
         super().__init__()
-        self.activation, self.parameters = ops.encoded(spec.activation)
+        self.activation, self.parameters = encoded(spec.activation)
         self.interleaved, self.batch_invariant = spec.interleaved, spec.batch_invariant
         _activations[self.activation, tuple(self.parameters), self.interleaved] = activation
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes the models that vLLM loads, after their weights are loaded and before vLLM processes them."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dsl_backend import __version__, envs
+from dsl_backend.log import logger
+from dsl_backend.vllm_plugin.fused_mlp import fuse
+from dsl_backend.vllm_plugin.routed_experts import serve
+
+# vLLM's modules that load models, and the function that each of them calls once the weights are loaded.
+LOADERS = (
+    "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader",
+)
+LOADED = "process_weights_after_loading"
+
+
+def install() -> None:
+    """Make this process's model loaders change the models that they load. A second call changes nothing.
+
+    Models that dsl does not serve, loaded later in the same process, are not changed.
+    """
+    for name in LOADERS:
+        loader = sys.modules.get(name)
+        if loader is None:
+            continue
+        function = getattr(loader, LOADED, None)
+        if function is None:
+            logger.warning("vLLM serves all linear layers and routed experts: %s has no %s", name, LOADED)
+        elif not hasattr(function, "wrapped_by_dsl"):
+            setattr(loader, LOADED, changing(function))
+
+
+def changing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader's function that changes the model first."""
+
+    @functools.wraps(function)
+    def wrapper(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+        fuse.fuse_model(model, vllm_config)
+        serve.serve_experts(model, vllm_config)
+        return function(model, *args, **kwargs)
+
+    wrapper.wrapped_by_dsl = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def extend_compilation_keys() -> None:
+    """Add what is changed in models to the keys of vLLM's cached compiled graphs. A second call changes nothing.
+
+    A graph that was compiled without fused layers is then not loaded for a model with them, nor the reverse.
+    """
+    from vllm import envs as theirs
+
+    theirs.environment_variables[envs.LINEAR.name] = compilation_key
+
+
+def compilation_key() -> str:
+    """The version of this package, and the changed layers of each model of this process."""
+    return f"{__version__} | {fuse.compilation_key()} | {serve.compilation_key()}"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the routed experts of a model that this package serves, or why it does not."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.experts import dispatch, tuned
+from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.options import ServedBy
+
+# What is asked for by `--moe-backend` and is still served here, if `experts` is dsl.
+SAME_WEIGHTS = ("auto", "triton")
+
+
+class Service(NamedTuple):
+    """How a layer is served.
+
+    Attributes:
+        spec: of the layer, with this rank's sizes.
+        kernels: the class that vLLM makes for it.
+        ranges: of tokens that it serves; empty are all.
+    """
+
+    spec: ExpertsSpec
+    kernels: type
+    ranges: tuple[tuned.ProblemShape, ...] = ()
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no layer of an engine is served, whatever its model; empty where nothing is against it."""
+    reasons = []
+    if options.of(vllm_config).experts is ServedBy.VLLM:
+        reasons.append("additional_config['dsl']['experts'] is vllm")
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA (lora_config) adds to what both products return")
+    if compat.weights_are_processed():
+        reasons.append("the weights were laid out by another process, for kernels that are not known here")
+    return "; ".join(reasons)
+
+
+def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers of routed experts of a model, with their names; none of those that are served already."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts
+
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            kernels = getattr(module.quant_method, "experts_cls", None)
+            if not (isinstance(kernels, type) and issubclass(kernels, DSLExperts)):
+                yield name, module
+
+
+def judge(layer: Any, vllm_config: Any, target: Target) -> Service | str:
+    """How a layer is served, or why it stays vLLM's."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    method, moe = layer.quant_method, layer.moe_config
+    if type(method) is not UnquantizedFusedMoEMethod:
+        return f"{type(method).__name__} is not vLLM's method of 16-bit weights"
+    if method.experts_cls is None or method.moe_kernel is not None:
+        return "vLLM has no kernels to replace, or has made them already"
+    served_by = options.of(vllm_config).experts
+    if reason := reason_against_request(moe, served_by):
+        return reason
+    kernels = kernels_of(method.experts_cls)
+    supported, reason = kernels.is_supported_config(kernels, moe, None, None, kernels.activation_format())
+    if not supported:
+        return str(reason)
+    if reason := reason_against_rows(kernels, vllm_config, layer):
+        return reason
+    try:
+        spec = spec_of(layer, kernels)
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return Service(spec, kernels) if served_by is ServedBy.DSL else measured(Service(spec, kernels), target)
+
+
+def kernels_of(theirs: Any) -> Any:
+    """This package's class for the format of tokens that vLLM's kernels take."""
+    from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DSLExperts, Format
+
+    return BatchedDSLExperts if theirs.activation_format() is Format.BatchedExperts else DSLExperts
+
+
+def reason_against_request(moe: Any, served_by: ServedBy) -> str:
+    """Why what the user asks for leaves a layer to vLLM; empty where it does not."""
+    asked = getattr(moe, "moe_backend", "auto")
+    if asked != "auto" and (served_by is ServedBy.MEASURED or asked not in SAME_WEIGHTS):
+        return f"--moe-backend {asked} asks for vLLM's kernels"
+    if getattr(moe, "_defer_moe_finalize", False):
+        return "the model adds up a token's experts itself"
+    return ""
+
+
+def reason_against_rows(kernels: Any, vllm_config: Any, layer: Any) -> str:
+    """Why a step may have more rows than kernels take; empty where it may not."""
+    ranks = vllm_config.parallel_config.data_parallel_size
+    rows = ranks * vllm_config.scheduler_config.max_num_batched_tokens
+    if kernels.activation_format().name == "BatchedExperts":
+        parallel = layer.moe_config.moe_parallel_config
+        rows = layer.moe_config.max_num_tokens * parallel.ep_size * layer.local_num_experts
+    return "" if rows <= MAX_TOKENS else f"a step may have {rows} rows: {MAX_TOKENS} are the most"
+
+
+def spec_of(layer: Any, kernels: Any) -> ExpertsSpec:
+    """The spec of a layer as it is loaded.
+
+    Raises:
+        InvalidInput: its weights do not lie as kernels need them, or no kernel has such a layer.
+    """
+    from dsl_backend.vllm_plugin.routed_experts.kernels import activation_of
+
+    moe, method = layer.moe_config, layer.quant_method
+    activation, interleaved = activation_of(moe, method.get_fused_moe_quant_config(layer))
+    w13, w2 = layer.w13_weight, layer.w2_weight
+    check_weights(moe, layer.local_num_experts, w13, w2)
+    batched = kernels.activation_format().name == "BatchedExperts"
+    on_input = bool(layer.apply_router_weight_on_input)
+    mapped = layer.expert_map is not None and not batched
+    return ExpertsSpec(
+        num_experts=w13.shape[0],
+        hidden_size=w13.shape[2],
+        intermediate_size=w2.shape[2],
+        topk=1 if batched else moe.experts_per_token,
+        dtype=w13.dtype,
+        activation=activation,
+        interleaved=interleaved,
+        w13_bias=hasattr(layer, "w13_bias"),
+        w2_bias=hasattr(layer, "w2_bias"),
+        router_weights=RouterWeights.NONE if batched or on_input else RouterWeights.OUTPUT,
+        global_experts=layer.expert_map.shape[0] if mapped else None,
+        ids_dtype=torch.int32 if batched else compat.expert_ids_dtype(moe.moe_parallel_config),
+    )
+
+
+def check_weights(moe: Any, experts: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """Raises InvalidInput unless w13 is [experts, 2 I, H] and w2 [experts, H, I], as the model has I and H."""
+    sizes = (moe.hidden_dim, moe.intermediate_size_per_partition)
+    hidden, width = unpadded = (
+        getattr(moe, "hidden_dim_unpadded", None) or sizes[0],
+        getattr(moe, "intermediate_size_per_partition_unpadded", None) or sizes[1],
+    )
+    if sizes != unpadded:
+        raise InvalidInput(
+            f"vLLM has padded the sizes {unpadded} to {sizes} for other kernels: use --moe-backend triton"
+        )
+    for name, tensor, shape in (("w13", w13, (experts, 2 * width, hidden)), ("w2", w2, (experts, hidden, width))):
+        if tuple(tensor.shape) != shape or tensor.dim() != 3 or not tensor.is_contiguous():
+            raise InvalidInput(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: packed {list(shape)} is needed"
+            )
+        if tensor.dtype != moe.in_dtype:
+            raise InvalidInput(f"{name} is {tensor.dtype} and tokens are {moe.in_dtype}: one dtype is needed")
+
+
+def measured(service: Service, target: Target) -> Service | str:
+    """The service for the tokens that it was measured to be faster for; a reason where there are none."""
+    from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts, MeasuredExperts
+
+    ranges = tuple(tuned.faster(service.spec, target)) if service.kernels is DSLExperts else ()
+    if not ranges:
+        return (
+            f"nothing measured says that dsl is faster for {service.spec}: "
+            """--additional-config '{"dsl": {"experts": "dsl"}}' has dsl serve them"""
+        )
+    return Service(service.spec, MeasuredExperts, ranges)

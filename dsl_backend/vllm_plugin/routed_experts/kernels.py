@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This package's experts as vLLM's fused MoE kernels: the classes that vLLM makes, one object for each layer.
+
+They hold no weight. vLLM hands w13 and w2 over at each call, and biases are its parameters, so that weights that were
+reloaded, moved between ranks or woken from sleep are used from the next call on.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.platforms import current_platform
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.experts import ops, tuned
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.runtime import target as targets
+
+Format = modular_kernel.FusedMoEActivationFormat
+# By vLLM's names; SWIGLUOAI alone has gate and up rows that alternate.
+ACTIVATIONS = ("SILU", "GELU", "GELU_TANH", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE")
+# Ways of vLLM's between the ranks of expert parallelism whose experts get tokens in another form.
+OTHER_FORMS = (
+    "use_passthrough_all2all",
+    "use_moonep_kernels",
+    "use_fi_nvl_two_sided_kernels",
+    "use_fi_nvl_one_sided_kernels",
+)
+
+
+def clamps(moe_config: Any, quant_config: Any) -> tuple[float | None, float, float]:
+    """Limit, alpha and beta of a layer's SwiGLU, from the two places where models put them."""
+    found = (
+        (getattr(quant_config, of_quant, None), getattr(moe_config, of_moe, None))
+        for of_quant, of_moe in (
+            ("gemm1_clamp_limit", "swiglu_limit"),
+            ("gemm1_alpha", "swiglu_alpha"),
+            ("gemm1_beta", "swiglu_beta"),
+        )
+    )
+    limit, alpha, beta = (first if first is not None else second for first, second in found)
+    return limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+
+
+def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]:
+    """The activation of a layer, and whether gate and up rows of w13 alternate.
+
+    Raises:
+        InvalidInput: no kernel has it.
+    """
+    name = moe_config.activation.name
+    limit, alpha, beta = clamps(moe_config, quant_config)
+    if name in ("GELU", "GELU_TANH") and limit is None:
+        return Geglu(tanh=name == "GELU_TANH"), False
+    if name == "SILU" and (alpha, beta) == (1.0, 0.0):
+        return Swiglu(limit=limit), False
+    if name == "SWIGLUOAI_UNINTERLEAVE" and limit is not None:
+        return Swiglu(alpha=alpha, beta=beta, limit=limit), False
+    # vLLM's kernels have these numbers built in, whatever the model's configuration says.
+    said = (limit, alpha, beta)
+    if name == "SWIGLUOAI" and said in ((None, 1.0, 0.0), (SWIGLU_OAI.limit, SWIGLU_OAI.alpha, SWIGLU_OAI.beta)):
+        return SWIGLU_OAI, True
+    raise InvalidInput(
+        f"activation {name} with limit {limit}, alpha {alpha} and beta {beta} is not served: "
+        f"{', '.join(ACTIVATIONS)} with the numbers that vLLM's kernels have are"
+    )
+
+
+class DSLExperts(modular_kernel.FusedMoEExpertsModular):
+    """Routed experts of a rank, in vLLM's standard format: one row for each token, weighted and added up here."""
+
+    def __init__(self, moe_config: Any, quant_config: Any, **sizes: int) -> None:
+        super().__init__(moe_config, quant_config, **sizes)
+        self.activation_name, self.parameters = ops.named(*activation_of(moe_config, quant_config))
+
+    @staticmethod
+    def activation_format() -> Any:
+        return Format.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda() or current_platform.is_cpu())
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation.name in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not any(getattr(moe_parallel_config, name, False) for name in OTHER_FORMS)
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, *others: Any, **more: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """None of vLLM's scratch is used; an output [M, K]."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        *,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        **others: Any,
+    ) -> None:
+        """Writes output [M, K]. With weights on the input, vLLM has multiplied them in already."""
+        weights = None if apply_router_weight_on_input else topk_weights.float().contiguous()
+        self.launch(output, hidden_states, w1, w2, weights, topk_ids.contiguous(), expert_map)
+
+    def launch(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor | None,
+        ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
+        layer = (self.w1_bias, self.w2_bias, expert_map, self.activation_name, self.parameters, where.value)
+        ops.EXPERTS(output, x, w13, w2, weights, ids, *layer)
+
+
+class MeasuredExperts(DSLExperts):
+    """Where this package was measured to be faster as `DSLExperts`; for other numbers of tokens vLLM's Triton kernels.
+
+    Both take the weights as they were loaded.
+    """
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        # There only where vLLM has Triton.
+        from vllm.model_executor.layers.fused_moe import TritonExperts
+
+        super().__init__(moe_config, quant_config)
+        self.theirs = TritonExperts(moe_config, quant_config)
+
+    def workspace_shapes(self, *sizes: Any, **more: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """VLLM's for any number of tokens: once it has warmed up, its workspace does not grow."""
+        shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = self.theirs.workspace_shapes(*sizes, **more)
+        return shapes
+
+    def apply(self, **given: Any) -> None:
+        x, w13, w2, ids = (given[name] for name in ("hidden_states", "w1", "w2", "topk_ids"))
+        spec = sizes_of(w13.shape[0], x.shape[1], w2.shape[2], ids.shape[1], x.dtype)
+        if tuned.is_faster(x.shape[0], spec, targets.detect(x.device)):
+            super().apply(**given)
+        else:
+            self.theirs.apply(**given)
+
+
+@cache
+def sizes_of(experts: int, hidden: int, width: int, topk: int, dtype: torch.dtype) -> ExpertsSpec:
+    """As much of a spec as tuning records depend on."""
+    return ExpertsSpec(num_experts=experts, hidden_size=hidden, intermediate_size=width, topk=topk, dtype=dtype)
+
+
+class BatchedDSLExperts(DSLExperts):
+    """Routed experts of a rank in vLLM's batched format: for each expert a block of rows, of which the first count.
+
+    Rows are neither weighted nor added up: what sent them does that.
+    """
+
+    @staticmethod
+    def activation_format() -> Any:
+        return Format.BatchedExperts
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, *_: Any, **more: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """None of vLLM's scratch is used; an output [experts, rows of a block, K]."""
+        assert self.max_num_tokens is not None
+        assert self.num_dispatchers is not None
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceDelegate()
+
+    def apply(  # type: ignore[override]
+        self,
+        *,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        expert_tokens_meta: Any,
+        **others: Any,
+    ) -> None:
+        """Writes output [experts, rows, K]; rows that do not count become zeros."""
+        experts, rows, hidden = hidden_states.shape
+        ids = block_ids(expert_tokens_meta.expert_num_tokens, rows)
+        x, out = hidden_states.view(experts * rows, hidden), output.view(experts * rows, hidden)
+        self.launch(out, x, w1, w2, None, ids, None)
+
+
+def block_ids(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """The expert of each row of all blocks, int32 [experts * rows, 1]; -1 for rows that do not count.
+
+    Args:
+        counts: [experts], how many of a block's rows count.
+        rows: of a block.
+    """
+    experts = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device)[:, None]
+    counted = torch.arange(rows, dtype=torch.int32, device=counts.device) < counts[:, None]
+    return torch.where(counted, experts, -1).view(-1, 1)

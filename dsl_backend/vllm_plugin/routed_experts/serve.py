@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has the routed experts of models whose attention dsl serves use this package's kernels.
+
+vLLM makes a layer's kernels once its weights are loaded, of a class that it chose when the layer was made. Before that,
+the class is replaced. Preparation and exchange of tokens, shared experts, rebalancing and reloading stay vLLM's.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.experts import dispatch
+from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.log import logger
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.dispatch import explained
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import ahead, options
+from dsl_backend.vllm_plugin.routed_experts.find import Service, judge, reasons_against_engine, routed_experts
+
+# vLLM's backends that leave weights as they are loaded.
+LEAVE_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
+# For each model that dsl serves in this process, in order: name of a layer -> how it is served.
+_served: list[dict[str, Service]] = []
+
+
+def serve_experts(model: nn.Module, vllm_config: Any) -> None:
+    """Replace the kernels of every layer of a model that can be served; log how many, and why others are not."""
+    if not options.serves_attention(vllm_config):
+        return
+    target = targets.detect(torch.device(vllm_config.device_config.device))
+    against_engine = reasons_against_engine(vllm_config)
+    served: dict[str, Service] = {}
+    left: Counter[str] = Counter()
+    for name, layer in routed_experts(model):
+        found = against_engine or judge(layer, vllm_config, target)
+        if isinstance(found, str):
+            left[found] += 1
+            continue
+        replace(layer, found.kernels)
+        served[name] = found
+    if served or left:
+        _served.append(served)
+        ahead.compile_experts(vllm_config, {service.spec for service in served.values()})
+        report(Counter(served.values()), left, target)
+
+
+def replace(layer: Any, kernels: type) -> None:
+    """Have vLLM make a layer's kernels of this class, and leave its weights as they are loaded."""
+    method = layer.quant_method
+    method.experts_cls = kernels
+    backend = method.unquantized_backend
+    if backend.name not in LEAVE_WEIGHTS:
+        method.unquantized_backend = type(backend).TRITON
+
+
+def report(served: Counter[Service], left: Counter[str], target: Target) -> None:
+    """Log what is served and what is not: one line for each kind of layer, and one for each reason."""
+    for service, count in served.items():
+        spec = service.spec
+        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
+        logger.info("dsl serves %d layers of routed experts, %s, on %s: by %s", count, spec, target.arch, by)
+        if service.ranges:
+            tokens = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in service.ranges)
+            logger.info("these are for %s tokens: for others vLLM's Triton kernels were not measured slower", tokens)
+    for reason, count in left.items():
+        logger.info("vLLM serves %d layers of routed experts: %s", count, reason)
+
+
+def served_specs() -> set[ExpertsSpec]:
+    """All kinds of layers that are served in this process."""
+    return {service.spec for served in _served for service in served.values()}
+
+
+def compilation_key() -> str:
+    """The served layers of each model of this process."""
+    models = ("; ".join(f"{name}: {one.spec} {one.kernels.__name__}" for name, one in each.items()) for each in _served)
+    return " | ".join(models)
