@@ -82,6 +82,24 @@ QWEN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
+# Qwen3-30B-A3B's.
+QWEN_MOE: dict[str, Any] = QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -150,6 +168,22 @@ SHAPES = {
         backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
         weight_bytes=1.2e9,
         token_bytes=28 * 2 * 8 * 128 * 2,
+    ),
+    # In 80 GB there is room for one engine at a time.
+    "qwen3-30b-a3b": Shape(
+        config=QWEN_MOE,
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=61.1e9,
+        token_bytes=48 * 2 * 4 * 128 * 2,
+    ),
+    # A quarter of its layers: in 80 GB two engines take turns.
+    "qwen3-30b-a3b-12": Shape(
+        config=QWEN_MOE | {"num_hidden_layers": 12},
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=16.2e9,
+        token_bytes=12 * 2 * 4 * 128 * 2,
     ),
     "deepseek-v2-lite": Shape(
         config=DEEPSEEK,

@@ -339,7 +339,7 @@ def test_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["softmax"], "family 'softmax' has nothing to tune: choose from attention, linear"),
+        (["softmax"], "family 'softmax' has nothing to tune: choose from attention, experts, linear"),
         (["--classes", "("], "--classes '(' is not a regular expression"),
         (["linear", "--classes", "hd128"], "--classes 'hd128' matches none of"),
         (["--seconds", "0"], "--seconds 0.0: more than 0 is needed"),

@@ -21,6 +21,7 @@ if platforms.current_platform.is_unspecified():
     platforms._current_platform = CpuPlatform()
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -65,6 +66,18 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session", autouse=True)
 def registered() -> None:
     registration.register()
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """VLLM's layers ask for their rank when they are made."""
+    place = tmp_path_factory.mktemp("ranks") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{place}", 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+        yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from vllm import envs as vllm_envs
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.model_executor.layers.activation import (
     GeluAndMul,
     MulAndSilu,
@@ -26,30 +24,21 @@ from vllm.model_executor.layers.activation import (
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import reload
 
+from dsl_backend import envs
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import api
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import compat, warm_up
+from dsl_backend.vllm_plugin import warm_up
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from dsl_backend.vllm_plugin.fused_mlp import forward_source, fuse, method
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 BF16 = torch.bfloat16
 K, N = 32, 48
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """VLLM's layers ask for their rank when they are made."""
-    place = tmp_path_factory.mktemp("ranks") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{place}", 0, backend="gloo")
-        initialize_model_parallel(1, 1)
-        yield
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +48,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     As in vLLM's runners no gradient is asked for: 0.26's biases would have one.
     """
     monkeypatch.setattr(fuse, "_fused", [])
-    others = {name: read for name, read in vllm_envs.environment_variables.items() if name != fuse.envs.LINEAR.name}
+    others = {name: read for name, read in vllm_envs.environment_variables.items() if name != envs.LINEAR.name}
     monkeypatch.setattr(vllm_envs, "environment_variables", others)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with torch.no_grad():
@@ -542,78 +531,6 @@ def test_a_model_without_any(fused: Any) -> None:
 
 
 # Around it.
-
-
-def test_compiled_graphs_are_kept_apart(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM makes the keys of its compilation cache of: with and without, other layers, another version."""
-
-    def factors() -> Any:
-        return vllm_envs.compile_factors().get("DSL_BACKEND_LINEAR")
-
-    keys = [factors()]
-    for _ in range(2):
-        fuse.extend_compilation_keys()
-    fused(model_of(MLP()))
-    keys.append(factors())
-    with monkeypatch.context() as patch:
-        patch.setattr(fuse, "__version__", "another")
-        keys.append(factors())
-    monkeypatch.setattr(fuse, "_fused", [])
-    fused(model_of(MLP(), MLP()))
-    keys.append(factors())
-    monkeypatch.setenv("DSL_BACKEND_LINEAR", "0")
-    fused(model_of(MLP(), MLP()))
-    keys.append(factors())
-    assert keys[0] is None
-    assert None not in keys[1:]
-    assert len(set(keys)) == len(keys), keys
-
-
-def loader_module(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[ModuleType, list[Any]]:
-    """One of vLLM's loader modules as 0.26 and 0.32 have them, as far as this is concerned."""
-    module, seen = ModuleType(name), []
-
-    def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> str:
-        seen.append((model, model_config, target_device, is_fused(model["layers"][0])))
-        return "done"
-
-    module.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]
-    monkeypatch.setitem(fuse.sys.modules, name, module)
-    return module, seen
-
-
-@pytest.mark.parametrize("present", [fuse.LOADERS[:1], fuse.LOADERS], ids=["0.26", "0.32"])
-def test_install(present: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every loader fuses before it processes weights, and calls vLLM's function with what it was given."""
-    for name in fuse.LOADERS:
-        monkeypatch.delitem(fuse.sys.modules, name, raising=False)
-    loaders = [loader_module(monkeypatch, name) for name in present]
-    fuse.install()
-    once = [loader.process_weights_after_loading for loader, _ in loaders]
-    fuse.install()
-    assert once == [loader.process_weights_after_loading for loader, _ in loaders], "wrapped once"
-    config = VllmConfig()
-    config.attention_config.backend = ensure_member()  # type: ignore[assignment]
-    with set_current_vllm_config(config):
-        for loader, seen in loaders:
-            model = model_of(MLP())
-            assert loader.process_weights_after_loading(model, "config", target_device="device") == "done"
-            assert seen == [(model, "config", "device", True)]
-
-
-def test_install_where_the_function_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A later vLLM serves on, with its own layers."""
-    monkeypatch.setitem(fuse.sys.modules, fuse.LOADERS[0], ModuleType(fuse.LOADERS[0]))
-    fuse.install()
-    assert "base_loader has no process_weights_after_loading" in caplog.text
-
-
-def test_what_this_relies_on() -> None:
-    """Loaders call the function by its name in their module, once weights are loaded."""
-    base = importlib.import_module(fuse.LOADERS[0])
-    assert callable(getattr(base, fuse.LOADED))
-    assert compat.loaders_process_by_name()
-    assert compat.compilations_are_keyed_by_environment()
 
 
 def test_warm_up_compiles_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:

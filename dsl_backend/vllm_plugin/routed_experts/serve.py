@@ -64,7 +64,7 @@ def report(served: Counter[Service], left: Counter[str], target: Target) -> None
         logger.info("dsl serves %d layers of routed experts, %s, on %s: by %s", count, spec, target.arch, by)
         if service.ranges:
             tokens = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in service.ranges)
-            logger.info("these are for %s tokens: for others vLLM's Triton kernels were not measured slower", tokens)
+            logger.info("dsl's serve routed experts for %s tokens, vLLM's Triton kernels do for others", tokens)
     for reason, count in left.items():
         logger.info("vLLM serves %d layers of routed experts: %s", count, reason)
 
