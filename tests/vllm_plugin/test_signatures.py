@@ -13,7 +13,16 @@ import pytest
 
 KINDS = inspect.Parameter
 # Modules whose classes derive from vLLM's.
-MODULES = ("dense", "backend_selector", "mla", "mla_prefill", "sampler.v1", "sampler.v2", "fused_mlp.method")
+MODULES = (
+    "dense",
+    "backend_selector",
+    "mla",
+    "mla_prefill",
+    "sampler.v1",
+    "sampler.v2",
+    "fused_mlp.method",
+    "routed_experts.kernels",
+)
 # Only called by us.
 OURS = frozenset({"__init__"})
 
