@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the CuTe DSL kernels of experts, and which of them serve how many tokens; needs no CuTe DSL."""
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from dsl_backend.errors import Unsupported
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import arch_kernels, deepest
+from dsl_backend.gemm.cost import small_m_ns
 from dsl_backend.gemm.sizes import BLOCK_K, ceil_div
 from dsl_backend.gemm.sm90.configs import GemmConfig
-from dsl_backend.gemm.spec import Dtypes, GemmSpec
+from dsl_backend.gemm.spec import MOST, Dtypes, GemmSpec
+from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.runtime.target import Target
 
+
+class Kind(enum.Enum):
+    """Kernels of a layer."""
+
+    GROUPED = "grouped"  # routing, grouped GEMMs, and the sum over a token's experts
+    DECODE = "decode"  # for few tokens: each chosen expert with all of them
+
+
 # Architectures with these kernels.
-KERNEL_ARCHS = ("sm90",)
+KERNEL_ARCHS = {Kind.GROUPED: ("sm90",), Kind.DECODE: ("sm90", "sm100")}
 # Pairs that a CTA sorts, unless there are more for each SM. Not measured.
 SORTED_PAIRS = 4096
 # Tiles to choose among, as many stages as fit; not measured. Those of 64 rows are for experts with few rows.
@@ -26,11 +38,17 @@ PROBED_TOKENS = tuple(1 << i for i in range(18))
 # Bytes that an SM loads in a ns at most, and what a tile takes beside its products, in ns. Not measured.
 SM_RATE = 60.0
 TILE_NS = 1000.0
+# Of the launches of a layer beside its products: those of grouped GEMMs, and the list of experts. Not measured.
+GROUPED_NS, DECODE_NS = 4000.0, 2000.0
+# Tokens that the kernels for few are for at most: with more of them products take longer than the weights.
+DECODE_TOKENS = 128
+# Bytes that a table in shared memory is aligned to.
+TABLE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The kernels of a layer for some number of tokens.
+    """The grouped GEMMs of a layer for some number of tokens.
 
     Attributes:
         first, second: tiles of the products, of equally many rows.
@@ -58,6 +76,48 @@ class ExpertsConfig:
             min(tiles * ceil_div(second.n, self.second.columns(1)), sms),
         )
 
+    def serves(self, tokens: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """The kernels of a layer for few tokens.
+
+    Attributes:
+        first, second: tiles of the products.
+    """
+
+    first: SmallMTiles
+    second: SmallMTiles
+
+    @property
+    def partials(self) -> int:
+        """Float32 partial sums of a CTA."""
+        return max(self.first.partials, self.second.partials)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups of a CTA that hold accumulators."""
+        return max(self.first.groups, self.second.groups)
+
+    def ctas(self, spec: ExpertsSpec, tokens: int, target: Target) -> tuple[int]:
+        """CTAs of each product."""
+        return (target.used_sms,)
+
+    def serves(self, tokens: int) -> bool:
+        return tokens <= min(self.first.tile_tokens, self.second.tile_tokens)
+
+
+Config = ExpertsConfig | DecodeConfig
+
+
+def table_bytes(spec: ExpertsSpec, tiles: SmallMTiles) -> int:
+    """Shared memory of the list of experts, of the pairs' experts and of the tokens' weights."""
+    pairs = tiles.tile_tokens * spec.topk
+    words = (spec.num_experts, min(spec.num_experts, pairs), 1, pairs, *[tiles.groups * tiles.tile_tokens] * 2)
+    return sum(4 * count + TABLE_ALIGNMENT for count in words)
+
 
 @cache
 def products(spec: ExpertsSpec) -> tuple[GemmSpec, GemmSpec]:
@@ -75,10 +135,15 @@ def fitting(gemm: GemmSpec, target: Target) -> list[GemmConfig]:
     return [config for config in found if isinstance(config, GemmConfig)]
 
 
+def chosen_experts(spec: ExpertsSpec, tokens: int) -> float:
+    """Experts with a token, on average, tokens routed evenly."""
+    return spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens)
+
+
 def estimated_ns(config: GemmConfig, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target) -> float:
     """Of a product, tokens routed evenly: the CTA with the most tiles. From rates of dense GEMMs; not measured."""
     rates = arch_kernels(target).rates.of(target.chips[0])
-    hit = spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens)
+    hit = chosen_experts(spec, tokens)
     rows = tokens * spec.topk / hit
     m_tiles = hit * ceil_div(int(rows + 0.999), config.tile_m)
     tiles = m_tiles * ceil_div(gemm.n, config.columns(gemm.parts))
@@ -104,24 +169,72 @@ def pairs_of_tiles(spec: ExpertsSpec, target: Target) -> tuple[ExpertsConfig, ..
     return tuple(ExpertsConfig(first=a, second=b) for a in first for b in second if a.tile_m == b.tile_m)
 
 
-def layer_ns(config: ExpertsConfig, spec: ExpertsSpec, tokens: int, target: Target) -> float:
-    """Of both products."""
+def decode_ns(config: DecodeConfig, spec: ExpertsSpec, tokens: int, target: Target) -> float:
+    """Of both products for few tokens, tokens routed evenly: as dense products with the weights of chosen experts.
+
+    Dense ones were fitted to timings (`gemm.cost`).
+    """
+    rates = arch_kernels(target).rates.of(target.chips[0])
+    hit = chosen_experts(spec, tokens)
+    columns, tile_k = config.first.box, config.second.tile_k
+    of_first = hit * ceil_div(spec.intermediate_size, columns) * columns
+    of_second = hit * ceil_div(spec.intermediate_size, tile_k) * tile_k
+    dtypes, hidden = Dtypes.of(spec.dtype), spec.hidden_size
+    first = GemmSpec(n=min(int(of_first + 0.999), MOST // 2), k=hidden, dtypes=dtypes, activation=spec.activation)
+    second = GemmSpec(n=hidden, k=min(int(of_second + 0.999), MOST), dtypes=dtypes)
+    both = ((config.first, first), (config.second, second))
+    return sum(small_m_ns(tiles, gemm, tokens, rates, target.used_sms) for tiles, gemm in both)
+
+
+def layer_ns(config: Config, spec: ExpertsSpec, tokens: int, target: Target) -> float:
+    """Of a layer's launches."""
+    if isinstance(config, DecodeConfig):
+        return decode_ns(config, spec, tokens, target) + DECODE_NS
     tiles = zip((config.first, config.second), products(spec), strict=True)
-    return sum(estimated_ns(one, gemm, spec, tokens, target) for one, gemm in tiles)
-
-
-def best(configs: Iterable[ExpertsConfig], spec: ExpertsSpec, tokens: int, target: Target) -> ExpertsConfig:
-    return min(configs, key=lambda config: layer_ns(config, spec, tokens, target))
+    return sum(estimated_ns(one, gemm, spec, tokens, target) for one, gemm in tiles) + GROUPED_NS
 
 
 @cache
-def candidates(spec: ExpertsSpec, target: Target) -> tuple[ExpertsConfig, ...]:
+def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, ...]:
+    """Configurations of a kind that fit; none where the target has no such kernels."""
+    if target.kernel_arch not in KERNEL_ARCHS[kind]:
+        return ()
+    if kind is Kind.GROUPED:
+        return pairs_of_tiles(spec, target)
+    first, _ = products(spec)
+    fit = (
+        deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))
+        for tiles in arch_kernels(target).small_m
+        if isinstance(tiles, SmallMTiles) and tiles.tile_tokens <= DECODE_TOKENS
+    )
+    return tuple(DecodeConfig(first=one, second=one) for one in fit if isinstance(one, SmallMTiles))
+
+
+def serving(spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None) -> Iterator[Config]:
+    """Configurations of a kind, or of all, that serve so many tokens."""
+    for one in Kind if kind is None else (kind,):
+        yield from (config for config in all_fitting(spec, target, one) if config.serves(tokens))
+
+
+@cache
+def candidates(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> tuple[Config, ...]:
     """The kernels of a layer for any number of tokens; what is compiled before serving. None where nothing fits."""
-    found = pairs_of_tiles(spec, target)
-    return tuple(dict.fromkeys(best(found, spec, tokens, target) for tokens in PROBED_TOKENS if found))
+    found: dict[Config, None] = {}
+    for tokens in PROBED_TOKENS:
+        fitting_it = list(serving(spec, tokens, target, kind))
+        if fitting_it:
+            found[min(fitting_it, key=lambda config: layer_ns(config, spec, tokens, target))] = None
+    return tuple(found)
 
 
 @cache
-def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ExpertsConfig:
-    """The kernels for so many tokens, of the candidates; there are some."""
-    return best(candidates(spec, target.sparing(0)), spec, tokens, target)
+def choose(spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None = None) -> Config:
+    """The kernels for so many tokens, of the candidates.
+
+    Raises:
+        Unsupported: those of the kind are for fewer tokens.
+    """
+    found = [config for config in candidates(spec, target.sparing(0), kind) if config.serves(tokens)]
+    if not found:
+        raise Unsupported(f"experts ({spec})", {"cute-decode": [f"{tokens} tokens: {DECODE_TOKENS} are the most"]})
+    return min(found, key=lambda config: layer_ns(config, spec, tokens, target))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a layer of experts on a target: a table of reasons, best kernel first."""
 
-from dsl_backend.experts.configs import KERNEL_ARCHS, candidates
+from functools import partial
+
+from dsl_backend.experts.configs import KERNEL_ARCHS, Kind, candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
@@ -11,19 +13,19 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-ALIGNMENT = {"cute": 16}
+ALIGNMENT = {"cute": 16, "cute-grouped": 16, "cute-decode": 16}
 
 
-def cute(spec: ExpertsSpec, target: Target) -> list[str]:
-    """What the CuTe DSL kernels need."""
-    if reasons := target.arch_objections(*KERNEL_ARCHS):
+def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[str]:
+    """What the CuTe DSL kernels need; those for any number of tokens, or those of a kind."""
+    if reasons := target.arch_objections(*KERNEL_ARCHS[kind or Kind.GROUPED]):
         return reasons
     reasons = [*toolkit.missing()]
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(spec, name)
         if size % VECTOR:
             reasons.append(f"{name} {size} is not a multiple of {VECTOR}")
-    if not reasons and not candidates(spec, target):
+    if not reasons and not candidates(spec, target, kind):
         reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for every tile")
     return reasons
 
@@ -36,6 +38,16 @@ TABLE = (
     Entry("cute", "experts sm90", "dsl_backend.experts.cute.host:bind", cute),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
+    # By name only: the default chooses between them by the number of tokens.
+    Entry(
+        "cute-grouped",
+        "experts grouped sm90",
+        "dsl_backend.experts.cute.host:bind_grouped",
+        partial(cute, kind=Kind.GROUPED),
+    ),
+    Entry(
+        "cute-decode", "experts decode", "dsl_backend.experts.cute.host:bind_decode", partial(cute, kind=Kind.DECODE)
+    ),
 )
 
 

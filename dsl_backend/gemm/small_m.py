@@ -69,6 +69,7 @@ class StreamKWork:
         k_tiles: iterations of a tile.
         n_tiles: tiles of the same tokens.
         total: iterations of the list.
+        workers: CTAs that have a part of it.
         worker: this CTA's place in the list. The CTA launched first has the last range, since a CTA that finishes a
             tile waits for those behind it.
         start, end: of the range.
@@ -77,6 +78,7 @@ class StreamKWork:
     k_tiles: cutlass.Int32
     n_tiles: cutlass.Int32
     total: cutlass.Int32
+    workers: cutlass.Int32
     worker: cutlass.Int32
     start: cutlass.Int32
     end: cutlass.Int32
@@ -114,18 +116,23 @@ class SmallMGemmBase:
     def params(self, operands: GemmOperands, scratch: StreamKScratch | None) -> SmallMParams:
         """The kernel's, with TMA descriptors."""
         assert scratch is not None
+        weights = parts_view(operands.weight, self.parts, self.interleaved)
+        tma_atom_w, mW, tma_atom_x, mX = self.tma_atoms(weights, operands.x)
+        return SmallMParams(tma_atom_w, mW, tma_atom_x, mX, operands.bias, operands.residual, operands.out, *scratch)
+
+    def tma_atoms(self, weights: cute.Tensor, x: cute.Tensor):
+        """(tma_atom_w, mW, tma_atom_x, mX) of weights [n, k, parts, ...] and x [m, k, ...]."""
         tile = (self.box, self.tile_tokens, self.tile_k)
         sW_box = hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.weight_dtype, 1)
         sX_box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, 1)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        weights = parts_view(operands.weight, self.parts, self.interleaved)
         tma_atom_w, mW = cpasync.make_tiled_tma_atom(
             load, weights, cute.slice_(sW_box, (None, None, 0)), (self.box, self.tile_k)
         )
         tma_atom_x, mX = cpasync.make_tiled_tma_atom(
-            load, operands.x, cute.slice_(sX_box, (None, None, 0)), (self.tile_tokens, self.tile_k)
+            load, x, cute.slice_(sX_box, (None, None, 0)), (self.tile_tokens, self.tile_k)
         )
-        return SmallMParams(tma_atom_w, mW, tma_atom_x, mX, operands.bias, operands.residual, operands.out, *scratch)
+        return tma_atom_w, mW, tma_atom_x, mX
 
     def total_iterations(self, mX: cute.Tensor, mOut: cute.Tensor):
         """Of all tiles."""
@@ -143,14 +150,24 @@ class SmallMGemmBase:
         ctas = cute.arch.grid_dim()[0]
         worker = ctas - 1 - cute.arch.block_idx()[0]
         start, end = share(total, ctas, worker), share(total, ctas, worker + 1)
-        return StreamKWork(k_tiles, n_tiles, total, worker, start, end)
+        return StreamKWork(k_tiles, n_tiles, total, ctas, worker, start, end)
+
+    def begin(self, params: SmallMParams, smem: cutlass.utils.SmemAllocator) -> StreamKWork:
+        """Let the next kernel start, and find this CTA's range; by all threads, once barriers are initialised."""
+        dependent_launch.launch_dependents()
+        return self.work(params)
+
+    def tile_range(self, work: StreamKWork):
+        """(first tile of the CTA's range, number of tiles)."""
+        first = work.start // work.k_tiles
+        return first, cute.ceil_div(work.end, work.k_tiles) - first
 
     @cute.jit
     def load(self, params: SmallMParams, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: StreamKWork):
         """The load warp. Weights depend on no kernel before this one: as many as fit are loaded before the wait."""
         one = cute.make_layout(1)
-        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None, None, None))
-        gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None, None))
+        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None,) * cute.rank(params.mW))
+        gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None,) * cute.rank(params.mX))
         boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
         tWsW, tWgW = cpasync.tma_partition(
             params.tma_atom_w, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
@@ -186,14 +203,21 @@ class SmallMGemmBase:
         pipeline.producer_expect(position, self.stage_bytes)
         mbar_full = pipeline.full(position)
         for i in cutlass.range_constexpr(2):
-            source = tWgW[None, n_tile, k_tile, i] if self.gated else tWgW[None, 2 * n_tile + i, k_tile, 0]
             cute.copy(
                 params.tma_atom_w,
-                source,
+                self.weight_box(tWgW, work, n_tile, k_tile, i),
                 tWsW[None, i, pipeline.stage(position)],
                 tma_bar_ptr=mbar_full,
                 cache_policy=cutlass.Int64(EVICT_FIRST),
             )
+
+    def weight_box(self, tWgW: cute.Tensor, work: StreamKWork, n_tile, k_tile, i: int):
+        """The source of box i of a tile's weights."""
+        return tWgW[None, n_tile, k_tile, i] if self.gated else tWgW[None, 2 * n_tile + i, k_tile, 0]
+
+    def x_box(self, tXgX: cute.Tensor, work: StreamKWork, m_tile, k_tile):
+        """The source of x."""
+        return tXgX[None, m_tile, k_tile]
 
     @cute.jit
     def load_x(
@@ -209,9 +233,8 @@ class SmallMGemmBase:
         iteration = work.start + position
         k_tile, m_tile = iteration % work.k_tiles, iteration // work.k_tiles // work.n_tiles
         stage = pipeline.stage(position)
-        cute.copy(
-            params.tma_atom_x, tXgX[None, m_tile, k_tile], tXsX[None, stage], tma_bar_ptr=pipeline.mbar_full + stage
-        )
+        source = self.x_box(tXgX, work, m_tile, k_tile)
+        cute.copy(params.tma_atom_x, source, tXsX[None, stage], tma_bar_ptr=pipeline.mbar_full + stage)
 
     def flag_index(self, worker, group):
         """Of a warpgroup among all of the grid."""
@@ -260,7 +283,7 @@ class SmallMGemmBase:
         All flags are awaited at once: one after the other took 1 us each.
         """
         half = cutlass.const_expr(self.accumulators // 2)
-        peers = owner(work.total, cute.arch.grid_dim()[0], until - 1) - work.worker
+        peers = owner(work.total, work.workers, until - 1) - work.worker
         for i in cutlass.range(thread, peers, WARPGROUP, unroll=1):
             flag = params.mFlags.iterator + self.flag_index(work.worker + 1 + i, group)
             stored = cutlass.Int32(0)

@@ -16,6 +16,15 @@ def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tenso
     return cute.make_tensor(weight.iterator, cute.make_layout((n, k, parts), stride=strides))
 
 
+def expert_parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tensor:
+    """Experts' weights [E, parts * n, k] as [n, k, parts, E]."""
+    experts, rows, k = weight.shape
+    of_one = cute.make_tensor(weight.iterator, cute.make_layout((rows, k), stride=weight.stride[1:]))
+    view = parts_view(of_one, parts, interleaved)
+    layout = cute.make_layout((*view.shape, experts), stride=(*view.stride, weight.stride[0]))
+    return cute.make_tensor(weight.iterator, layout)
+
+
 @cute.jit
 def bias_of(
     mBias: cute.Tensor,

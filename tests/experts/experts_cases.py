@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 import emulator
-from dsl_backend.experts.configs import ExpertsConfig
+from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig
 from dsl_backend.experts.cute import host
-from dsl_backend.gemm.sm90.configs import GemmConfig
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.gemm.sm100 import configs as sm100
+from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import ACTIVATIONS, CASES, PLAIN, ExpertsCase, judge, random_case, tensors
@@ -20,12 +22,34 @@ TARGET: Target = replace(from_arch("sm_90a"), sm_count=SMS)
 SPLIT = GemmConfig(tile_m=128, box_n=16, stages=2)
 PINGPONG = GemmConfig(tile_m=64, box_n=32, stages=2, pingpong=True)
 NARROW = GemmConfig(tile_m=64, box_n=24, stages=3, pingpong=True)
-CONFIGS = {
+CONFIGS: dict[str, Config] = {
     "split": ExpertsConfig(first=SPLIT, second=SPLIT),
     "pingpong": ExpertsConfig(first=PINGPONG, second=NARROW),
     "narrow": ExpertsConfig(first=NARROW, second=replace(PINGPONG, band=2)),
     "tall": ExpertsConfig(first=replace(SPLIT, tile_m=256, box_n=24), second=replace(SPLIT, tile_m=256, stages=3)),
 }
+
+
+def decode(first: SmallMTiles, second: SmallMTiles | None = None) -> DecodeConfig:
+    return DecodeConfig(first=first, second=second or first)
+
+
+# Of both architectures: few tokens; two epilogues with the same tokens, or with halves of them; a deep stage.
+DECODE_CONFIGS: dict[str, dict[str, DecodeConfig]] = {
+    "sm_90a": {
+        "few": decode(SmallMConfig(tokens=8, stages=2)),
+        "deep": decode(SmallMConfig(tokens=16, tile_k=128, stages=3), SmallMConfig(tokens=32, stages=2)),
+        "rows": decode(SmallMConfig(tokens=32, groups=2, stages=2)),
+        "halves": decode(SmallMConfig(tokens=32, groups=2, split_tokens=True, stages=2)),
+    },
+    "sm_100a": {
+        "few": decode(sm100.SmallMConfig(tokens=16, stages=2)),
+        "deep": decode(sm100.SmallMConfig(tokens=16, tile_k=128, stages=3), sm100.SmallMConfig(tokens=32, stages=2)),
+        "rows": decode(sm100.SmallMConfig(tokens=64, stages=2)),
+        "halves": decode(sm100.SmallMConfig(tokens=128, stages=2)),
+    },
+}
+TARGETS: dict[str, Target] = {arch: replace(from_arch(arch), sm_count=SMS) for arch in DECODE_CONFIGS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,30 +58,43 @@ class Emulated:
 
     Attributes:
         why: what this case alone would find.
-        config: one of CONFIGS, or another.
+        config: one of CONFIGS, or of DECODE_CONFIGS, or another.
         routing_ctas: CTAs that sort the pairs.
+        decodes: the kernels for few tokens.
     """
 
     id: str
     why: str
     case: ExpertsCase
-    config: str | ExpertsConfig
+    config: str | Config
     routing_ctas: int = 1
+    decodes: bool = False
 
-    @property
-    def tiles(self) -> ExpertsConfig:
-        return CONFIGS[self.config] if isinstance(self.config, str) else self.config
+    def tiles(self, arch: str = "sm_90a") -> Config:
+        if not isinstance(self.config, str):
+            return self.config
+        return DECODE_CONFIGS[arch][self.config] if self.decodes else CONFIGS[self.config]
+
+    def ctas(self, arch: str = "sm_90a") -> tuple[int, ...]:
+        config, spec, target = self.tiles(arch), self.case.spec, TARGETS[arch]
+        if isinstance(config, DecodeConfig):
+            return config.ctas(spec, self.case.tokens, target)
+        return self.routing_ctas, *config.ctas(spec, self.case.tokens, target)[1:]
 
 
-def emulate(one: Emulated, schedule: str, seed: int = 0) -> torch.Tensor:
-    """Compile, run on the emulator, judge; any finding or warning raises. Returns the output."""
-    given, spec, config = tensors(one.case, "cpu"), one.case.spec, one.tiles
+def emulate(one: Emulated, schedule: str, seed: int = 0, arch: str = "sm_90a") -> torch.Tensor:
+    """Compile, run twice on the emulator, judge; any finding or warning raises. Returns the output.
+
+    The second run finds what the first one leaves in the workspace.
+    """
+    given, spec, config = tensors(one.case, "cpu"), one.case.spec, one.tiles(arch)
     workspace = Workspace(torch.device("cpu"))
-    with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
-        function = host.build(host.key_of(spec, config), TARGET)
-        ctas = (one.routing_ctas, *config.ctas(spec, one.case.tokens, TARGET)[1:])
-        host.run(function, spec, config, given, ctas, workspace)
+    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=seed, strict=True):
+        function = host.build(host.key_of(spec, config), TARGETS[arch])
+        for _ in range(2 if one.decodes else 1):
+            host.run(function, spec, config, given, one.ctas(arch), workspace)
     judge(one.case, given)
+    assert not workspace.flags(0).any()
     return given.out
 
 
@@ -108,6 +145,71 @@ EMULATED = [
         for i, one in enumerate(ACTIVATIONS)
     ),
 ]
+
+
+LONG = replace(PLAIN, tokens=7, num_experts=5, hidden=520, width=200, topk=2)
+DECODED = [
+    Emulated(id="plain", why="all edges ragged", case=PLAIN, config="deep", decodes=True),
+    Emulated(
+        id="long", why="tiles of several CTAs, several times round the stages", case=LONG, config="few", decodes=True
+    ),
+    Emulated(
+        id="wide",
+        why="several tiles of an expert's columns; fixups of several tiles",
+        case=replace(LONG, hidden=136, width=456, tokens=29, num_experts=9),
+        config="rows",
+        decodes=True,
+    ),
+    Emulated(
+        id="tokens",
+        why="as many tokens as the tile has",
+        case=replace(LONG, tokens=64, num_experts=3, hidden=264, width=136),
+        config="halves",
+        decodes=True,
+    ),
+    Emulated(id="one", why="fewer iterations than CTAs", case=CASES["one"], config="few", decodes=True),
+    Emulated(id="all-padding", why="no expert is chosen", case=CASES["all-padding"], config="few", decodes=True),
+    Emulated(
+        id="special",
+        why="NaN and infinities stay in their rows; tokens without an expert",
+        case=replace(CASES["special"], padding=0.3, num_experts=9, biases=True),
+        config="rows",
+        decodes=True,
+    ),
+    *(
+        Emulated(
+            id=name,
+            why="any case",
+            case=replace(CASES[name], tokens=min(CASES[name].tokens, 32)),
+            config=config,
+            decodes=True,
+        )
+        for name, config in (
+            ("all-to-one", "rows"),
+            ("without-tokens", "halves"),
+            ("many-experts", "rows"),
+            ("padding", "halves"),
+            ("mapped", "rows"),
+            ("int64", "deep"),
+            ("gpt-oss", "halves"),
+            ("input-weights", "rows"),
+            ("no-weights", "halves"),
+            ("strides", "rows"),
+            *((f"activation-{i}", "rows") for i in range(len(ACTIVATIONS))),
+        )
+    ),
+]
+
+
+def random_decoded(seed: int, arch: str) -> Emulated:
+    draw = random.Random(seed)
+    name = draw.choice(list(DECODE_CONFIGS[arch]))
+    config = DECODE_CONFIGS[arch][name]
+    case = random_case(draw, 150)
+    most = next(tokens for tokens in range(128, 0, -1) if config.serves(tokens))
+    return Emulated(
+        id=f"decode-{seed}", why="any", case=replace(case, tokens=min(case.tokens, most)), config=name, decodes=True
+    )
 
 
 def random_emulated(seed: int) -> Emulated:

@@ -203,8 +203,10 @@ def test_an_sm90_gets_the_cute_kernels() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 64, 500, 3000, 8192, 1 << 17])
 def test_configurations(tokens: int) -> None:
     qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
-    config = configs.choose(qwen, tokens, H200)
-    assert config in configs.candidates(qwen, H200)
+    assert configs.choose(qwen, tokens, H200) in configs.candidates(qwen, H200)
+    config = configs.choose(qwen, tokens, H200, configs.Kind.GROUPED)
+    assert isinstance(config, configs.ExpertsConfig)
+    assert config in configs.candidates(qwen, H200, configs.Kind.GROUPED)
     assert config.first.tile_m == config.second.tile_m == config.tile_m
     for tiles, gemm in zip((config.first, config.second), configs.products(qwen), strict=True):
         assert tiles.objections(gemm, H200.smem_bytes) == []
@@ -246,7 +248,9 @@ def test_experts_of_a_model() -> None:
 def test_a_models_kernels_are_compiled_ahead() -> None:
     shape = model.shape_of(QWEN)
     found = list(precompile.precompile_specs(shape, H200))
-    assert {unit.key.first.tile_m for unit in found} == {64, 128}
+    assert {unit.key.first.tile_m for unit in found if not unit.key.decodes} == {64, 128}
+    assert {unit.key.first.tile_tokens for unit in found if unit.key.decodes} <= {8, 16, 32, 64, 80, 96, 128}
+    assert any(unit.key.decodes for unit in found)
     assert precompile.served_by_others(shape, H200) == {}
     assert list(precompile.precompile_specs(shape, from_arch("sm_100a"))) == []
     reason = "serves GPUs of sm_90a, this is sm_100a"

@@ -172,18 +172,17 @@ def build(key: ExpertsKey) -> Function:
     """Compiled anew: kernels in the cache were compiled from other source."""
     args = host.fake_args(key)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    made: Function = toolkit.compiled(layer.ExpertsLayer(key), (args.operands.x, args, stream), TARGET.arch, "")
+    made: Function = toolkit.compiled(layer.layer_of(key, "sm90"), (args.operands.x, args, stream), TARGET.arch, "")
     return made
 
 
 def emulate(one: Emulated) -> None:
     """Compile, then run and judge under two orders of events."""
-    spec, config = one.case.spec, one.tiles
-    ctas = (one.routing_ctas, *config.ctas(spec, one.case.tokens, TARGET)[1:])
+    spec, config = one.case.spec, one.tiles()
     for schedule in ("lazy", "random"):
         given = tensors(one.case, "cpu")
         with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=1, strict=True):
-            host.run(build(host.key_of(spec, config)), spec, config, given, ctas, Workspace(given.x.device))
+            host.run(build(host.key_of(spec, config)), spec, config, given, one.ctas(), Workspace(given.x.device))
         judge(one.case, given)
 
 

@@ -33,6 +33,33 @@ class ExpertsScratch(NamedTuple):
     made: Any
 
 
+class DecodeScratch(NamedTuple):
+    """Memory of a launch for few tokens; contents undefined before and after it, but for the flags.
+
+    Attributes:
+        hidden: [D, M, I], the activation's result of every token for each chosen expert, zeros where it has not that
+            expert. D is as many as can be chosen.
+        partials: float32, `SmallMTiles.partials` of each CTA.
+        flags: int32, one for each warpgroup with accumulators of each CTA; 0 before and after.
+    """
+
+    hidden: Any
+    partials: Any
+    flags: Any
+
+
+class DecodeArgs(NamedTuple):
+    """All that a launch for few tokens takes, but for the stream.
+
+    Attributes:
+        ctas: of each product.
+    """
+
+    operands: ExpertsOperands
+    scratch: DecodeScratch
+    ctas: Any
+
+
 class ExpertsArgs(NamedTuple):
     """All that a launch takes, but for the stream.
 

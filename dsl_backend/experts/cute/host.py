@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From torch tensors to the kernels of experts: their keys, compiled functions, launches."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -9,10 +9,10 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.experts.args import ExpertsOperands
-from dsl_backend.experts.configs import ExpertsConfig, choose
-from dsl_backend.experts.cute.args import RECORD, ExpertsArgs, ExpertsScratch
+from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig, Kind, choose
+from dsl_backend.experts.cute.args import RECORD, DecodeArgs, DecodeScratch, ExpertsArgs, ExpertsScratch
 from dsl_backend.experts.cute.key import ExpertsKey
-from dsl_backend.experts.cute.layer import ExpertsLayer
+from dsl_backend.experts.cute.layer import layer_of
 from dsl_backend.experts.kernel import Launch
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.args import require_dynamic
@@ -26,7 +26,7 @@ from dsl_backend.runtime.workspace import Workspace
 IDS = {torch.int32: Int32, torch.int64: Int64}
 
 
-def key_of(spec: ExpertsSpec, config: ExpertsConfig) -> ExpertsKey:
+def key_of(spec: ExpertsSpec, config: Config) -> ExpertsKey:
     """The kernels of a layer."""
     return ExpertsKey(
         num_experts=spec.num_experts,
@@ -53,21 +53,16 @@ def vector(numeric: Any, size: Any, align: int = 4) -> Any:
     return make_fake_tensor(numeric, (size,), (1,), assumed_align=align)
 
 
-def fake_args(key: ExpertsKey) -> ExpertsArgs:
-    """What the kernels are compiled for: any sizes that are multiples of 16 bytes."""
+def fake_operands(key: ExpertsKey) -> tuple[ExpertsOperands, Any, Any, Any]:
+    """(operands, M, H, I) of any sizes that are multiples of 16 bytes."""
     dtype, numeric, experts = key.dtype, NUMERIC[key.dtype], key.num_experts
     lanes = ALIGNMENT // dtype.itemsize
-    tokens, topk, pairs = cute.sym_int(), key.topk, cute.sym_int()
+    tokens, topk = cute.sym_int(), key.topk
     hidden, width, rows = (cute.sym_int(divisibility=lanes) for _ in range(3))
-
-    def weight(n: Any, k: Any) -> Any:
-        strides = (cute.sym_int64(divisibility=lanes), cute.sym_int64(divisibility=lanes), 1)
-        return make_fake_tensor(numeric, (experts, n, k), strides, assumed_align=ALIGNMENT)
-
     operands = ExpertsOperands(
         x=matrix(dtype, tokens, hidden),
-        w13=weight(rows, hidden),
-        w2=weight(hidden, width),
+        w13=matrices(dtype, experts, rows, hidden),
+        w2=matrices(dtype, experts, hidden, width),
         topk_weights=None if key.router_weights is RouterWeights.NONE else rows_of(Float32, tokens, topk, 4),
         topk_ids=rows_of(IDS[key.ids_dtype], tokens, topk, key.ids_dtype.itemsize),
         w13_bias=rows_of(numeric, experts, rows, dtype.itemsize) if key.w13_bias else None,
@@ -75,32 +70,57 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs:
         expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
         out=matrix(dtype, tokens, hidden),
     )
-    scratch = ExpertsScratch(
-        tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
-        tile_count=vector(Int32, 1),
-        counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
-        pairs=vector(Int32, pairs),
-        hidden=matrix(dtype, pairs, width),
-        made=matrix(dtype, pairs, hidden),
-    )
-    args = ExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
+    return operands, tokens, hidden, width
+
+
+def matrices(dtype: torch.dtype, count: Any, rows: Any, width: Any) -> Any:
+    """A fake stack of matrices whose rows start at aligned addresses."""
+    lanes = ALIGNMENT // dtype.itemsize
+    strides = (cute.sym_int64(divisibility=lanes), cute.sym_int64(divisibility=lanes), 1)
+    return make_fake_tensor(NUMERIC[dtype], (count, rows, width), strides, assumed_align=ALIGNMENT)
+
+
+def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
+    """What the kernels are compiled for."""
+    operands, tokens, hidden, width = fake_operands(key)
+    dtype, experts = key.dtype, key.num_experts
+    args: ExpertsArgs | DecodeArgs
+    if key.decodes:
+        decode_scratch = DecodeScratch(
+            hidden=matrices(dtype, cute.sym_int(), tokens, width),
+            partials=vector(Float32, cute.sym_int(), ALIGNMENT),
+            flags=vector(Int32, cute.sym_int(), ALIGNMENT),
+        )
+        args = DecodeArgs(operands, decode_scratch, Int32(1))
+    else:
+        pairs = cute.sym_int()
+        scratch = ExpertsScratch(
+            tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
+            tile_count=vector(Int32, 1),
+            counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
+            pairs=vector(Int32, pairs),
+            hidden=matrix(dtype, pairs, width),
+            made=matrix(dtype, pairs, hidden),
+        )
+        args = ExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
     require_dynamic(args)
     return args
 
 
 def build(key: ExpertsKey, target: Target) -> Function:
-    """The compiled function of x and `ExpertsArgs`; it launches on torch's current stream."""
+    """The compiled function of x and `ExpertsArgs` or `DecodeArgs`; it launches on torch's current stream."""
     args = fake_args(key)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_kernel(ExpertsLayer(key), (args.operands.x, args, stream), key=key, target=target)
+    kernel = layer_of(key, target.kernel_arch or "")
+    return compile_kernel(kernel, (args.operands.x, args, stream), key=key, target=target)
 
 
 @lru_cache(maxsize=1 << 16)
 def chosen(
-    spec: ExpertsSpec, tokens: int, target: Target, libraries: str
-) -> tuple[ExpertsConfig, tuple[int, int, int], Function]:
+    spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None, libraries: str
+) -> tuple[Config, tuple[int, ...], Function]:
     """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
-    config = choose(spec, tokens, target)
+    config = choose(spec, tokens, target, kind)
     return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
 
 
@@ -124,24 +144,52 @@ def scratch_of(
     )
 
 
+def decode_scratch_of(
+    spec: ExpertsSpec, config: DecodeConfig, tokens: int, ctas: int, workspace: Workspace
+) -> DecodeScratch:
+    """A launch's part of the workspace."""
+    listed, width = min(spec.num_experts, tokens * spec.topk), spec.intermediate_size
+    # Elements of 2 bytes in a buffer of 4; rows are multiples of 16 bytes.
+    of_hidden, of_partials = listed * tokens * width // 2, ctas * config.partials
+    values = workspace.partials(of_hidden + of_partials)
+    return DecodeScratch(
+        hidden=values[:of_hidden].view(spec.dtype).view(listed, tokens, width),
+        partials=values[of_hidden : of_hidden + of_partials],
+        flags=workspace.flags(ctas * config.groups),
+    )
+
+
 def run(
     function: Function,
     spec: ExpertsSpec,
-    config: ExpertsConfig,
+    config: Config,
     operands: ExpertsOperands,
-    ctas: tuple[int, int, int],
+    ctas: tuple[int, ...],
     workspace: Workspace,
 ) -> None:
-    """Launch a function of `build`; `ctas` as `ExpertsConfig.ctas` has them."""
-    scratch = scratch_of(spec, config, operands.x.shape[0], ctas[0], workspace)
-    function(operands.x, ExpertsArgs(operands, scratch, *ctas))
+    """Launch a function of `build`; `ctas` as the configuration has them."""
+    tokens = operands.x.shape[0]
+    if isinstance(config, DecodeConfig):
+        decode_scratch = decode_scratch_of(spec, config, tokens, ctas[0], workspace)
+        function(operands.x, DecodeArgs(operands, decode_scratch, *ctas))
+    else:
+        scratch = scratch_of(spec, config, tokens, ctas[0], workspace)
+        function(operands.x, ExpertsArgs(operands, scratch, *ctas))
 
 
-def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
-    """The kernels for any number of tokens."""
+def bind(spec: ExpertsSpec, target: Target, workspace: Workspace, kind: Kind | None = None) -> Launch:
+    """The kernels for any number of tokens; those of a kind, if one is named.
+
+    Raises:
+        Unsupported: by the launch, for more tokens than those of the kind take.
+    """
 
     def launch(operands: ExpertsOperands) -> None:
-        config, ctas, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
+        config, ctas, function = chosen(spec, operands.x.shape[0], target, kind, toolkit.libraries())
         run(function, spec, config, operands, ctas, workspace)
 
     return launch
+
+
+bind_grouped = partial(bind, kind=Kind.GROUPED)
+bind_decode = partial(bind, kind=Kind.DECODE)

@@ -8,6 +8,7 @@ import torch
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.activation import Activation
 from dsl_backend.gemm.sm90.configs import GemmConfig
+from dsl_backend.gemm.tiles import SmallMTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class ExpertsKey:
 
     Attributes:
         mapped: there is an expert map.
-        first, second: of the products; both have the same tile_m.
+        first, second: of the products. Their class says which kernels they are: grouped GEMMs, both with the same
+            tile_m, or those for few tokens.
     """
 
     num_experts: int
@@ -49,11 +51,19 @@ class ExpertsKey:
     w2_bias: bool
     router_weights: RouterWeights
     mapped: bool
-    first: GemmConfig
-    second: GemmConfig
+    first: GemmConfig | SmallMTiles
+    second: GemmConfig | SmallMTiles
+
+    @property
+    def decodes(self) -> bool:
+        """Whether these are the kernels for few tokens."""
+        return isinstance(self.first, SmallMTiles)
 
     @property
     def products(self) -> tuple[ProductKey, ProductKey]:
+        """Of the grouped GEMMs."""
+        assert isinstance(self.first, GemmConfig)
+        assert isinstance(self.second, GemmConfig)
         return (
             ProductKey(
                 dtype=self.dtype,

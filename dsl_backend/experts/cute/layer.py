@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All launches of a layer, in one host function: routing, both products, and the sum over a token's experts."""
+"""All launches of a layer, in one host function."""
+
+from importlib import import_module
+from typing import Any
 
 from cutlass import cute
 
-from dsl_backend.experts.cute.args import ExpertsArgs
+from dsl_backend.experts.cute.args import DecodeArgs, ExpertsArgs
 from dsl_backend.experts.cute.combine import Combine
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.routing import Routing
@@ -11,8 +14,27 @@ from dsl_backend.experts.cute.sm90.grouped import GroupedGemm
 from dsl_backend.experts.spec import RouterWeights
 
 
+def layer_of(key: ExpertsKey, kernel_arch: str) -> Any:
+    """The function of x and the arguments of a launch."""
+    return DecodeLayer(key, kernel_arch) if key.decodes else ExpertsLayer(key)
+
+
+class DecodeLayer:
+    """Both products for few tokens. Writes operands.out; at least one token."""
+
+    def __init__(self, key: ExpertsKey, kernel_arch: str):
+        product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.decode").DecodeGemm
+        self.first, self.second = product(key, key.first, True), product(key, key.second, False)
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, args: DecodeArgs, stream):
+        """Launch; x is args.operands.x, see `gemm.args.launch_args`."""
+        self.first.launch_product(args, stream)
+        self.second.launch_product(args, stream)
+
+
 class ExpertsLayer:
-    """Writes operands.out; at least one token."""
+    """Routing, grouped GEMMs, and the sum over a token's experts. Writes operands.out; at least one token."""
 
     def __init__(self, key: ExpertsKey):
         self.routing = Routing(key.num_experts, key.first.tile_m)

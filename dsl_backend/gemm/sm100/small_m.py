@@ -44,6 +44,12 @@ class SmallMGemm(SmallMGemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`. The CTAs need not run at the same time."""
+        params = self.params(args.operands, args.scratch)
+        total = self.total_iterations(args.operands.x, args.operands.out)
+        self.launch(params, cutlass.min(total, args.max_ctas), stream)
+
+    def launch(self, params: SmallMParams, ctas, stream):
+        """Launch so many CTAs."""
         tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
             self.weight_dtype,
             self.x_dtype,
@@ -53,10 +59,8 @@ class SmallMGemm(SmallMGemmBase):
             tcgen05.CtaGroup.ONE,
             (MMA_M, self.tokens),
         )
-        params = self.params(args.operands, args.scratch)
-        total = self.total_iterations(args.operands.x, args.operands.out)
         self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
-            grid=(cutlass.min(total, args.max_ctas), 1, 1),
+            grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -92,8 +96,7 @@ class SmallMGemm(SmallMGemmBase):
         cute.arch.sync_threads()
         tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
         # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
-        dependent_launch.launch_dependents()
-        work = self.work(params)
+        work = self.begin(params, smem)
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
@@ -108,11 +111,6 @@ class SmallMGemm(SmallMGemmBase):
         cute.arch.sync_threads()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
-
-    def tile_range(self, work: StreamKWork):
-        """(first tile of the CTA's range, number of tiles)."""
-        first = work.start // work.k_tiles
-        return first, (work.end - 1) // work.k_tiles + 1 - first
 
     def iterations(self, work: StreamKWork, tile):
         """(first, end) of a tile's iterations, (first, end) of those in the CTA's range."""
@@ -200,21 +198,23 @@ class SmallMGemm(SmallMGemmBase):
             else:
                 if end < tile_end:
                     self.add_partials(params, acc_0, acc_1, work, tile_end, group, thread)
-                column = tile % work.n_tiles * self.columns + thread
                 token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
-                self.store_columns(params, acc_0, acc_1, column, token)
+                self.store_columns(params, work, acc_0, acc_1, tile % work.n_tiles, token, thread)
 
     @cute.jit
     def store_columns(
         self,
         params: SmallMParams,
+        work: StreamKWork,
         acc_0: cute.Tensor,
         acc_1: cute.Tensor,
-        column: cutlass.Int32,
+        n_tile: cutlass.Int32,
         first_token: cutlass.Int32,
+        thread: cutlass.Int32,
     ):
         """A thread's accumulators to the output: to one column, or without an activation to two, a box apart."""
         m, n = params.mOut.shape
+        column = n_tile * self.columns + thread
         biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
         if cutlass.const_expr(params.mBias is not None):
             for i in cutlass.range_constexpr(2):

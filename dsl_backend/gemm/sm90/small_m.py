@@ -35,6 +35,12 @@ class SmallMGemm(SmallMGemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`. The CTAs need not run at the same time."""
+        params = self.params(args.operands, args.scratch)
+        total = self.total_iterations(args.operands.x, args.operands.out)
+        self.launch(params, cutlass.min(total, args.max_ctas), stream)
+
+    def launch(self, params: SmallMParams, ctas, stream):
+        """Launch so many CTAs."""
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
             self.weight_dtype,
             self.x_dtype,
@@ -44,10 +50,8 @@ class SmallMGemm(SmallMGemmBase):
             (1, 1, 1),
             (MMA_M, self.tokens),
         )
-        params = self.params(args.operands, args.scratch)
-        total = self.total_iterations(args.operands.x, args.operands.out)
         self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
-            grid=(cutlass.min(total, args.max_ctas), 1, 1),
+            grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -73,8 +77,7 @@ class SmallMGemm(SmallMGemmBase):
             for atom in (params.tma_atom_w, params.tma_atom_x):
                 cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        dependent_launch.launch_dependents()
-        work = self.work(params)
+        work = self.begin(params, smem)
         group = warp // (WARPGROUP // 32)
         if group == self.groups:
             if cutlass.const_expr(self.trades_registers):
@@ -112,7 +115,8 @@ class SmallMGemm(SmallMGemmBase):
         acc_0, acc_1 = (cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(2))
         # A kernel before this one may write the residual, or read what this one writes.
         dependent_launch.wait()
-        for tile in cutlass.range(work.start // work.k_tiles, (work.end - 1) // work.k_tiles + 1, unroll=1):
+        first_tile, tiles = self.tile_range(work)
+        for tile in cutlass.range(first_tile, first_tile + tiles, unroll=1):
             tile_start = tile * work.k_tiles
             start = cutlass.max(work.start, tile_start)
             end = cutlass.min(work.end, tile_start + work.k_tiles)
@@ -136,9 +140,8 @@ class SmallMGemm(SmallMGemmBase):
             else:
                 if missing > 0 and not early:
                     self.add_partials(params, acc_0, acc_1, work, tile_start + work.k_tiles, group, thread)
-                column = tile % work.n_tiles * self.columns + row_tile * MMA_M
                 token = tile // work.n_tiles * self.tile_tokens + token_tile * self.tokens
-                self.epilogue(params, acc_0, acc_1, column, token, thread)
+                self.epilogue(params, work, acc_0, acc_1, tile % work.n_tiles, row_tile, token, thread)
 
     @cute.jit
     def mainloop(
@@ -192,24 +195,33 @@ class SmallMGemm(SmallMGemmBase):
             tiled_mma.set(wgmma.Field.ACCUMULATE, True)
         wgmma.commit_group()
 
+    def thread_column(self, row_tile, thread):
+        """The first of a thread's columns in a tile; the other one is 8 behind it."""
+        return row_tile * MMA_M + thread // 32 * 16 + thread % 32 // 4
+
     @cute.jit
     def epilogue(
         self,
         params: SmallMParams,
+        work: StreamKWork,
         acc_0: cute.Tensor,
         acc_1: cute.Tensor,
-        first_column: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
         first_token: cutlass.Int32,
         thread: cutlass.Int32,
     ):
         """Accumulators through bias, activation and residual to the output.
 
         Accumulators are transposed: a thread has tokens 8 j + 2 (lane % 4) + a of columns 16 warp + lane / 4 + 8 b.
+
+        Args:
+            n_tile: of the output's columns. row_tile: 64 rows of each box.
         """
         lane = thread % 32
         m, n = params.mOut.shape
         for b in cutlass.range_constexpr(2):
-            column = first_column + thread // 32 * 16 + lane // 4 + 8 * b
+            column = n_tile * self.columns + self.thread_column(row_tile, thread) + 8 * b
             biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
             if cutlass.const_expr(params.mBias is not None):
                 for i in cutlass.range_constexpr(2):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM of experts on SM90."""
+"""The products of experts on SM90: grouped GEMMs, and those for few tokens."""

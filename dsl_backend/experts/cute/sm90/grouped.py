@@ -22,7 +22,7 @@ from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, 
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import box_layout
-from dsl_backend.gemm.views import bias_of, parts_view
+from dsl_backend.gemm.views import bias_of, expert_parts_view
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector, store_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
@@ -110,7 +110,7 @@ class GroupedGemm(Gemm):
             else (scratch.hidden, operands.w2, operands.w2_bias, scratch.made, args.second_ctas)
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
-        weights = self.weights_view(weight)
+        weights = expert_parts_view(weight, self.parts, self.interleaved)
         tma_atom_w, mW = cpasync.make_tiled_tma_atom(load, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
         tma_atom_x, tma_atom_x_tail, mX = None, None, x
         if cutlass.const_expr(not first):
@@ -137,14 +137,6 @@ class GroupedGemm(Gemm):
         self.kernel(params, tiled_mma, *self.smem_layouts(2 * self.box_n), sOut_layout).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
-
-    def weights_view(self, weight: cute.Tensor) -> cute.Tensor:
-        """Weights [E, parts * n, k] as [n, k, parts, E]."""
-        experts, rows, k = weight.shape
-        of_one = cute.make_tensor(weight.iterator, cute.make_layout((rows, k), stride=weight.stride[1:]))
-        view = parts_view(of_one, self.parts, self.interleaved)
-        layout = cute.make_layout((*view.shape, experts), stride=(*view.stride, weight.stride[0]))
-        return cute.make_tensor(weight.iterator, layout)
 
     @cute.kernel
     def kernel(

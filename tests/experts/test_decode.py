@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of experts for few tokens on the emulator, on both architectures: right, and without a finding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from experts_cases import DECODE_CONFIGS, DECODED, TARGETS, Emulated, emulate, random_decoded
+
+from dsl_backend.errors import Unsupported
+from dsl_backend.experts import api, dispatch
+from dsl_backend.experts.configs import DECODE_TOKENS, DecodeConfig, Kind, all_fitting, choose
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.experts import PLAIN, ExpertsCase
+
+SCHEDULES = ("eager", "lazy", "random")
+ARCHS = tuple(DECODE_CONFIGS)
+FUZZED, FUZZED_IN_FULL = 6, 100
+QUICK = ("plain", "special")
+
+
+def marks(one: Emulated, other_schedule: bool) -> tuple[pytest.MarkDecorator, ...]:
+    if other_schedule:
+        return (pytest.mark.full,)
+    return () if one.id in QUICK else (pytest.mark.rest,)
+
+
+# Each case under one schedule; under the others where there is time.
+IN_TURN = [
+    pytest.param(one, schedule, id=f"{one.id}-{schedule}", marks=marks(one, (i + j) % 3 != 0))
+    for i, one in enumerate(DECODED)
+    for j, schedule in enumerate(SCHEDULES)
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("one", "schedule"), IN_TURN)
+def test_case(one: Emulated, schedule: str, arch: str) -> None:
+    emulate(one, schedule, seed=1, arch=arch)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < FUZZED else (pytest.mark.full,)) for seed in range(FUZZED + FUZZED_IN_FULL)],
+)
+def test_fuzz(seed: int, arch: str) -> None:
+    emulate(random_decoded(seed, arch), SCHEDULES[seed % 3], seed, arch)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_bits_are_the_same_in_any_order_of_events(arch: str) -> None:
+    one = next(one for one in DECODED if one.id == "wide")
+    first = emulate(one, "eager", arch=arch)
+    assert torch.equal(first, emulate(one, "random", seed=5, arch=arch))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("place", range(6))
+def test_every_tile_that_is_chosen(place: int, arch: str) -> None:
+    """At full size, on two and a half rounds of the stages of each product."""
+    case = ExpertsCase(tokens=1, num_experts=3, hidden=8, width=8, topk=2, routing="zipf", biases=place % 2 == 0)
+    found = all_fitting(case.spec, TARGETS[arch], Kind.DECODE)
+    if place >= len(found):
+        pytest.skip(f"{arch} has {len(found)} tiles")
+    config = found[place]
+    assert isinstance(config, DecodeConfig)
+    size = config.first.tile_k * config.first.stages * 5 // 2 - 24
+    case = replace(case, tokens=config.first.tile_tokens, hidden=size, width=size)
+    emulate(Emulated(id=str(config), why="real tiles", case=case, config=config, decodes=True), "random", place, arch)
+
+
+def test_all_tiles_are_tried() -> None:
+    assert all(len(all_fitting(PLAIN.spec, target, Kind.DECODE)) <= 6 for target in TARGETS.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 33, 64, 128])
+def test_tokens_fit_what_is_chosen(tokens: int, arch: str) -> None:
+    spec = replace(PLAIN.spec, num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
+    config = choose(spec, tokens, from_arch(arch), Kind.DECODE)
+    assert isinstance(config, DecodeConfig)
+    assert config.serves(tokens)
+    for tiles in (config.first, config.second):
+        assert tiles.tile_tokens >= tokens
+
+
+def test_more_tokens_are_refused() -> None:
+    with pytest.raises(Unsupported, match=f"129 tokens: {DECODE_TOKENS} are the most"):
+        choose(PLAIN.spec, 129, from_arch("sm_90a"), Kind.DECODE)
+
+
+def test_they_can_be_asked_for_by_name() -> None:
+    for arch in ARCHS:
+        assert dispatch.choose(PLAIN.spec, from_arch(arch), "cute-decode").title == "experts decode"
+    with pytest.raises(Unsupported, match="serves GPUs of sm_90a"):
+        dispatch.choose(PLAIN.spec, from_arch("sm_100a"), "cute-grouped")
+    with pytest.raises(Unsupported, match="serves GPUs of"):
+        api.plan(PLAIN.spec, "cpu", kernel="cute-decode")
+
+
+def test_few_tokens_get_them() -> None:
+    """Where weights of many experts are read for few rows; never where each expert has a tile of rows."""
+    spec = replace(PLAIN.spec, num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
+    assert isinstance(choose(spec, 8, from_arch("sm_90a")), DecodeConfig)
+    assert not isinstance(choose(spec, 2048, from_arch("sm_90a")), DecodeConfig)
+
+
+def test_ids_are_unique() -> None:
+    assert len({one.id for one in DECODED}) == len(DECODED)
