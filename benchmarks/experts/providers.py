@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from dsl_backend.experts import api, dispatch
-from dsl_backend.experts.configs import DECODE_TOKENS
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
@@ -14,10 +13,7 @@ from .problems import Inputs, Problem
 
 
 def objections(problem: Problem, kernel: str | None = None) -> list[str]:
-    found = reasons(lambda: dispatch.choose(problem.spec, targets.detect(), kernel))
-    if not found and kernel == "cute-decode" and problem.m > DECODE_TOKENS:
-        found = [f"{problem.m} tokens: {DECODE_TOKENS} are the most"]
-    return found
+    return reasons(lambda: dispatch.choose(problem.spec, targets.detect(), kernel))
 
 
 def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from dsl_backend.errors import Unsupported
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import arch_kernels, deepest
 from dsl_backend.gemm.cost import small_m_ns
@@ -229,12 +228,6 @@ def candidates(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> t
 
 @cache
 def choose(spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None = None) -> Config:
-    """The kernels for so many tokens, of the candidates.
-
-    Raises:
-        Unsupported: those of the kind are for fewer tokens.
-    """
+    """The kernels for so many tokens, of the candidates; those for few tokens alone take up to DECODE_TOKENS."""
     found = [config for config in candidates(spec, target.sparing(0), kind) if config.serves(tokens)]
-    if not found:
-        raise Unsupported(f"experts ({spec})", {"cute-decode": [f"{tokens} tokens: {DECODE_TOKENS} are the most"]})
     return min(found, key=lambda config: layer_ns(config, spec, tokens, target))

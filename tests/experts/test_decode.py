@@ -8,10 +8,11 @@ import torch
 from experts_cases import DECODE_CONFIGS, DECODED, TARGETS, Emulated, emulate, random_decoded
 
 from dsl_backend.errors import Unsupported
-from dsl_backend.experts import api, dispatch
+from dsl_backend.experts import api, dispatch, reference
 from dsl_backend.experts.configs import DECODE_TOKENS, DecodeConfig, Kind, all_fitting, choose
+from dsl_backend.experts.cute import host
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.experts import PLAIN, ExpertsCase
+from dsl_backend.testing.experts import PLAIN, ExpertsCase, judge, tensors
 
 SCHEDULES = ("eager", "lazy", "random")
 ARCHS = tuple(DECODE_CONFIGS)
@@ -90,9 +91,15 @@ def test_tokens_fit_what_is_chosen(tokens: int, arch: str) -> None:
         assert tiles.tile_tokens >= tokens
 
 
-def test_more_tokens_are_refused() -> None:
-    with pytest.raises(Unsupported, match=f"129 tokens: {DECODE_TOKENS} are the most"):
-        choose(PLAIN.spec, 129, from_arch("sm_90a"), Kind.DECODE)
+def test_more_tokens_are_several_launches() -> None:
+    case = replace(PLAIN, tokens=2 * DECODE_TOKENS + 3, mapped=True)
+    given = tensors(case, "cpu")
+    parts = list(host.parts_of(given, DECODE_TOKENS))
+    assert [part.x.shape[0] for part in parts] == [DECODE_TOKENS, DECODE_TOKENS, 3]
+    for part in parts:
+        reference.experts(case.spec, part)
+    judge(case, given)
+    assert all(part.topk_weights is None for part in host.parts_of(given._replace(topk_weights=None), 100))
 
 
 def test_they_can_be_asked_for_by_name() -> None:

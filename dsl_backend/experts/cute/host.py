@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From torch tensors to the kernels of experts: their keys, compiled functions, launches."""
 
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.experts.args import ExpertsOperands
-from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig, Kind, choose
+from dsl_backend.experts.configs import DECODE_TOKENS, Config, DecodeConfig, ExpertsConfig, Kind, choose
 from dsl_backend.experts.cute.args import RECORD, DecodeArgs, DecodeScratch, ExpertsArgs, ExpertsScratch
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.layer import layer_of
@@ -178,17 +179,27 @@ def run(
 
 
 def bind(spec: ExpertsSpec, target: Target, workspace: Workspace, kind: Kind | None = None) -> Launch:
-    """The kernels for any number of tokens; those of a kind, if one is named.
-
-    Raises:
-        Unsupported: by the launch, for more tokens than those of the kind take.
-    """
+    """The kernels for any number of tokens; those of a kind, if one is named."""
 
     def launch(operands: ExpertsOperands) -> None:
-        config, ctas, function = chosen(spec, operands.x.shape[0], target, kind, toolkit.libraries())
-        run(function, spec, config, operands, ctas, workspace)
+        for part in parts_of(operands, DECODE_TOKENS) if kind is Kind.DECODE else (operands,):
+            config, ctas, function = chosen(spec, part.x.shape[0], target, kind, toolkit.libraries())
+            run(function, spec, config, part, ctas, workspace)
 
     return launch
+
+
+def parts_of(operands: ExpertsOperands, most: int) -> Iterator[ExpertsOperands]:
+    """The layer of up to `most` tokens at a time."""
+    weights = operands.topk_weights
+    for first in range(0, operands.x.shape[0], most):
+        part = slice(first, first + most)
+        yield operands._replace(
+            x=operands.x[part],
+            topk_weights=None if weights is None else weights[part],
+            topk_ids=operands.topk_ids[part],
+            out=operands.out[part],
+        )
 
 
 bind_grouped = partial(bind, kind=Kind.GROUPED)
