@@ -95,11 +95,6 @@ class DecodeConfig:
         """Float32 partial sums of a CTA."""
         return max(self.first.partials, self.second.partials)
 
-    @property
-    def groups(self) -> int:
-        """Warpgroups of a CTA that hold accumulators."""
-        return max(self.first.groups, self.second.groups)
-
     def ctas(self, spec: ExpertsSpec, tokens: int, target: Target) -> tuple[int]:
         """CTAs of each product."""
         return (target.used_sms,)

@@ -24,6 +24,8 @@ from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
+# Flags of a CTA. As many for any configuration: they cannot grow while a graph is captured.
+MOST_GROUPS = 2
 IDS = {torch.int32: Int32, torch.int64: Int64}
 
 
@@ -156,7 +158,7 @@ def decode_scratch_of(
     return DecodeScratch(
         hidden=values[:of_hidden].view(spec.dtype).view(listed, tokens, width),
         partials=values[of_hidden : of_hidden + of_partials],
-        flags=workspace.flags(ctas * config.groups),
+        flags=workspace.flags(ctas * MOST_GROUPS),
     )
 
 
