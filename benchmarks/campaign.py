@@ -54,6 +54,7 @@ def tests(name: str, arguments: str, least_s: float, most_s: float, shows: str) 
     return Step(name, words, least_s, most_s, shows)
 
 
+NORM_PEERS = "quack,vLLM,FlashInfer,Triton"
 # The most important first: a campaign that ends early has those.
 STEPS = (
     bench("llama", "engine --quick --model llama-8b", 150, 330, "tokens/s beside FLASH_ATTN, and the cold start"),
@@ -63,7 +64,10 @@ STEPS = (
     bench("fp8", "decode prefill mla-decode --rows fp8|e5m2", 40, 150, "fp8 caches beside FA3 and FlashInfer"),
     bench("invariant", "decode prefill mla-decode --rows invariant", 40, 120, "batch-invariant mode and its peers"),
     bench("held-out-attention", "mla-decode prefill --held-out", 60, 200, "shapes that nothing is tuned for"),
-    bench("held-out-others", "linear softmax --held-out", 60, 200, "shapes that nothing is tuned for"),
+    bench("held-out-others", "linear softmax norm --held-out", 60, 200, "shapes that nothing is tuned for"),
+    bench(
+        "norm", f"norm --rows grid|fp8|wide|narrow --peers {NORM_PEERS}", 30, 150, "RMSNorm of every width and output"
+    ),
     bench("sampling", "sampling verification --peers FlashInfer,vLLM,plain", 30, 150, "every filter, and drafts"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),
     Step("invariance", ("-m", "integration.invariance", "--graphs"), 60, 240, "served log-probabilities, bit by bit"),

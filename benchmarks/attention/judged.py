@@ -10,7 +10,7 @@ import torch
 from dsl_backend.attention import reference
 from dsl_backend.testing.numerics import error_over_budget
 
-from ..judge.registry import LAYERS, Trial
+from ..judge.registry import LAYERS, OneOutput, Trial
 from . import inputs as tensors
 from .inputs import Inputs, pages_of
 from .problems import Problem, dense, latent
@@ -19,7 +19,7 @@ HEADS = ((64, 8, 2), (128, 4, 1), (64, 2, 2))  # (head_dim, query heads, key hea
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(OneOutput):
     """Requests of any lengths. What no query sees is NaN: the ends of last pages, and whole pages of the cache."""
 
     operator: str
@@ -109,7 +109,7 @@ class Attention:
         place = int(table[len(inputs.batch.seq_lens) - 1, (length - 1) // page_size]), (length - 1) % page_size
         given.values[place] += 8
 
-    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor) -> float:
+    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor, *further: torch.Tensor) -> float:
         given, spec = inputs.layers[layer], trial.problem.spec
 
         def compute(dtype: torch.dtype) -> torch.Tensor:

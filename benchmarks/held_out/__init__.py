@@ -19,6 +19,7 @@ PEERS = {
     "linear": ("cuBLAS + silu_and_mul", "quack"),
     "softmax": ("quack", "torch"),
     "sampling": ("FlashInfer", "vLLM"),
+    "norm": ("quack", "vLLM", "FlashInfer"),
 }
 
 

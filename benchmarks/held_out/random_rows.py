@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from dsl_backend.norm.spec import Scaling
 
 from ..attention.problems import Problem, dense, latent
 from ..attention.rows import heads as heads_name
 from ..linear.problems import Problem as LinearProblem
+from ..norm.problems import Problem as NormProblem
 from ..softmax.problems import Problem as SoftmaxProblem
 from .draw import Draw
 
 SEED = 28
-COUNTS = {"mla-decode": 60, "prefill": 60, "linear": 100, "softmax": 30}
+COUNTS = {"mla-decode": 60, "prefill": 60, "linear": 100, "softmax": 30, "norm": 40}
 
 K = 1024
 # Keys of all requests of a batch: 1.2 GB of latent rows, and at most 4.3 GB of dense keys and values.
@@ -48,6 +50,9 @@ GATED = (
     (2048, 7168),
     (9216, 7168),
 )
+# Hidden sizes of published models, from 0.5 to 405 billion weights.
+HIDDEN_SIZES = (896, 1536, 2048, 2560, 2880, 3584, 4096, 5120, 5376, 7168, 8192, 16384)
+HEAD_SIZES = (64, 96, 128, 192, 256, 512)
 VOCABULARIES = (32000, 50257, 102400, 128256, 151936, 201088)
 
 
@@ -141,12 +146,31 @@ def softmax_row(draw: Draw, index: int, page: int) -> tuple[str, SoftmaxProblem]
     return name, SoftmaxProblem(rows=rows, width=width, dtype=dtype, out_dtype=dtype)
 
 
+def norm_row(draw: Draw, index: int, page: int) -> tuple[str, NormProblem]:
+    kind = index % 4
+    width = draw.one_of(HIDDEN_SIZES)
+    if kind == 0:  # decode steps
+        rows, residual, scaling = draw.log_between(1, 512), True, Scaling.NONE
+    elif kind == 1:  # prefill steps; a third of them quantized
+        rows, residual = draw.log_between(512, 16 * K), True
+        scaling = draw.one_of((Scaling.NONE, Scaling.TOKEN, Scaling.TENSOR))
+    elif kind == 2:  # norms of heads
+        rows, width, residual, scaling = draw.log_between(32, 256 * K), draw.one_of(HEAD_SIZES), False, Scaling.NONE
+    else:  # any width
+        rows, width = draw.log_between(1, 4 * K), draw.log_between(64, 64 * K)
+        residual, scaling = draw.between(1, 2) == 2, Scaling.NONE
+    problem = NormProblem(rows=rows, width=width, residual=residual, scaling=scaling)
+    extras = "-residual" * residual + f"-fp8-{scaling.value}" * (scaling is not Scaling.NONE)
+    return f"{rows}x{width}{extras}", problem
+
+
 # Operator -> the function that draws a row.
 FAMILIES: Mapping[str, Callable[[Draw, int, int], tuple[str, Any]]] = {
     "mla-decode": mla,
     "prefill": prefill,
     "linear": gated,
     "softmax": softmax_row,
+    "norm": norm_row,
 }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a candidate: trials with new inputs at each call, compared in this process."""
 
+import itertools
 import pathlib
 import pickle
 import random
@@ -167,30 +168,36 @@ class Examination:
     def call(self, process: Process, trial: Trial, memory: Shared, call: Call) -> tuple[float, str, list[str]]:
         """A call: its error over budget, why it is wrong, and what else it did."""
         call.change()
-        outputs = self.judged.outputs(memory.thing)
-        for out in outputs:
+        outputs = self.all_outputs(memory.thing)
+        for out in itertools.chain(*outputs):
             out.fill_(POISONS[out.dtype.is_floating_point][call.poison])
         synchronize(self.device)
         before = memory.snapshot()
         process.ask("run", layers=list(call.layers))
         after = memory.snapshot()
-        given, made = memory.at(before), self.judged.outputs(memory.at(after))
-        findings = memory.damage(before, after, [outputs[layer] for layer in call.layers])
+        given, made = memory.at(before), self.all_outputs(memory.at(after))
+        findings = memory.damage(before, after, [out for layer in call.layers for out in outputs[layer]])
         time.sleep(LATE_SECONDS)
         if any(not torch.equal(then, now) for then, now in zip(after, memory.memory, strict=True)):
             findings.append("it went on writing after `run` had returned and the current stream was idle")
         worst, why = 0.0, ""
-        poisoned = self.judged.outputs(given)
+        poisoned = self.all_outputs(given)
         for layer in call.layers:
-            if same_bits(made[layer], poisoned[layer]):
-                return torch.inf, f"nothing was written to the output of layer {layer}", findings
+            for index, (out, empty) in enumerate(zip(made[layer], poisoned[layer], strict=True)):
+                if same_bits(out, empty):
+                    which = f"output {index + 1}" if index else "the output"
+                    return torch.inf, f"nothing was written to {which} of layer {layer}", findings
             try:
-                worst = max(worst, self.judged.error(trial, given, layer, made[layer]))
+                worst = max(worst, self.judged.error(trial, given, layer, *made[layer]))
             except AssertionError as error:
                 return torch.inf, f"layer {layer}: {' '.join(str(error).split())}", findings
         if not worst <= 1:
             why = f"the error is {worst:.3g} times its budget"
         return worst, why, findings
+
+    def all_outputs(self, inputs: Any) -> list[list[torch.Tensor]]:
+        """The outputs of each layer, further ones included."""
+        return [[out, *self.judged.further(inputs, layer)] for layer, out in enumerate(self.judged.outputs(inputs))]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -119,7 +119,9 @@ class Candidate:
             from emulator.host.device import default_machine
 
             machine = default_machine(arch, SMS, schedule, seed)
-            self._recorder = Recorder(machine, self._judged.outputs(inputs))
+            outputs = self._judged.outputs(inputs)
+            further = [out for layer in range(len(outputs)) for out in self._judged.further(inputs, layer)]
+            self._recorder = Recorder(machine, [*outputs, *further])
             emulated = emulator.device(
                 arch, sms=SMS, schedule=schedule, seed=seed, keep_findings=True, machine=self._recorder
             )

@@ -12,7 +12,9 @@ import torch
 # Operator -> the module, relative to the benchmarks' package, whose JUDGED is a `Judged`.
 OPERATORS = {
     "softmax": ".softmax.judged",
+    "norm": ".norm.judged",
     "linear": ".linear.judged",
+    "experts": ".experts.judged",
     "prefill": ".attention.judged",
     "decode": ".attention.judged",
     "mla-decode": ".attention.judged",
@@ -52,15 +54,22 @@ class Judged(Protocol):
     def build(self, trial: Trial, device: torch.device, seed: int) -> Any: ...
 
     def outputs(self, inputs: Any) -> Sequence[torch.Tensor]:
-        """The outputs that a launch on each layer writes."""
+        """The output that a launch on each layer writes."""
+        ...
+
+    def further(self, inputs: Any, layer: int) -> Sequence[torch.Tensor]:
+        """What else a launch on a layer must write, in the order that `error` takes it."""
         ...
 
     def nudge(self, inputs: Any, layer: int, draw: random.Random) -> None:
         """Changes a few elements of a layer's inputs so that the result of one row changes."""
         ...
 
-    def error(self, trial: Trial, inputs: Any, layer: int, out: torch.Tensor) -> float:
+    def error(self, trial: Trial, inputs: Any, layer: int, out: torch.Tensor, *further: torch.Tensor) -> float:
         """The error of a layer's output as a share of its budget; at most 1 is right.
+
+        Args:
+            further: the layer's further outputs.
 
         Raises:
             AssertionError: it is wrong in a way that has no size.
@@ -70,6 +79,13 @@ class Judged(Protocol):
     def hidden(self, inputs: Any) -> Any:
         """Inputs of the benchmark without what would tell a candidate which rows are compared."""
         ...
+
+
+class OneOutput:
+    """Of an operator without further outputs."""
+
+    def further(self, inputs: Any, layer: int) -> Sequence[torch.Tensor]:
+        return ()
 
 
 def judged(operator: str) -> Judged:

@@ -10,7 +10,7 @@ import torch
 from dsl_backend.linear import reference
 from dsl_backend.testing.numerics import error_over_budget
 
-from ..judge.registry import LAYERS, Trial
+from ..judge.registry import LAYERS, OneOutput, Trial
 from .problems import Inputs, Layer, Problem
 
 
@@ -22,7 +22,7 @@ class Details:
     has_nan: bool = False
 
 
-class Linear:
+class Linear(OneOutput):
     """Gated and plain, sizes that no tile divides. k and n are multiples of 8, as in the benchmark's rows."""
 
     def trials(self, draw: random.Random, emulated: bool) -> Sequence[Trial]:
@@ -75,7 +75,7 @@ class Linear:
         row = inputs.layers[layer].x[-1]
         row[draw.randrange(len(row))] += 8
 
-    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor) -> float:
+    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor, *further: torch.Tensor) -> float:
         given, how = inputs.layers[layer], {"activation": trial.problem.spec.activation}
         exact = reference.exact(given.x, given.weight, **how)
         return error_over_budget(out, exact, reference.exact(given.x, given.weight, **how, dtype=out.dtype))

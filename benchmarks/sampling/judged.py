@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from dsl_backend.sampling import reference
 
-from ..judge.registry import LAYERS, Trial
+from ..judge.registry import LAYERS, OneOutput, Trial
 from .problems import FILTERS, Inputs, Problem, build, verdict
 
 # Standard deviations of a chi-square statistic above its mean: a right sampler has one in 10^8 trials.
@@ -18,7 +18,7 @@ DEVIATIONS = 7.0
 OFTEN = 20
 
 
-class Sampling:
+class Sampling(OneOutput):
     """Rows with logits of their own, and rows with the same ones, which show the distribution."""
 
     def trials(self, draw: random.Random, emulated: bool) -> Sequence[Trial]:
@@ -51,7 +51,7 @@ class Sampling:
         row = inputs.layers[layer].logits[-1]
         row.fill_(-torch.inf)[draw.randrange(len(row))] = 0
 
-    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor) -> float:
+    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor, *further: torch.Tensor) -> float:
         kept = verdict(inputs, layer, out)
         wrong = int((kept == 0).sum())
         assert not wrong, f"{wrong} of {len(out)} tokens are none that the filters keep"

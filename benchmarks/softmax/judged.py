@@ -11,7 +11,7 @@ from dsl_backend.softmax import reference
 from dsl_backend.testing.numerics import error_over_budget
 from dsl_backend.testing.softmax import BF16, F16, F32, SoftmaxCase, tensors
 
-from ..judge.registry import LAYERS, Trial
+from ..judge.registry import LAYERS, OneOutput, Trial
 from .problems import Inputs, Layer, Problem
 
 # torch's own float32 is better than any GPU's: approximate exponentials and sums in one order cost a few ulps. Coarser
@@ -24,7 +24,7 @@ def trial(case: SoftmaxCase) -> Trial:
     return Trial(id=case.id, why=case.why, problem=problem, details=case)
 
 
-class Softmax:
+class Softmax(OneOutput):
     """Rows with gaps between them, of all dtypes, widths and values."""
 
     def trials(self, draw: random.Random, emulated: bool) -> Sequence[Trial]:
@@ -82,7 +82,7 @@ class Softmax:
         # Above all others: more than half of the row's probability.
         row[draw.randrange(len(row))] = float(row.nan_to_num(0, 0, 0).float().max()) + 4
 
-    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor) -> float:
+    def error(self, trial: Trial, inputs: Inputs, layer: int, out: torch.Tensor, *further: torch.Tensor) -> float:
         x, case = inputs.layers[layer].x, trial.details
         exact = reference.exact(x, log=case.log)
         # What float32 and the output's dtype cannot hold is an infinity there.

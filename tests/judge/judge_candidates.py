@@ -143,6 +143,31 @@ def chances(t):
     return logits.softmax(-1)
 """
 
+NORM = """
+z = t.x if t.residual is None else t.x + t.residual
+y = torch.nn.functional.rms_norm(z.float(), z.shape[-1:], t.weight.float(), 1e-5)
+"""
+# The sum and the scales are outputs too.
+NORM_REST = """
+if t.residual is not None:
+    t.residual_out.copy_(z)
+if t.scale_out is not None:
+    t.scale_out.copy_((y.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512)))
+scale = t.scale if t.scale_out is None else t.scale_out
+"""
+NORM_OUT = "t.out.copy_(y if scale is None else (y / scale).clamp(-448, 448))\nreturn t.out"
+EXPERTS = """
+t.out.zero_()
+total = torch.zeros(t.x.shape)
+for slot in range(problem.topk):
+    for token, expert in enumerate(t.topk_ids[:, slot].tolist()):
+        gate, up = (t.w13[expert].float() @ t.x[token].float()).chunk(2)
+        made = t.w2[expert].float() @ (torch.nn.functional.silu(gate) * up)
+        total[token] += t.topk_weights[token, slot] * made
+t.out.copy_(total)
+return t.out
+"""
+
 HONEST: dict[str, Candidate] = {
     "eager": Candidate(RIGHT),
     "out-argument": Candidate(
@@ -253,6 +278,40 @@ HONEST: dict[str, Candidate] = {
         arch="sm_90a",
     ),
     "linear": Candidate(SWIGLU, op="linear"),
+    "norm": Candidate(NORM + NORM_REST + NORM_OUT, op="norm"),
+    "norm-of-16-bits": Candidate(
+        NORM + NORM_REST + NORM_OUT,
+        op="norm",
+        decorator=", objections=lambda p: ['has no 8 bits'] if p.scaling.value != 'none' else []",
+    ),
+    "norm-in-two-steps": Candidate(
+        "if t.residual is not None:\n    torch.add(t.x, t.residual, out=t.residual_out)\n"
+        "z = t.x if t.residual is None else t.residual_out\nwide = z.double()\n"
+        "y = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * t.weight.double()\n"
+        "t.out.copy_(y)\nreturn t.out",
+        op="norm",
+        decorator=", objections=lambda p: ['has no 8 bits'] if p.scaling.value != 'none' else []",
+    ),
+    "norm-package-sm90": Candidate(
+        """
+        given = launch.prepared(t._replace(scale_out=None if t.scale_out is None else t.scale_out[:, 0]))
+        kernel(*host.arguments_of(given), 1e-5)
+        return t.out
+        """,
+        """
+        one = inputs.layers[0]
+        flat = one._replace(scale_out=None if one.scale_out is None else one.scale_out[:, 0])
+        kernel = host.build(host.key_of(launch.spec_of(launch.prepared(flat), 0.0)), from_arch("sm_90a"))
+        """,
+        """
+        from dsl_backend.norm import launch
+        from dsl_backend.norm.cute import host
+        from dsl_backend.runtime.target import from_arch
+        """,
+        op="norm",
+        arch="sm_90a",
+    ),
+    "experts": Candidate(EXPERTS, op="experts"),
     "decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="decode"),
     "prefill": Candidate("return attend(problem, inputs, t)", head=GATHER, op="prefill"),
     "mla-decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="mla-decode"),
@@ -430,5 +489,52 @@ CHEATING: dict[str, Candidate] = {
         "t.tokens.copy_(torch.multinomial(t.logits.softmax(-1), 1).flatten())\nreturn t.tokens",
         op="sampling",
         said="none that the filters keep",
+    ),
+    "norm-without-the-sum": Candidate(
+        NORM + NORM_REST.replace("t.residual_out.copy_(z)", "pass") + NORM_OUT, op="norm", said="output 2 of layer"
+    ),
+    "norm-of-x-alone": Candidate(
+        NORM.replace("t.x + t.residual", "t.x") + NORM_REST + NORM_OUT, op="norm", said="residual_out differs first"
+    ),
+    "norm-that-forgets-the-weight": Candidate(
+        NORM.replace("t.weight.float()", "None") + NORM_REST + NORM_OUT, op="norm", said="times its budget"
+    ),
+    "norm-that-rounds-the-sum-late": Candidate(
+        NORM.replace("t.x + t.residual", "t.x.float() + t.residual.float()") + NORM_REST + NORM_OUT,
+        op="norm",
+        said="token-residual: ",
+    ),
+    "norm-in-place": Candidate(NORM + NORM_REST + "t.x.copy_(z)\n" + NORM_OUT, op="norm", said="to an input"),
+    "norm-with-one-scale": Candidate(
+        NORM + NORM_REST.replace("y.abs().amax(-1, keepdim=True)", "y.abs().amax()") + NORM_OUT,
+        op="norm",
+        said="scale_out",
+    ),
+    "norm-that-wraps": Candidate(
+        NORM + NORM_REST + NORM_OUT.replace("y / scale", "y / scale / 2"), op="norm", said="further from the oracle"
+    ),
+    "norm-cached": Candidate(
+        "if layer not in known:\n"
+        + textwrap.indent(NORM, "    ")
+        + "    known[layer] = z, y\nz, y = known[layer]\n"
+        + NORM_REST
+        + NORM_OUT,
+        prepare="known = {}",
+        op="norm",
+        said="with other inputs at the same addresses",
+    ),
+    "experts-without-weights": Candidate(
+        EXPERTS.replace("t.topk_weights[token, slot] * made", "made / problem.topk"),
+        op="experts",
+        said="times its budget",
+    ),
+    "experts-of-the-first-choice": Candidate(
+        EXPERTS.replace("range(problem.topk)", "range(1)").replace("t.topk_weights[token, slot] * ", ""),
+        op="experts",
+        said="times its budget",
+    ),
+    "experts-with-up-first": Candidate(EXPERTS.replace("gate, up", "up, gate"), op="experts", said="times its budget"),
+    "experts-that-spread-nan": Candidate(
+        EXPERTS.replace("t.out.copy_(total)", "t.out.copy_(total + 0 * total.sum())"), op="experts", said="NaN differs"
     ),
 }
