@@ -79,6 +79,21 @@ def gated_mlp(layer: str, config: Config) -> dict[str, Normal]:
     }
 
 
+def expert_mlps(layer: str, config: Config) -> dict[str, Normal]:
+    """The router and the routed experts of a layer; a token's outputs are as large as those of `gated_mlp`."""
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    experts = config.get("num_experts") or config["n_routed_experts"]
+    weights = {f"{layer}.mlp.gate.weight": linear(experts, hidden)}
+    for index in range(experts):
+        expert = f"{layer}.mlp.experts.{index}"
+        weights |= {
+            f"{expert}.gate_proj.weight": linear(inner, hidden),
+            f"{expert}.up_proj.weight": linear(inner, hidden),
+            f"{expert}.down_proj.weight": linear(hidden, inner, 3.0),
+        }
+    return weights
+
+
 def ends(config: Config) -> dict[str, Normal]:
     """Embedding, last norm and head of a model with an untied head."""
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
@@ -97,6 +112,17 @@ def llama(config: Config) -> dict[str, Normal]:
     weights = ends(config)
     for layer in layers(config):
         weights |= qkvo(layer, config) | gated_mlp(layer, config)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{name}.weight"] = norm(config["hidden_size"])
+    return weights
+
+
+def qwen3_moe(config: Config) -> dict[str, Normal]:
+    weights = ends(config)
+    for layer in layers(config):
+        weights |= qkvo(layer, config) | expert_mlps(layer, config)
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            weights[f"{layer}.{name}.weight"] = norm(config["head_dim"], QK_GAIN)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}.{name}.weight"] = norm(config["hidden_size"])
     return weights
@@ -166,8 +192,16 @@ def deepseek_v2(config: Config) -> dict[str, Normal]:
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     weights = ends(config)
-    for layer in layers(config):
-        weights |= gated_mlp(layer, config)
+    for index, layer in enumerate(layers(config)):
+        if index < config["first_k_dense_replace"]:
+            weights |= gated_mlp(layer, config)
+        else:
+            shared = {"hidden_size": hidden, "intermediate_size": config["moe_intermediate_size"]}
+            weights |= expert_mlps(layer, config)
+            weights |= {
+                name.replace(".mlp.", ".mlp.shared_experts."): weight
+                for name, weight in gated_mlp(layer, shared).items()
+            }
         weights |= {
             f"{layer}.self_attn.q_proj.weight": linear(heads * (nope + rope), hidden, QK_GAIN),
             f"{layer}.self_attn.kv_a_proj_with_mqa.weight": linear(latent + rope, hidden, QK_GAIN),
@@ -315,6 +349,26 @@ MODELS: dict[str, Model] = {
         weights=deepseek_v2,
     ),
 }
+
+
+# Every token uses all experts here too.
+MODELS["deepseek_moe"] = MODELS["deepseek_v2"].changed(
+    first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=4
+)
+MODELS["qwen3_moe"] = Model(
+    config=LLAMA.config
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    weights=qwen3_moe,
+)
 
 
 def make_tokenizer() -> Tokenizer:

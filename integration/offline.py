@@ -36,6 +36,7 @@ IMPORTS = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.gemma2",
     "vllm.model_executor.models.gpt_oss",
+    "vllm.model_executor.models.qwen3_moe",
     "vllm.model_executor.models.deepseek_v2",
 )
 TOP = 5  # log-probabilities kept for each generated token

@@ -38,6 +38,11 @@ class Case:
     def model(self) -> Model:
         return MODELS[self.id.partition("-")[0]]
 
+    @property
+    def peer(self) -> str:
+        """VLLM's own attention backend."""
+        return device().alibi if self.id == "bloom" else device().mla if self.mla else device().dense
+
 
 CASES = (
     Case(id="llama", without=lambda model: model.changed({"o_proj": 0.0}), why="grouped queries; without: attention"),
@@ -46,6 +51,13 @@ CASES = (
     Case(id="gpt_oss", without=lambda model: model.changed({"sinks": -1e4}), why="sinks"),
     Case(id="bloom", without=lambda model: model.changed({"dense.weight": 0.0}), why="ALiBi; without: attention"),
     Case(id="deepseek_v2", without=lambda model: model.changed({"o_proj": 0.0}), mla=True, why="absorbed MLA"),
+    Case(id="qwen3_moe", without=lambda model: model.changed({"mlp.experts": 0.0}), why="routed experts"),
+    Case(
+        id="deepseek_moe",
+        without=lambda model: model.changed({"mlp.experts": 0.0}),
+        mla=True,
+        why="routed experts beside shared ones, behind MLA",
+    ),
 )
 COMPARED = tuple(case for case in CASES if "-" not in case.id)  # the others share a model
 
@@ -81,6 +93,21 @@ class Setting:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = (
     Setting(id="plain", also_theirs=True, why="whole prompts, then one token a step"),
+    Setting(
+        id="experts",
+        engine={"additional_config": {"dsl": {"experts": "dsl"}}},
+        cases=("gpt_oss", "qwen3_moe", "deepseek_moe"),
+        dtypes=("bfloat16",),
+        why="routed experts by dsl too",
+    ),
+    Setting(
+        id="experts-graphs",
+        engine={"additional_config": {"dsl": {"experts": "dsl"}}, "enforce_eager": False},
+        cases=("gpt_oss", "qwen3_moe", "deepseek_moe"),
+        dtypes=("bfloat16",),
+        cuda_only=True,
+        why="routed experts under CUDA graphs",
+    ),
     Setting(
         id="chunked",
         engine={
@@ -183,8 +210,7 @@ def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Results:
         add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting)
         compared = setting if setting.also_theirs else PLAIN
         if dtype != "float32" and compared.has_peer:
-            theirs = {"deepseek_v2": here.mla, "bloom": here.alibi}.get(case.id, here.dense)
-            add((case.id, compared.id, dtype, "theirs"), folder, theirs, dtype, compared)
+            add((case.id, compared.id, dtype, "theirs"), folder, case.peer, dtype, compared)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
@@ -205,6 +231,9 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     served = [line for line in outcome.log.splitlines() if "dsl serves attention" in line]
     assert served, "the log does not say that dsl serves"
     assert all(device().serves(line) for line in served)
+    if setting.id.startswith("experts"):
+        by_dsl = [line for line in outcome.log.splitlines() if "dsl serves" in line and "layers of routed" in line]
+        assert by_dsl, "the log does not say that dsl serves experts"
     if dtype == "float32":
         assert max(prompt_errors(ours, truth)) <= ROUNDING
         assert max(generated_errors(ours, truth, ROUNDING)) <= ROUNDING
