@@ -5,11 +5,13 @@ Errors are measured from a float32 run of vLLM's own backend. In float32 `dsl` m
 the same tokens; in a shorter dtype its error may be at most twice that of vLLM's own backend in that dtype.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from integration import offline
 from integration.compare import ROUNDING, VISIBLE, generated_errors, prompt_errors, prompts, rms
@@ -67,6 +69,7 @@ class Setting:
     """A setting of the engine that must not change the results.
 
     Attributes:
+        ranks: workers; each has a GPU, where there are GPUs.
         also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
         sleep: the engine answers all prompts, sleeps and wakes up before it answers them again.
     """
@@ -77,6 +80,7 @@ class Setting:
     dtypes: tuple[str, ...] = device().dtypes
     also_theirs: bool = False
     cuda_only: bool = False
+    ranks: int = 1
     sleep: bool = False
     why: str
 
@@ -90,23 +94,41 @@ class Setting:
         return device().fp8 or not self.fp8
 
 
+EXPERTS: dict[str, Any] = {"additional_config": {"dsl": {"experts": "dsl"}}}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = (
     Setting(id="plain", also_theirs=True, why="whole prompts, then one token a step"),
     Setting(
         id="experts",
-        engine={"additional_config": {"dsl": {"experts": "dsl"}}},
+        engine=EXPERTS,
         cases=("gpt_oss", "qwen3_moe", "deepseek_moe"),
         dtypes=("bfloat16",),
         why="routed experts by dsl too",
     ),
     Setting(
         id="experts-graphs",
-        engine={"additional_config": {"dsl": {"experts": "dsl"}}, "enforce_eager": False},
+        engine=EXPERTS | {"enforce_eager": False},
         cases=("gpt_oss", "qwen3_moe", "deepseek_moe"),
         dtypes=("bfloat16",),
         cuda_only=True,
         why="routed experts under CUDA graphs",
+    ),
+    Setting(
+        id="experts-tensor",
+        engine=EXPERTS | TWO_RANKS,
+        cases=("qwen3_moe",),
+        dtypes=("bfloat16",),
+        ranks=2,
+        why="each rank has a part of every expert",
+    ),
+    Setting(
+        id="experts-parallel",
+        engine=EXPERTS | TWO_RANKS | {"enable_expert_parallel": True},
+        cases=("qwen3_moe",),
+        dtypes=("bfloat16",),
+        ranks=2,
+        why="each rank has some of the experts",
     ),
     Setting(
         id="chunked",
@@ -168,6 +190,7 @@ def comparisons() -> list[tuple[Case, Setting, str]]:
         for case in COMPARED
         for setting in SETTINGS
         if case.id in setting.cases and (device().cuda or not setting.cuda_only)
+        if not device().cuda or setting.ranks <= torch.cuda.device_count()
         for dtype in setting.dtypes
         if dtype in device().dtypes
     ]
@@ -232,8 +255,9 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     assert served, "the log does not say that dsl serves"
     assert all(device().serves(line) for line in served)
     if setting.id.startswith("experts"):
-        by_dsl = [line for line in outcome.log.splitlines() if "dsl serves" in line and "layers of routed" in line]
-        assert by_dsl, "the log does not say that dsl serves experts"
+        by_dsl = re.findall(r"dsl serves \d+ layers of routed experts.*", outcome.log)
+        assert len(by_dsl) == setting.ranks, "the log does not say that dsl serves experts"
+        assert all("an expert map" in line for line in by_dsl) == bool(setting.engine.get("enable_expert_parallel"))
     if dtype == "float32":
         assert max(prompt_errors(ours, truth)) <= ROUNDING
         assert max(generated_errors(ours, truth, ROUNDING)) <= ROUNDING

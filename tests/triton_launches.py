@@ -197,6 +197,20 @@ def serve_linear(target: Target) -> Iterator[None]:
         linear.api.linear(*linear.tensors(replace(case, rows=rows), "cpu"), activation=case.activation, kernel="triton")
 
 
+def serve_experts(name: str, target: Target) -> Iterator[None]:
+    """Prepare as vLLM's warm-up does; then steps of all numbers of tokens."""
+    from dsl_backend.experts.triton import kernels
+
+    case = experts.CASES[name]
+    kernels.prepare(case.spec, target)
+    yield
+    plan = experts.api.plan(case.spec, CPU, kernel="triton")
+    for tokens in (*range(1, 20), *range(20, 400, 23), 1000):
+        given = experts.tensors(replace(case, tokens=tokens, padding=0.0, pad_x=0, pad_out=0, special=False), "cpu")
+        biases = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias}
+        experts.api.run(plan, *given[:5], **biases, expert_map=given.expert_map, out=given.out)
+
+
 def serve_sampling(target: Target) -> Iterator[None]:
     """Draw a first step, as vLLM's profiling does; then steps with all combinations of filters."""
     draw, vocab = random.Random(0), 1003
@@ -217,6 +231,8 @@ def serve_sampling(target: Target) -> Iterator[None]:
 ENGINES: Mapping[str, Engine] = {
     **{name: partial(serve_attention, case.spec) for name, case in LAYERS.items()},
     "linear": serve_linear,
+    "experts": partial(serve_experts, "gpt-oss"),
+    "experts-mapped": partial(serve_experts, "mapped"),
     "sampling": serve_sampling,
 }
 

@@ -21,12 +21,14 @@ import emulator
 from benchmarks import sweep, timing, tune
 from benchmarks.attention import tune as attention
 from benchmarks.case import Reference
+from benchmarks.experts import tune as experts
 from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
 from benchmarks.runner import DeviceLostError
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
+from dsl_backend.experts.tuned import Ours, Theirs
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.linear.tuned import TUNED_CONFIGS, Unfused, problem_of
 from dsl_backend.providers import Launch
@@ -406,6 +408,37 @@ def test_ranges_of_rows_leave_no_gap() -> None:
     first = [one for one in found if one.n == found[0].n]
     assert first[0].least_rows == 1
     assert all(one.most_rows + 1 == other.least_rows for one, other in itertools.pairwise(first))
+
+
+def test_experts_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges leave no gap, both ends are timed, and only this package's kernels can be recorded."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(experts, "vllm_objections", lambda problem: [])
+    found = experts.classes(TARGET, torch.device("cpu"), None)
+    first = [one for one in found if one.problem.num_experts == 128]
+    assert first[0].problem.least_rows == 1
+    assert all(a.problem.most_rows + 1 == b.problem.least_rows for a, b in itertools.pairwise(first))
+    for one in found:
+        ends = dict.fromkeys((one.problem.least_rows, one.problem.most_rows))
+        assert [of_end.parameters["m"] for of_end in one.contests] == list(ends)
+        for of_end in one.contests:
+            assert of_end.configs == (Theirs(), Ours())
+            assert [spec.family for spec in of_end.precompile_specs] == ["experts"]
+    monkeypatch.setattr(experts, "vllm_objections", lambda problem: ["vllm is not installed"])
+    assert experts.classes(TARGET, torch.device("cpu"), None) == []
+
+
+def test_experts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's share; none where the model has none."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(experts, "vllm_objections", lambda problem: [])
+    config = {"num_attention_heads": 8, "hidden_size": 2048, "vocab_size": 1000, "intermediate_size": 1024}
+    dense = models.shape_of(config, tensor_parallel=2)
+    assert experts.classes(TARGET, torch.device("cpu"), dense) == []
+    routed = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
+    found = experts.classes(TARGET, torch.device("cpu"), models.shape_of(config | routed, tensor_parallel=2))
+    sizes = {(one.problem.num_experts, one.problem.intermediate_size, one.problem.topk) for one in found}
+    assert sizes == {(16, 384, 4)}
 
 
 def test_classes_of_a_model() -> None:

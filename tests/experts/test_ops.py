@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts as an operator: what it makes of its tensors, and one node for torch.compile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.experts import api, ops
+from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.testing.experts import CASES, ExpertsCase, tensors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ops.plan_of.cache_clear()
+
+
+def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
+    """What the operator is told beside tensors."""
+    return *ops.named(case.spec.activation, case.spec.interleaved), case.router_weights.value
+
+
+def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
+    out = torch.full_like(given.out, torch.nan)
+    ops.EXPERTS(out, *given[:-1], *facts_of(case))
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_by_plan_and_run(name: str) -> None:
+    """All that a plan is told, the operator reads off its tensors."""
+    case = CASES[name]
+    given = tensors(case, "cpu")
+    plan = api.plan(case.spec, CPU)
+    run = api.run(plan, *given[:5], w13_bias=given.w13_bias, w2_bias=given.w2_bias, expert_map=given.expert_map)
+    assert torch.equal(by_operator(case, given).nan_to_num(), run.nan_to_num())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "activation", [Swiglu(), Swiglu(alpha=2.0, beta=0.5), SWIGLU_OAI, Geglu(), Geglu(tanh=True)], ids=str
+)
+def test_activations_in_a_schema(activation: Activation, interleaved: bool) -> None:
+    assert ops.activation_of(*ops.named(activation, interleaved)) == (activation, interleaved)
+
+
+def test_one_node_of_a_graph() -> None:
+    case = CASES["gpt-oss"]
+    given, facts, graphs = tensors(case, "cpu"), facts_of(case), []
+
+    def layer(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ops.EXPERTS(out, x, *given[1:-1], *facts)
+        return out + 1
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    out = compiled(torch.empty_like(given.out), given.x)
+    assert torch.equal(out, by_operator(case, given) + 1)
+    assert [name for name in graphs[0] if "experts" in name] == ["dsl_backend.experts.default"]
+
+
+def test_a_plan_for_each_kind_of_layer() -> None:
+    case = CASES["gpt-oss"]
+    given = tensors(case, "cpu")
+    by_operator(case, given)
+    by_operator(case, tensors(replace(case, tokens=3), "cpu"))
+    assert ops.plan_of.cache_info().currsize == 1
+
+
+def test_tensors_that_are_no_layer() -> None:
+    case = CASES["gpt-oss"]
+    given = tensors(case, "cpu")
+    with pytest.raises(InvalidInput, match="w2 has shape"):
+        by_operator(case, given._replace(w2=given.w2[:-1]))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For which numbers of tokens a layer of experts is known to be faster than vLLM's."""
+
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.experts.tuned import TUNED_CONFIGS, Ours, Theirs, faster, is_faster, problem_of
+from dsl_backend.runtime.target import from_arch
+
+GPU = "NVIDIA Test"
+TARGET = replace(from_arch("sm_90a"), gpu=GPU)
+SPEC = ExpertsSpec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8, dtype=torch.bfloat16)
+
+
+def record(least: int, most: int, spec: ExpertsSpec = SPEC) -> Any:
+    return TUNED_CONFIGS.record(
+        problem_of(spec, TARGET.sm_count).of_rows(least, most),
+        Ours(),
+        gpu=GPU,
+        arch="sm_90a",
+        date=datetime.date(2026, 11, 25),
+        commit="0123abc",
+        versions={},
+        us=1.0,
+        default_us=2.0,
+    )
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts records in the place of those in files."""
+
+    def put(*records: Any) -> None:
+        monkeypatch.setitem(TUNED_CONFIGS.__dict__, "found", (list(records), []))
+        is_faster.cache_clear()
+
+    put()
+    yield put
+    is_faster.cache_clear()
+
+
+def test_the_packages_own_file_is_whole() -> None:
+    found, problems = TUNED_CONFIGS.read(TUNED_CONFIGS.file)
+    assert problems == []
+    assert len(found) == len(json.loads(TUNED_CONFIGS.file.read_text())["records"])
+
+
+def test_ranges(measured: Callable[..., None]) -> None:
+    measured(record(1, 1), record(513, 2048))
+    assert [(one.least_rows, one.most_rows) for one in faster(SPEC, TARGET)] == [(1, 1), (513, 2048)]
+    assert [tokens for tokens in (1, 2, 512, 513, 2048, 2049) if is_faster(tokens, SPEC, TARGET)] == [1, 513, 2048]
+
+
+def test_nothing_measured(measured: Callable[..., None]) -> None:
+    assert faster(SPEC, TARGET) == []
+    assert not is_faster(8192, SPEC, TARGET)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 64},
+        {"hidden_size": 4096},
+        {"intermediate_size": 384},
+        {"topk": 6},
+        {"dtype": torch.float16},
+        {"global_experts": 256},
+    ],
+    ids=str,
+)
+def test_other_layers_are_not_measured(changes: dict[str, Any], measured: Callable[..., None]) -> None:
+    measured(record(1, 1 << 17))
+    assert not is_faster(8, replace(SPEC, **changes), TARGET)
+
+
+@pytest.mark.parametrize("changes", [{"gpu": None}, {"gpu": "Another"}, {"sm_count": 66}], ids=str)
+def test_other_gpus_are_not_measured(changes: dict[str, Any], measured: Callable[..., None]) -> None:
+    measured(record(1, 1 << 17))
+    assert is_faster(8, SPEC, TARGET)
+    assert not is_faster(8, SPEC, replace(TARGET, **changes))
+
+
+def test_a_record_survives_its_file() -> None:
+    made = record(33, 128)
+    assert TUNED_CONFIGS.understood(json.loads(made.measurement.model_dump_json())) == made
+    assert made.problem.name == "experts-128x2048x768-top8-bfloat16-m33-128"
+
+
+def test_theirs_is_no_record() -> None:
+    raw = json.loads(record(1, 8).measurement.model_dump_json()) | {"kernel": "vllm"}
+    with pytest.raises(InvalidInput, match="kernel 'vllm' is not one of dsl"):
+        TUNED_CONFIGS.understood(raw)
+    with pytest.raises(StopIteration):
+        TUNED_CONFIGS.kernel_name(Theirs())
