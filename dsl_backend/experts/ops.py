@@ -6,6 +6,7 @@ is kept but the plan of its layer.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -32,9 +33,30 @@ def activation_of(name: str, parameters: list[float]) -> tuple[Activation, bool]
     return activation, name.endswith(INTERLEAVED)
 
 
+class Layer(NamedTuple):
+    """What tensors and arguments of a call say of its layer, as `ExpertsSpec` has it: cheap to make and to look up."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    topk: int
+    dtype: torch.dtype
+    activation: str
+    parameters: tuple[float, ...]
+    w13_bias: bool
+    w2_bias: bool
+    router_weights: str
+    global_experts: int | None
+    ids_dtype: torch.dtype
+
+
 @cache
-def plan_of(spec: ExpertsSpec, device: torch.device, stream: int) -> ExpertsPlan:
+def plan_of(layer: Layer, device: torch.device, stream: int) -> ExpertsPlan:
     """The plan of a layer on a stream, as `current_stream` names it. Layers of one stream share its workspace."""
+    facts = layer._asdict()
+    activation, interleaved = activation_of(facts.pop("activation"), list(facts.pop("parameters")))
+    facts["router_weights"] = RouterWeights(layer.router_weights)
+    spec = ExpertsSpec(activation=activation, interleaved=interleaved, **facts)
     return api.plan(spec, device, workspace=workspace_of(device, stream))
 
 
@@ -62,22 +84,21 @@ def experts(
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
-    kind, interleaved = activation_of(activation, parameters)
-    spec = ExpertsSpec(
+    layer = Layer(
         num_experts=w13.shape[0],
         hidden_size=x.shape[-1],
         intermediate_size=w2.shape[-1],
         topk=topk_ids.shape[-1],
         dtype=x.dtype,
-        activation=kind,
-        interleaved=interleaved,
+        activation=activation,
+        parameters=tuple(parameters),
         w13_bias=w13_bias is not None,
         w2_bias=w2_bias is not None,
-        router_weights=RouterWeights(router_weights),
+        router_weights=router_weights,
         global_experts=None if expert_map is None else expert_map.shape[0],
         ids_dtype=topk_ids.dtype,
     )
-    plan = plan_of(spec, x.device, current_stream(x.device))
+    plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
         plan,
         x,

@@ -178,6 +178,12 @@ def sleep_frees_what_it_does_not_keep() -> bool:
     return importlib.util.find_spec("vllm.device_allocator.cumem") is not None
 
 
+def _weights_are_never_shared() -> bool:
+    from vllm.model_executor import utils
+
+    return not hasattr(utils, "is_weights_pre_processed")
+
+
 @functools.cache
 def _filters_come_alone() -> bool:
     from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -325,6 +331,13 @@ DIFFERENCES: tuple[Entry, ...] = (
         needed=lambda: not verification_is_a_method(),
     ),
     Entry(
+        name="processed_weights",
+        what="compat.weights_are_processed",
+        why="0.26 has no cache of weights that other processes laid out, nor the function that says so",
+        remove_when="the oldest supported vLLM has is_weights_pre_processed",
+        needed=_weights_are_never_shared,
+    ),
+    Entry(
         name="eager_monitor",
         what="compat.warm_up_is_over looks at the garbage collector where vLLM's monitor of compilations stays off",
         why="the monitor starts when warm-up is over; 0.32 leaves it off with --enforce-eager, but freezes the heap at "
@@ -359,12 +372,16 @@ def is_batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def has_routed_experts() -> bool:
+    """Whether vLLM has experts' layers of the kind whose kernels can be replaced."""
+    return importlib.util.find_spec("vllm.model_executor.layers.fused_moe.routed_experts") is not None
+
+
 def weights_are_processed() -> bool:
-    """Whether the weights that are being loaded have another process's layout; 0.26 does not share weights."""
+    """Whether the weights that are being loaded have another process's layout."""
     from vllm.model_executor import utils
 
-    processed = getattr(utils, "is_weights_pre_processed", None)
-    return processed is not None and bool(processed())
+    return not _weights_are_never_shared() and bool(utils.is_weights_pre_processed())
 
 
 def expert_ids_dtype(parallel: Any) -> torch.dtype:

@@ -450,6 +450,22 @@ def test_weights_of_another_process(served: Any, monkeypatch: pytest.MonkeyPatch
     assert not is_served(layer)
 
 
+def test_layers_of_an_unknown_version(served: Any) -> None:
+    layer = experts()
+    del layer.moe_config.experts_per_token
+    (line,) = served(layer)
+    assert "vLLM's layer is not as it was expected: " in line
+    assert "experts_per_token" in line
+    assert not is_served(layer)
+
+
+def test_a_version_without_such_layers(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = experts()
+    monkeypatch.setattr(compat, "has_routed_experts", lambda: False)
+    assert served(layer) == []
+    assert not is_served(layer)
+
+
 def test_another_backend(served: Any) -> None:
     layer = experts()
     assert served(layer, attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))) == []

@@ -46,6 +46,8 @@ def reasons_against_engine(vllm_config: Any) -> str:
 
 def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers of routed experts of a model, with their names; none of those that are served already."""
+    if not compat.has_routed_experts():
+        return
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts
@@ -59,6 +61,16 @@ def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def judge(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     """How a layer is served, or why it stays vLLM's."""
+    try:
+        return judged(layer, vllm_config, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    except AttributeError as error:  # a version of vLLM whose layers are others than those that are known
+        return f"vLLM's layer is not as it was expected: {error}"
+
+
+def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
+    """As `judge`. Raises InvalidInput, Unsupported: no kernel has such a layer."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method, moe = layer.quant_method, layer.moe_config
@@ -75,11 +87,8 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> Service | str:
         return str(reason)
     if reason := reason_against_rows(kernels, vllm_config, layer):
         return reason
-    try:
-        spec = spec_of(layer, kernels)
-        dispatch.choose(spec, target)
-    except (InvalidInput, Unsupported) as error:
-        return str(error)
+    spec = spec_of(layer, kernels)
+    dispatch.choose(spec, target)
     return Service(spec, kernels) if served_by is ServedBy.DSL else measured(Service(spec, kernels), target)
 
 
