@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsl_backend import checks
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import registry
+from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
 
 # NVIDIA's cuda-binary format: .nv.info has attributes (format, kind, size or value), some of them of a kernel's symbol.
@@ -224,10 +226,33 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
         yield Made((unit.key.first, unit.key.second), unit.compile)
 
 
+def sampling_subjects() -> Iterator[Subject]:
+    """By the logits' type; tokens alone, and with the likeliest tokens."""
+    for arch in ARCHS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for mode in (None, LogprobsMode.RAW_LOGPROBS):
+                spec = SamplingSpec(vocab=151936, dtype=dtype, logprobs_mode=mode)
+                name = f"{arch}-sampling-{checks.short(dtype)}{'' if mode is None else '-likeliest'}"
+                yield Subject(id=name, arch=arch, kernels=partial(sampling_kernels, arch, spec))
+
+
+def sampling_kernels(arch: str, spec: SamplingSpec) -> Iterator[Made]:
+    """One CTA for a row, and eight."""
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.sampling.configs import cluster_configs, widest_vector
+    from dsl_backend.sampling.cute import host
+
+    target = from_arch(arch)
+    for config in cluster_configs(spec, target, 1024, widest_vector(spec)):
+        if config.cluster in (1, 8):
+            yield Made(config, partial(host.build, host.key_of(spec, config), target), config.smem_bytes)
+
+
 def subjects() -> Iterator[Subject]:
     yield from attention_subjects()
     yield from linear_subjects()
     yield from experts_subjects()
+    yield from sampling_subjects()
 
 
 def compiled(subject: Subject, folder: Path) -> Iterator[Code]:

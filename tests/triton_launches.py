@@ -57,7 +57,8 @@ def sample_with_logprobs() -> None:
     """And the likeliest tokens: another specialization, and the kernel of ranks."""
     case = replace(sampling.CASES[0], rows=sampling.CASES[0].rows[:4], vocab=300)
     logits, parameters = sampling.tensors(case)
-    spec = replace(case.spec, logprobs=True, num_logprobs=2)
+    mode = sampling.api.LogprobsMode.PROCESSED_LOGPROBS
+    spec = replace(case.spec, logprobs=True, logprobs_mode=mode, num_logprobs=2)
     plan = sampling.api.plan(spec, len(logits), CPU, "triton")
     found = sampling.api.run(plan, logits, parameters)
     tokens, logprobs = sampling.reference.sample(logits, parameters)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from dsl_backend.providers import Limits
 from dsl_backend.sampling import reference as definition
-from dsl_backend.sampling.spec import Parameters, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, SamplingSpec
 
 from ..case import Reference, compared_rows
 from ..check import EXACT
@@ -31,16 +31,24 @@ class Problem:
 
     Attributes:
         dtype: name of the logits' type.
+        logprobs: how many of the likeliest tokens are returned too, with their log-probabilities and the token's rank;
+            None for tokens alone.
     """
 
     rows: int
     vocab: int
     filters: str
     dtype: str = "float32"
+    logprobs: int | None = None
 
     @property
     def spec(self) -> SamplingSpec:
-        return SamplingSpec(vocab=self.vocab, dtype=getattr(torch, self.dtype))
+        return SamplingSpec(
+            vocab=self.vocab,
+            dtype=getattr(torch, self.dtype),
+            logprobs_mode=None if self.logprobs is None else LogprobsMode.RAW_LOGPROBS,
+            num_logprobs=self.logprobs or 0,
+        )
 
     @property
     def traffic_bytes(self) -> int:
@@ -53,7 +61,13 @@ class Problem:
 
     @property
     def parameters(self) -> dict[str, object]:
-        return {"rows": self.rows, "vocab": self.vocab, "filters": self.filters, "dtype": self.dtype}
+        found: dict[str, object] = {
+            "rows": self.rows,
+            "vocab": self.vocab,
+            "filters": self.filters,
+            "dtype": self.dtype,
+        }
+        return found if self.logprobs is None else found | {"logprobs": self.logprobs}
 
 
 @dataclass(frozen=True)

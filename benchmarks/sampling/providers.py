@@ -9,7 +9,6 @@ import torch
 from dsl_backend.providers import Launch, Run, provider
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
-from dsl_backend.sampling.spec import Sampled
 
 from ..columns import missing, reasons
 from .problems import Inputs, Layer, Problem, only_exact
@@ -30,7 +29,7 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
     plans = []
     for layer in inputs.layers:
         plan = api.plan(problem.spec, problem.rows, layer.logits.device, kernel)
-        plan.results = Sampled(layer.tokens)
+        plan.results = plan.results._replace(tokens=layer.tokens)
         plans.append(plan)
 
     def run(index: int) -> torch.Tensor:
@@ -42,7 +41,7 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
 
 def flashinfer_objections(problem: Problem) -> list[str]:
     unused = ["vLLM does not use it for min-p"] if problem.filters == "min-p" else []
-    return missing("flashinfer") + unused
+    return missing("flashinfer") + unused + (vllm_objections(problem) if problem.logprobs is not None else [])
 
 
 @provider("sampling", name="FlashInfer", objections=flashinfer_objections, default=False, package="flashinfer-python")
@@ -54,6 +53,10 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Run:
     from flashinfer import sampling
 
     def run(index: int) -> torch.Tensor:
+        tokens = draw(index)
+        return with_logprobs(problem, inputs.layers[index].logits, tokens)
+
+    def draw(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
         k, p, logits = layer.parameters.top_k, layer.parameters.top_p, layer.logits.float()
         if problem.filters == "none":
@@ -83,9 +86,17 @@ def vllm_sampling(problem: Problem, inputs: Inputs, filter_name: str) -> Run:
             logits = apply(scratch.copy_(logits), layer.parameters.top_k, layer.parameters.top_p)
         chance = masked(logits, layer).softmax(dim=-1, dtype=torch.float32)
         tokens: torch.Tensor = ops.random_sample(chance, {})
-        return tokens
+        return with_logprobs(problem, layer.logits, tokens)
 
     return run
+
+
+def with_logprobs(problem: Problem, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, after vLLM's model runner (V2) has computed the log-probabilities that the problem asks for."""
+    if problem.logprobs is not None:
+        compute = importlib.import_module("vllm.v1.worker.gpu.sample.logprob").compute_topk_scores
+        compute(logits, problem.logprobs, tokens.long())
+    return tokens
 
 
 def vllm_objections(problem: Problem) -> list[str]:

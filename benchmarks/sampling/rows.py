@@ -12,10 +12,14 @@ QWEN = 151936
 WHOLE = "whole"
 WHOLE_BATCHES = (32, 128, 512)
 WHOLE_VOCAB = 201088
+# With the log-probabilities of the likeliest tokens, beside the same without.
+LOGPROBS = "logprobs"
+LOGPROBS_BATCHES = (1, 32, 128, 512)
 
 
 def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
     suffix = "" if problem.dtype == "float32" else f"-{problem.dtype}"
+    suffix += "" if problem.logprobs is None else f"-top{problem.logprobs}"
     name = f"{problem.filters}-{problem.rows}x{problem.vocab}{suffix}"
     return case_of(name, problem, group, axis)
 
@@ -34,6 +38,13 @@ def cases() -> list[Case[Problem]]:
         for dtype in ("float32", "bfloat16")
         for name in ("none", "p", "k+p")
         for rows in WHOLE_BATCHES
+    ]
+    found += [
+        case(Problem(rows=rows, vocab=QWEN, filters=name, dtype=dtype, logprobs=count), LOGPROBS)
+        for dtype in ("float32", "bfloat16")
+        for name in ("none", "k+p")
+        for rows in LOGPROBS_BATCHES
+        for count in (None, 20)
     ]
     found += [case(Problem(rows=1, vocab=300, filters=name), SMALLEST) for name in ("k+p", "min-p")]
     return found

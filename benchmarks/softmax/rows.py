@@ -33,5 +33,7 @@ def cases() -> list[Case[Problem]]:
     found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
     # Rows whose start is not aligned to 16 bytes.
     found += [case(Problem(rows=rows, width=width), "odd") for rows, width in ((4 * K, 4099), (64, 128257))]
+    # Widths just above what threads and waves hold evenly.
+    found += [case(Problem(rows=rows, width=width), "uneven") for rows, width in ((64, 201088), (1000, 12344))]
     found += [case(Problem(rows=rows, width=width), "tiny") for rows, width in ((3, 40), (2, 4099))]
     return found

@@ -15,9 +15,9 @@ from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import cuda_index, detect
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
 
-__all__ = ["Parameters", "Sampled", "SamplingPlan", "SamplingSpec", "plan", "run"]
+__all__ = ["LogprobsMode", "Parameters", "Sampled", "SamplingPlan", "SamplingSpec", "plan", "run"]
 
 
 def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: str | None = None) -> SamplingPlan:
@@ -41,11 +41,13 @@ def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: 
     return SamplingPlan(spec, target, max_rows, device, kernel)
 
 
-def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters) -> Sampled:
+def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters, num_logprobs: int | None = None) -> Sampled:
     """Sample one token for each row. It does not synchronize with the GPU, allocate memory or write to the logits.
 
     Args:
         logits: [rows, vocab] of the spec's dtype, with contiguous columns and any row stride; rows may be 0.
+        num_logprobs: how many of the likeliest tokens this step returns; the spec's num_logprobs by default, which is
+            the most.
 
     Returns:
         Views of the plan's buffers, which its next step overwrites.
@@ -69,7 +71,9 @@ def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters) -> Sam
     require(spec.vocab == 1 or logits.stride(1) == 1, f"logits have strides {logits.stride()}: the last must be 1")
     require(logits.device == plan.device, f"logits are on {logits.device}: {plan.device} is needed")
     parameters.check(count, plan.device)
-    out = plan.results.rows(count)
+    most = spec.num_logprobs
+    wanted = most if num_logprobs is None else checks.integer("num_logprobs", num_logprobs, 0, most)
+    out = plan.results.rows(count).likeliest(wanted)
     if count:
         plan.kernel.launch(logits, parameters, out)
     return out

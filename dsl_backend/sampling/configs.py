@@ -71,8 +71,8 @@ class ClusterConfig:
 
         Args:
             vector: adjacent logits that one load may take in every row.
-            reread: rows have top-p alone, and are read as a whole more than once. So the part of a CTA has to fit the
-                L1 cache.
+            reread: rows are read as a whole more than once: those with top-p alone, and for a token's rank. So the part
+                of a CTA has to fit the L1 cache.
         """
         cached = min(MAX_PORTABLE_CLUSTER, -(-spec.vocab * spec.dtype.itemsize // L1_BYTES)) if reread else 1
         cluster = 1
@@ -107,7 +107,7 @@ class ClusterConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: group maxima, histogram, candidates (16 bytes), blocks (12), sums, and scalars."""
         arrays = 4 * MAX_GROUPS + 4 * HISTOGRAM_BINS + 16 * self.max_candidates + 12 * self.max_blocks
-        return arrays + 8 * MAX_CLUSTER + 4 * 8 * WARP + 256
+        return arrays + 16 * MAX_CLUSTER + 4 * 8 * WARP + 4 * WARP + 256
 
     @property
     def ctas_per_sm(self) -> int:
@@ -154,7 +154,7 @@ def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: i
     """The configurations of batches of up to max_rows rows."""
     configs = (
         ClusterConfig.default(spec, target, rows, vector, reread)
-        for reread in (False, True)
+        for reread in ((False, True) if spec.logprobs_mode is None else (True,))
         for rows in range(1, max_rows + 1)
     )
     return list(dict.fromkeys(configs))

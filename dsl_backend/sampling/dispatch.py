@@ -17,7 +17,7 @@ def cute(spec: SamplingSpec, target: Target) -> list[str]:
         return reasons
     reasons = [*toolkit.missing()]
     if spec.logprobs:
-        reasons.append("returns no log-probabilities: logprobs=False is needed")
+        reasons.append("returns no log-probabilities of the whole vocabulary: logprobs=False is needed")
     config = ClusterConfig.default(spec, target, 1, widest_vector(spec))
     return reasons + config.objections(spec, target)
 

@@ -17,6 +17,9 @@ For each row, in the order of vLLM's own sampler; x is a logit in float32, NaN a
 A row without min-p and top-k is summed by blocks, for the sum of 4 and for the first draw of 5. All else is relative to
 the row's maximum. A greedy row gets the largest logit, the lowest id of ties. A row without a logit above -inf gets
 token 0.
+
+The likeliest tokens are ordered by x, or by processed log-probabilities; of equal ones the lower id comes first. A
+token's rank is the number of tokens that are at least as likely.
 """
 
 from typing import NamedTuple
@@ -25,7 +28,7 @@ import torch
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import fixed_point
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
 
 LOW_31 = (1 << 31) - 1
 LOW_32 = (1 << 32) - 1
@@ -247,6 +250,27 @@ def probabilities(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     return log_probabilities(scaled_logits(rows.x.double(), parameters.temperature), rows.kept).exp()
 
 
+def raw_values(logits: torch.Tensor, mode: LogprobsMode) -> torch.Tensor:
+    """[rows, vocab] float32: the logits, NaN as -inf, or their log-softmax."""
+    x = canonical(logits)
+    if mode is LogprobsMode.RAW_LOGITS:
+        return x
+    return log_probabilities(x, torch.ones_like(x, dtype=torch.bool))
+
+
+def likeliest(
+    order: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids [rows, 1 + count] of the tokens and of the likeliest ones, their values, the tokens' ranks [rows]).
+
+    Args:
+        order: [rows, vocab], larger for likelier tokens. Equal ones are ordered by id.
+    """
+    chosen = tokens.long().unsqueeze(1)
+    ids = torch.cat([chosen, order.sort(dim=-1, descending=True, stable=True).indices[:, :count]], 1)
+    return ids, values.gather(1, ids), (order >= order.gather(1, chosen)).sum(-1)
+
+
 class ReferenceSampler:
     """The definition as a kernel, for CPUs."""
 
@@ -256,16 +280,17 @@ class ReferenceSampler:
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
         tokens, logprobs = sample(logits, parameters)
         out.tokens.copy_(tokens)
-        if out.logprobs is None:
+        if out.logprobs is not None:
+            out.logprobs.copy_(logprobs)
+        mode = self.spec.logprobs_mode
+        if mode is None:
             return
-        assert out.token_logprobs is not None, "logprobs come together"
-        assert out.token_ranks is not None, "logprobs come together"
-        assert out.top_ids is not None, "logprobs come together"
-        assert out.top_logprobs is not None, "logprobs come together"
-        out.logprobs.copy_(logprobs)
-        chosen = logprobs.gather(1, tokens.unsqueeze(1))
-        out.token_logprobs.copy_(chosen.squeeze(1))
-        out.token_ranks.copy_((logprobs >= chosen).sum(-1))
-        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
-        out.top_ids.copy_(ids[:, : self.spec.num_logprobs])
-        out.top_logprobs.copy_(values[:, : self.spec.num_logprobs])
+        assert out.top_ids is not None, "logprobs_mode asks for them"
+        assert out.top_logprobs is not None, "logprobs_mode asks for them"
+        assert out.token_ranks is not None, "logprobs_mode asks for them"
+        processed = mode is LogprobsMode.PROCESSED_LOGPROBS
+        order = logprobs if processed else canonical(logits)
+        values = logprobs if processed else raw_values(logits, mode)
+        results = likeliest(order, values, tokens, out.top_ids.shape[1] - 1)
+        for tensor, value in zip((out.top_ids, out.top_logprobs, out.token_ranks), results, strict=True):
+            tensor.copy_(value)

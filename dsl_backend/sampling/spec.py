@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler's problem: its static spec, the parameters of a step, and the results."""
 
+import enum
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +18,21 @@ TOKEN_DTYPES = (torch.int64, torch.int32)
 MAX_LOGPROBS = 128
 
 
+class LogprobsMode(enum.Enum):
+    """Which values of the drawn token and of the likeliest tokens are returned, by vLLM's names.
+
+    RAW_LOGPROBS are the log-softmax of the logits as they are given; RAW_LOGITS are these logits. PROCESSED_LOGPROBS
+    are after temperature and filters.
+    """
+
+    RAW_LOGPROBS = "raw_logprobs"
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"
+
+    def __str__(self) -> str:
+        return f"LogprobsMode.{self.name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
     """What dispatch and the kernels specialize on.
@@ -25,8 +41,10 @@ class SamplingSpec:
         vocab: logits of a row, from 1 to 2**21.
         dtype: of the logits: float32, bfloat16 or float16.
         token_dtype: of the tokens: int64 or int32.
-        logprobs: also return the log-probabilities that the tokens were drawn with.
-        num_logprobs: how many of the likeliest tokens of each row to return too, from 0 to 128; needs logprobs.
+        logprobs: also return the log-probabilities that the tokens were drawn with, of the whole vocabulary.
+        logprobs_mode: also return a value of each row's token, its rank, and the likeliest tokens.
+            PROCESSED_LOGPROBS needs logprobs.
+        num_logprobs: how many of the likeliest tokens of each row at most, from 0 to 128; needs logprobs_mode.
 
     Raises:
         InvalidInput: a value is out of range.
@@ -36,6 +54,7 @@ class SamplingSpec:
     dtype: torch.dtype = torch.float32
     token_dtype: torch.dtype = torch.int64
     logprobs: bool = False
+    logprobs_mode: LogprobsMode | None = None
     num_logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -44,10 +63,16 @@ class SamplingSpec:
         checks.dtype("dtype", self.dtype, LOGITS_DTYPES)
         checks.dtype("token_dtype", self.token_dtype, TOKEN_DTYPES)
         checks.flag("logprobs", self.logprobs)
+        if self.logprobs_mode is not None:
+            checks.member("logprobs_mode", self.logprobs_mode, LogprobsMode)
         set_field("num_logprobs", checks.integer("num_logprobs", self.num_logprobs, 0, min(MAX_LOGPROBS, self.vocab)))
         require(
-            self.logprobs or not self.num_logprobs,
-            f"num_logprobs is {self.num_logprobs}: logprobs=True is needed with it",
+            self.logprobs_mode is not None or not self.num_logprobs,
+            f"num_logprobs is {self.num_logprobs}: a logprobs_mode is needed with it",
+        )
+        require(
+            self.logprobs or self.logprobs_mode is not LogprobsMode.PROCESSED_LOGPROBS,
+            f"logprobs_mode is {self.logprobs_mode}: logprobs=True is needed with it",
         )
 
 
@@ -95,40 +120,47 @@ class Parameters:
 
 
 class Sampled(NamedTuple):
-    """Results of a step: buffers of the plan, which its next step overwrites. Only tokens unless spec.logprobs.
+    """Results of a step: buffers of the plan, which its next step overwrites. Only tokens unless the spec wants more.
 
     Attributes:
         tokens: [rows], ids from 0 to vocab - 1.
         logprobs: [rows, vocab] float32, log-probabilities after temperature and filters; -inf where masked. A greedy
             row is not filtered.
-        token_logprobs: [rows] float32, those of the tokens.
+        top_ids: [rows, 1 + num_logprobs] int32: the token, and then the likeliest tokens, likeliest first; of equally
+            likely ones the lower id first.
+        top_logprobs: [rows, 1 + num_logprobs] float32, the values of the spec's logprobs_mode of these ids.
         token_ranks: [rows] int32, how many tokens are at least as likely as the drawn one, itself included.
-        top_ids: [rows, num_logprobs] int32, likeliest first; of equally likely ones the lower id first.
-        top_logprobs: [rows, num_logprobs] float32.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None = None
-    token_logprobs: torch.Tensor | None = None
-    token_ranks: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    token_ranks: torch.Tensor | None = None
 
     def rows(self, count: int) -> "Sampled":
         """Views of the first rows."""
         return Sampled(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
 
+    def likeliest(self, num_logprobs: int) -> "Sampled":
+        """With so many of the likeliest tokens, at most those that there are."""
+        if self.top_ids is None or self.top_logprobs is None:
+            return self
+        return self._replace(
+            top_ids=self.top_ids[:, : 1 + num_logprobs], top_logprobs=self.top_logprobs[:, : 1 + num_logprobs]
+        )
+
 
 def buffers(spec: SamplingSpec, max_rows: int, device: torch.device) -> Sampled:
     """Buffers for the results of up to max_rows rows."""
-    tokens = torch.empty(max_rows, dtype=spec.token_dtype, device=device)
-    if not spec.logprobs:
-        return Sampled(tokens)
-    return Sampled(
-        tokens,
-        torch.empty(max_rows, spec.vocab, device=device),
-        torch.empty(max_rows, device=device),
-        torch.empty(max_rows, dtype=torch.int32, device=device),
-        torch.empty(max_rows, spec.num_logprobs, dtype=torch.int32, device=device),
-        torch.empty(max_rows, spec.num_logprobs, device=device),
+    results = Sampled(torch.empty(max_rows, dtype=spec.token_dtype, device=device))
+    if spec.logprobs:
+        results = results._replace(logprobs=torch.empty(max_rows, spec.vocab, device=device))
+    if spec.logprobs_mode is None:
+        return results
+    columns = 1 + spec.num_logprobs
+    return results._replace(
+        top_ids=torch.empty(max_rows, columns, dtype=torch.int32, device=device),
+        top_logprobs=torch.empty(max_rows, columns, device=device),
+        token_ranks=torch.empty(max_rows, dtype=torch.int32, device=device),
     )

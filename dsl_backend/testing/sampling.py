@@ -11,7 +11,7 @@ from dsl_backend.errors import Unsupported
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, reference
 from dsl_backend.sampling.configs import ClusterConfig
-from dsl_backend.sampling.spec import Parameters, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec, buffers
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -34,6 +34,7 @@ class SamplingCase:
         kind: dtype of logits, of tokens, and how the kernel runs.
         rows: of each the logits' distribution (`logits_of`), temperature, top-k, top-p, min-p.
         pad: logits between rows.
+        logprobs: the mode of log-probabilities and how many of the likeliest tokens to return.
         why: what this case alone would find.
         seed: of the logits.
     """
@@ -45,6 +46,7 @@ class SamplingCase:
     rows: tuple[tuple[str, float, int, float, float], ...]
     pad: int = 0
     k_dtype: torch.dtype = torch.int32
+    logprobs: tuple[LogprobsMode, int] | None = None
     seed: int = 1
 
     @property
@@ -53,7 +55,10 @@ class SamplingCase:
 
     @property
     def spec(self) -> SamplingSpec:
-        return SamplingSpec(vocab=self.vocab, dtype=self.kind[0], token_dtype=self.kind[1])
+        mode, count = self.logprobs or (None, 0)
+        return SamplingSpec(
+            vocab=self.vocab, dtype=self.kind[0], token_dtype=self.kind[1], logprobs_mode=mode, num_logprobs=count
+        )
 
 
 def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torch.Tensor:
@@ -114,13 +119,31 @@ def check_sampling(case: SamplingCase, kernel: str | None, device: torch.device 
     if kernel == "triton" and targets.detect(x.device).interpreted and has_subnormal(x):
         raise Unsupported(case.id, {"triton": ["its interpreter misreads subnormal numbers of bfloat16"]})
     before = x.clone()
-    expected = reference.sample(x, parameters)[0].tolist()
-    found = api.run(api.plan(case.spec, len(x), x.device, kernel), x, parameters).tokens
-    assert found.tolist() == expected, f"{found.tolist()} where {expected} is right"
+    assert_defined(case, x, parameters, api.run(api.plan(case.spec, len(x), x.device, kernel), x, parameters))
     if kernel == "cute":
-        found = launch_as_configured(case, x, parameters)
-        assert found.tolist() == expected, f"with the case's config {found.tolist()} where {expected} is right"
+        assert_defined(case, x, parameters, launch_as_configured(case, x, parameters))
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
+
+
+def assert_defined(case: SamplingCase, x: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
+    """Raise AssertionError where results are not the definition's."""
+    expected = reference.sample(x, parameters)[0].tolist()
+    assert out.tokens.tolist() == expected, f"{case}: {out.tokens.tolist()} where {expected} is right"
+    if case.logprobs is not None:
+        assert_likeliest(x, out, case.spec)
+
+
+def assert_likeliest(x: torch.Tensor, out: Sampled, spec: SamplingSpec) -> None:
+    """Raise AssertionError where the likeliest tokens, ranks or values of raw logits are not the definition's."""
+    assert spec.logprobs_mode is not None, "the spec asks for them"
+    assert out.top_ids is not None, "the spec asks for them"
+    assert out.top_logprobs is not None, "the spec asks for them"
+    assert out.token_ranks is not None, "the spec asks for them"
+    values = reference.raw_values(x, spec.logprobs_mode)
+    ids, values, ranks = reference.likeliest(reference.canonical(x), values, out.tokens, out.top_ids.shape[1] - 1)
+    assert out.top_ids.tolist() == ids.tolist(), f"{out.top_ids.tolist()} where {ids.tolist()} is right"
+    assert out.token_ranks.tolist() == ranks.tolist(), f"{out.token_ranks.tolist()} where {ranks.tolist()} is right"
+    torch.testing.assert_close(out.top_logprobs, values, rtol=1e-5, atol=1e-5)
 
 
 def has_subnormal(x: torch.Tensor) -> bool:
@@ -128,16 +151,24 @@ def has_subnormal(x: torch.Tensor) -> bool:
     return x.dtype is BF16 and bool(((x != 0) & (x.abs() < torch.finfo(BF16).tiny)).any())
 
 
-def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """Tokens of the CuTe DSL kernel of the case's config."""
+def unwritten(spec: SamplingSpec, rows: int, device: torch.device) -> Sampled:
+    """Buffers of what no kernel writes."""
+    out = buffers(spec, rows, device)
+    for tensor in out:
+        if tensor is not None:
+            tensor.fill_(UNWRITTEN)
+    return out
+
+
+def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parameters) -> Sampled:
+    """Results of the CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.sampling.cute import host
-    from dsl_backend.sampling.cute.args import SampleArgs
 
-    tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype, device=x.device)
+    out = unwritten(case.spec, len(x), x.device)
     function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    function(*SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), tokens=tokens))
-    return tokens
+    function(*host.args_of(host.with_expected_strides(x), parameters, out).tensors)
+    return out
 
 
 def row(
@@ -153,7 +184,7 @@ FILTERS = (
     *4 * (row(t=9, k=5), row(t=5, k=20, p=0.8), row(t=3, m=0.05)),
     *3 * (row(t=5, k=40, p=0.95, m=0.02),),
 )
-CASES = (
+CASES: tuple[SamplingCase, ...] = (
     SamplingCase(id="filters", vocab=600, rows=FILTERS, why="every path, one CTA"),
     SamplingCase(id="filters-2", kind=TWO, vocab=601, rows=FILTERS, why="clusters, an odd row, 16 bits, 32-bit tokens"),
     SamplingCase(id="filters-4", kind=FOUR, vocab=1000, rows=FILTERS, why="ties of bfloat16 over four CTAs", pad=6),
@@ -256,6 +287,54 @@ CASES = (
     ),
 )
 
+# Few finite logits, none, more ties than candidates fit, infinite ones, NaN: with and without a filter.
+LIKELIEST = (
+    *(row(), row(t=5), row(t=3, p=0.5), row(t=9, k=5), row(t=0), row(t=3, m=0.3), row("spread", t=30, k=400)),
+    *(row(name, t=5) for name in ("ties", "equal", "few", "dead", "nan", "inf", "masked")),
+    *(
+        row("few", k=2),
+        row("equal", t=0),
+        row("equal", t=2, k=3),
+        row("zeros", m=0.1),
+        row("inf", k=3),
+        row("few", t=0),
+    ),
+)
+CASES += (
+    SamplingCase(
+        id="likeliest",
+        vocab=1100,
+        rows=LIKELIEST,
+        logprobs=(LogprobsMode.RAW_LOGPROBS, 7),
+        why="the likeliest tokens and ranks, one CTA",
+    ),
+    SamplingCase(
+        id="likeliest-2",
+        kind=TWO,
+        vocab=601,
+        rows=LIKELIEST,
+        logprobs=(LogprobsMode.RAW_LOGPROBS, 20),
+        why="the same of two CTAs, in 16 bits",
+    ),
+    SamplingCase(
+        id="likeliest-4",
+        kind=FOUR,
+        vocab=2050,
+        pad=6,
+        rows=LIKELIEST,
+        logprobs=(LogprobsMode.RAW_LOGITS, 50),
+        why="raw logits, more of them than CTAs with a block",
+    ),
+    SamplingCase(
+        id="rank-alone",
+        kind=TWO,
+        vocab=3,
+        rows=LIKELIEST,
+        logprobs=(LogprobsMode.RAW_LOGPROBS, 0),
+        why="only the token's own, and three logits",
+    ),
+)
+
 WIDE = tuple(
     SamplingCase(id=id, kind=kind, vocab=vocab, rows=FILTERS, why=why)
     for id, kind, vocab, why in (
@@ -285,6 +364,8 @@ def random_case(seed: int, widest: int = 800) -> SamplingCase:
             m=draw.choice((0.0, 0.0, draw.random() ** 3)),
         )
 
+    # Each kind with log-probabilities is another kernel to compile.
+    asks = seed >= FEW and seed % 3 == 0
     return SamplingCase(
         id=f"fuzz-{seed}",
         why="unforeseen combinations",
@@ -292,5 +373,6 @@ def random_case(seed: int, widest: int = 800) -> SamplingCase:
         vocab=vocab,
         rows=tuple(any_row() for _ in range(draw.randint(1, 3))),
         pad=vector * draw.choice((0, 3)),
+        logprobs=(LogprobsMode.RAW_LOGPROBS, draw.randint(0, min(vocab, 40))) if asks else None,
         seed=seed,
     )

@@ -22,6 +22,7 @@ def test_rows() -> None:
     assert sum(case.group == "vocab" for case in cases) == len(FILTERS) * 12
     assert "whole-p-512x201088" in {case.id for case in cases}
     assert "whole-none-32x201088-bfloat16" in {case.id for case in cases}
+    assert {"logprobs-k+p-512x151936-bfloat16", "logprobs-k+p-512x151936-bfloat16-top20"} <= {case.id for case in cases}
 
 
 def test_bytes_are_one_read() -> None:

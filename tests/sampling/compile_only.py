@@ -17,7 +17,7 @@ import torch
 
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.spec import Parameters, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, SamplingSpec
 from tests.attention.compile_only import Compiled
 from tests.gpu_stand_in import gpu
 
@@ -31,8 +31,15 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "min-p": (("temperature", "min_p"), {"dtype": torch.float32}),
     "all": (
         ("temperature", "top_k", "top_p", "min_p"),
-        {"dtype": torch.float32, "token_dtype": torch.int32, "logprobs": True, "num_logprobs": 5},
+        {
+            "dtype": torch.float32,
+            "token_dtype": torch.int32,
+            "logprobs": True,
+            "logprobs_mode": LogprobsMode.PROCESSED_LOGPROBS,
+            "num_logprobs": 5,
+        },
     ),
+    "raw-logprobs": ((), {"dtype": torch.bfloat16, "logprobs_mode": LogprobsMode.RAW_LOGPROBS, "num_logprobs": 5}),
     "small": (("temperature", "top_k", "top_p"), {"dtype": torch.float32, "vocab": 300}),
 }
 

@@ -5,10 +5,8 @@ import torch
 
 import emulator
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.sampling import reference
 from dsl_backend.sampling.cute import host
-from dsl_backend.sampling.cute.args import SampleArgs
-from dsl_backend.testing.sampling import UNWRITTEN, SamplingCase, tensors
+from dsl_backend.testing.sampling import SamplingCase, assert_defined, tensors, unwritten
 
 
 def emulate(case: SamplingCase, arch: str, schedule: str, seed: int = 0) -> None:
@@ -17,10 +15,9 @@ def emulate(case: SamplingCase, arch: str, schedule: str, seed: int = 0) -> None
     target = from_arch(arch)
     assert case.config.objections(case.spec, target) == []
     before = x.clone()
-    tokens = torch.full((len(x),), UNWRITTEN, dtype=case.spec.token_dtype)
+    out = unwritten(case.spec, len(x), x.device)
     with emulator.device(arch=arch, sms=4, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(case.spec, case.config, case.k_dtype), target)
-        function(*SampleArgs(logits=x, **vars(parameters), tokens=tokens))
+        function(*host.args_of(x, parameters, out).tensors)
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
-    expected, _ = reference.sample(x, parameters)
-    assert tokens.tolist() == expected.tolist(), case
+    assert_defined(case, x, parameters, out)

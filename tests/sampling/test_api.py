@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.sampling.api import Parameters, SamplingPlan, SamplingSpec, plan, run
+from dsl_backend.sampling.api import LogprobsMode, Parameters, SamplingPlan, SamplingSpec, plan, run
 
 SPEC = SamplingSpec(vocab=64)
 ROWS = 4
+RAW = LogprobsMode.RAW_LOGPROBS
 LOGITS = torch.zeros(ROWS, 64)
 PARAMETERS = Parameters(
     seeds=torch.zeros(ROWS, dtype=torch.int64),
@@ -36,9 +37,11 @@ def sampler() -> SamplingPlan:
         ({"dtype": torch.float64}, "dtype is float64: one of float32, bfloat16, float16 is needed"),
         ({"token_dtype": torch.int16}, "token_dtype is int16: one of int64, int32 is needed"),
         ({"logprobs": 1}, "logprobs is 1: True or False is needed"),
-        ({"num_logprobs": 65, "logprobs": True}, "num_logprobs is 65: an integer from 0 to 64 is needed"),
+        ({"num_logprobs": 65, "logprobs_mode": RAW}, "num_logprobs is 65: an integer from 0 to 64 is needed"),
         ({"num_logprobs": None}, "num_logprobs is None: an integer from 0"),
-        ({"num_logprobs": 3}, "num_logprobs is 3: logprobs=True is needed with it"),
+        ({"num_logprobs": 3}, "num_logprobs is 3: a logprobs_mode is needed with it"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is 'raw_logprobs': "),
+        ({"logprobs_mode": LogprobsMode.PROCESSED_LOGPROBS}, "logprobs=True is needed with it"),
     ],
 )
 def test_spec_refuses(facts: dict[str, Any], message: str) -> None:

@@ -77,7 +77,7 @@ def test_what_serves() -> None:
 
 
 def test_objections_say_what_would_work() -> None:
-    with pytest.raises(Unsupported, match="returns no log-probabilities: logprobs=False is needed"):
+    with pytest.raises(Unsupported, match="log-probabilities of the whole vocabulary: logprobs=False is needed"):
         dispatch.choose(replace(QWEN, logprobs=True), H200, "cute")
     with pytest.raises(Unsupported, match=r"serves GPUs of sm_90a, sm_100a, sm_103a, this is sm_120a"):
         dispatch.choose(QWEN, from_arch("sm_120"), "cute")

@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.sampling import reference
-from dsl_backend.sampling.api import Parameters, SamplingSpec, plan, run
+from dsl_backend.sampling.api import LogprobsMode, Parameters, SamplingSpec, plan, run
+from dsl_backend.testing.sampling import assert_likeliest
 from tests.sampling.distribution import ALONG, AT_ONCE, SETTINGS, VOCAB, assert_fair
 
 ROWS = 9
@@ -52,7 +53,8 @@ def test_draws_have_the_exact_distribution(along: str, name: str, kernel: str, d
 @pytest.mark.parametrize("vocab", [1, 2, 300, 777])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-    spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, num_logprobs=min(3, vocab))
+    mode = LogprobsMode.PROCESSED_LOGPROBS
+    spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=True, logprobs_mode=mode, num_logprobs=min(3, vocab))
     x, rows = problem(vocab, dtype, device)
     tokens, logprobs = reference.sample(x, rows)
     found = run(plan(spec, ROWS, device, "triton"), x, rows)
@@ -61,7 +63,24 @@ def test_logprobs(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(found.tokens, tokens)
     assert torch.equal(found.logprobs.isfinite(), logprobs.isfinite())
     torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.top_logprobs, logprobs.sort(descending=True).values[:, : spec.num_logprobs])
+    expected = torch.cat([logprobs.gather(1, tokens.unsqueeze(1)), logprobs.sort(descending=True).values], 1)
+    torch.testing.assert_close(found.top_logprobs, expected[:, : 1 + spec.num_logprobs])
+
+
+@pytest.mark.parametrize("kernel", ["reference", *KERNELS])
+@pytest.mark.parametrize("mode", [LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS])
+@pytest.mark.parametrize("vocab", [1, 300])
+def test_the_likeliest_of_raw_logits(vocab: int, mode: LogprobsMode, kernel: str, device: torch.device) -> None:
+    """As many as a step asks for, with the order and ties of the definition; rows of -inf and NaN among them."""
+    spec = SamplingSpec(vocab=vocab, dtype=torch.bfloat16, logprobs_mode=mode, num_logprobs=min(20, vocab))
+    x, rows = problem(vocab, torch.bfloat16, device)
+    for asked in (0, min(7, vocab)):
+        found = run(plan(spec, ROWS, device, kernel), x, rows, num_logprobs=asked)
+        assert found.top_ids is not None
+        assert found.top_ids.shape == (ROWS, 1 + asked)
+        assert_likeliest(x, found, spec)
+    with pytest.raises(InvalidInput, match=f"num_logprobs is 300: an integer from 0 to {min(20, vocab)} is needed"):
+        run(plan(spec, ROWS, device, kernel), x, rows, num_logprobs=300)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -16,7 +16,9 @@ class SampleArgs(NamedTuple):
         seeds, positions: int64 [rows].
         temperature, top_p, min_p: float32 [rows].
         top_k: int32 or int64 [rows].
-        tokens: int32 or int64 [rows]; the output.
+        tokens: int32 or int64 [rows]; an output.
+        top_ids, top_logprobs, token_ranks: int32 and float32 [rows, 1 + num_logprobs], and int32 [rows]; outputs, as
+            in `spec.Sampled`. None where no log-probabilities are returned.
     """
 
     logits: Any
@@ -27,3 +29,11 @@ class SampleArgs(NamedTuple):
     top_p: Any
     min_p: Any
     tokens: Any
+    top_ids: Any = None
+    top_logprobs: Any = None
+    token_ranks: Any = None
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Those that there are, in order."""
+        return [tensor for tensor in self if tensor is not None]

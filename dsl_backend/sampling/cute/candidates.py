@@ -11,7 +11,7 @@ from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster, load_peer_smem
-from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw
+from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw, top_p_of
 from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -44,7 +44,8 @@ class CandidateSampler:
             bucket_scale = cutlass.Float32(BUCKETS - 1) / bucket_range
             last_bucket = cutlass.Uint32(BUCKETS - 1)
             if bounded_by_top_k:
-                last_bucket = self.top_k_bucket(smem, row, bucket_scale)
+                self.count_group_maxima(smem, row, bucket_scale)
+                last_bucket = self.bucket_of_rank(smem, row.top_k)
             self.reader.for_each_logit_of(
                 row,
                 self.is_candidate(row, bucket_scale, last_bucket, thread_max),
@@ -57,7 +58,8 @@ class CandidateSampler:
     @cute.jit
     def is_bounded_by_top_k(self, row: Row):
         """Whether the groups' maxima bound what top-k keeps. Of a row without top-k they are not those of segments."""
-        return row.top_k < row.vocab and row.top_k <= self.groups
+        top_k = row.top_k
+        return top_k < row.vocab and top_k <= self.groups
 
     @cute.jit
     def bucket_of(self, row: Row, bucket_scale, x):
@@ -66,12 +68,16 @@ class CandidateSampler:
         return cutlass.Uint32(cute.arch.fmin(below_max * bucket_scale, cutlass.Float32(BUCKETS - 1)))
 
     @cute.jit
-    def top_k_bucket(self, smem: SharedStorage, row: Row, bucket_scale):
-        """The first bucket up to which there are k group maxima."""
+    def count_group_maxima(self, smem: SharedStorage, row: Row, bucket_scale):
+        """Add the group maxima to the histogram of their buckets."""
         for group in cutlass.range(cute.arch.thread_idx()[0], self.groups, self.threads, unroll=1):
             bucket = self.bucket_of(row, bucket_scale, smem.sGroupMax[group])
             cute.arch.atomic_add(smem.sBins.iterator + bucket, cutlass.Uint32(1), sem="relaxed", scope="cta")
         cta_barrier()
+
+    @cute.jit
+    def bucket_of_rank(self, smem: SharedStorage, k):
+        """The first bucket up to which there are k group maxima; 256 where there are fewer."""
         lane = cute.arch.lane_idx()
         buckets_per_lane = cutlass.const_expr(BUCKETS // WARP)
         lane_sum = cutlass.Uint32(0)
@@ -83,7 +89,7 @@ class CandidateSampler:
         before = warp_inclusive_sum(lane_sum) - lane_sum
         buckets_below_k = cutlass.Uint32(0)
         for i in cutlass.range_constexpr(buckets_per_lane):
-            is_below_k = before + rPrefix[i] < cutlass.Uint32(row.top_k)
+            is_below_k = before + rPrefix[i] < cutlass.Uint32(k)
             buckets_below_k = buckets_below_k + 1 if is_below_k else buckets_below_k
         return cute.arch.warp_reduction(buckets_below_k, add)
 
@@ -98,8 +104,13 @@ class CandidateSampler:
     @cute.jit
     def append_candidate(self, smem: SharedStorage, row: Row, bucket_scale, last_bucket, x, token_id):
         """Store x if it is a candidate. True where shared memory has no space for it."""
+        return self.append(smem, self.is_candidate(row, bucket_scale, last_bucket, x), x, token_id)
+
+    @cute.jit
+    def append(self, smem: SharedStorage, needed, x, token_id):
+        """Store x if it is needed. True where shared memory has no space for it."""
         full = cutlass.Boolean(False)
-        if self.is_candidate(row, bucket_scale, last_bucket, x):
+        if needed:
             index = cute.arch.atomic_add(smem.sCount.iterator, cutlass.Uint32(1), sem="relaxed", scope="cta")
             if index < self.max_candidates:
                 smem.sCandX[index] = x
@@ -152,12 +163,13 @@ class CandidateSampler:
             smem.sCandProb[i] = fixed_point.prob_of(exponent)
         cta_barrier()
         prob_sum = self.apply_top_k_min_p(smem, row, count)
-        limit = fixed_point.top_p_limit(row.top_p, prob_sum)
+        top_p = top_p_of(row)
+        limit = fixed_point.top_p_limit(top_p, prob_sum)
         draws = cutlass.Int32(0)
         while draws == 0 or prob_sum >= limit:
             self.draw(smem, count, fixed_point.sampling_target(bits_of_draw(row, draws), prob_sum))
             prob_sum = cutlass.Uint64(0)
-            if row.top_p < 1.0:
+            if top_p < 1.0:
                 prob_sum = self.keep_likelier(smem, count)
             draws = draws + 1
         if thread == 0:
@@ -168,14 +180,14 @@ class CandidateSampler:
         """Mask the probabilities that top-k or min-p removes, and return the sum of the others."""
         thread = cute.arch.thread_idx()[0]
         lane = thread % LANES_PER_CANDIDATE
-        kept = cutlass.Uint64(0)
+        kept, top_k = cutlass.Uint64(0), row.top_k
         for first in cutlass.range(0, count, self.threads // LANES_PER_CANDIDATE, unroll=1):
             i = first + thread // LANES_PER_CANDIDATE
             x = smem.sCandX[cutlass.min(i, count - 1)]
             larger = self.sum_over_candidates(lane, count, cutlass.Int32(0), partial(self.add_larger, smem, x))
             if lane == 0 and i < count:
                 prob = smem.sCandProb[i]
-                prob = prob if larger < row.top_k and prob >= row.min_prob else cutlass.Uint64(0)
+                prob = prob if larger < top_k and prob >= row.min_prob else cutlass.Uint64(0)
                 smem.sCandProb[i] = prob
                 kept = kept + prob
         return cta_sum(kept, smem.sScratch[None, 0], self.warps)

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
 
+from dsl_backend.primitives.math import LOG2_E, exp2
 from dsl_backend.sampling import fixed_point as constants
 
 LOW_32 = (1 << 32) - 1
@@ -102,6 +103,12 @@ def mul_shift_right(a, b, bits: int):
 def weighted(mass_sum, weight):
     """A block's sum of masses in the row, uint64 in units of 2**-40."""
     return mul_shift_right(mass_sum, weight, constants.MANTISSA_BITS)
+
+
+def exponential(x, reference):
+    """exp(x - reference), approximate: 0 for NaN and where both are -inf, 1 above a finite reference."""
+    below = cute.arch.fmin(cute.arch.fmax(x - reference, -cutlass.Float32.inf), cutlass.Float32(0.0))
+    return exp2(below * cutlass.Float32(LOG2_E))
 
 
 # --- filters ---

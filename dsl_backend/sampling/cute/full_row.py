@@ -17,8 +17,8 @@ from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader, Segment, bits_of_draw
-from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, warp_sum
+from dsl_backend.sampling.cute.row import Row, RowReader, Segment, bits_of_draw, top_p_of
+from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, cta_sum, warp_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
 # Logits of a lane in a block, and how many masses fit 32 bits together.
@@ -56,8 +56,11 @@ class FullRowSampler:
 
     @cute.jit
     def sum_masses(self, smem: SharedStorage, segment: Segment, vocab, scale):
-        """Write the maximum of each block and its sum of masses. Returns the maximum of this thread's logits."""
-        thread_max = -cutlass.Float32.inf
+        """Write the maximum of each block and its sum of masses.
+
+        Returns the maximum of this thread's logits, and the sum of their exponentials below it (`RowReader.exp_sums`).
+        """
+        thread_max, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         blocks = self.blocks(vocab)
         for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
             block = self.cluster.rank() * blocks + index
@@ -69,7 +72,9 @@ class FullRowSampler:
                 for i in cutlass.range_constexpr(LOGITS_PER_LANE):
                     rX[i] = cutlass.Float32(rLogits[i])
                     lane_max = cute.arch.fmax(lane_max, rX[i])
+                exp_sum = self.reader.rescaled(exp_sum, thread_max, lane_max)
                 thread_max = cute.arch.fmax(thread_max, lane_max)
+                exp_sum = exp_sum + self.reader.exponentials(rX, thread_max)
                 reference = fixed_point.finite(cute.arch.warp_reduction(lane_max, cute.arch.fmax))
                 for first in cutlass.range_constexpr(0, LOGITS_PER_LANE, MASSES_AT_ONCE):
                     mass = cutlass.Uint32(0)
@@ -80,7 +85,34 @@ class FullRowSampler:
             if cute.arch.lane_idx() == 0:
                 smem.sBlockMax[index] = reference
                 smem.sBlockSum[index] = mass_sum
-        return thread_max
+        return thread_max, exp_sum
+
+    @cute.jit
+    def for_each_logit_of_blocks(self, row: Row, is_needed: cutlass.Constexpr, visit: cutlass.Constexpr):
+        """Call visit(x, token_id) for this thread's logits in the CTA's blocks whose index is_needed accepts."""
+        blocks = self.blocks(row.vocab)
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            block = self.cluster.rank() * blocks + index
+            if block * constants.BLOCK < row.vocab and is_needed(index):
+                rLogits = self.reader.load_block(row.segment, row.vocab, block)
+                begin = block * constants.BLOCK + cute.arch.lane_idx() * self.vector
+                for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                    token_id = begin + i // self.vector * (WARP * self.vector) + i % self.vector
+                    visit(cutlass.Float32(rLogits[i]), token_id)
+
+    @cute.jit
+    def count_from(self, smem: SharedStorage, row: Row, x, by_block):
+        """How many of the CTA's logits are at least x, uint64. by_block: `sum_masses` has been called."""
+        blocks = self.blocks(row.vocab)
+        found = cutlass.Uint32(0)
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            block = self.cluster.rank() * blocks + index
+            if block * constants.BLOCK < row.vocab:
+                if not by_block or cutlass.Float32(smem.sBlockMax[index]) >= fixed_point.finite(x):
+                    rLogits = self.reader.load_block(row.segment, row.vocab, block)
+                    for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                        found = found + 1 if cutlass.Float32(rLogits[i]) >= x else found
+        return cta_sum(cutlass.Uint64(found), smem.sScratch[None, 3], self.warps)
 
     @cute.jit
     def rescale_sums(self, smem: SharedStorage, row: Row):
@@ -153,13 +185,18 @@ class FullRowSampler:
 
     @cute.jit
     def sample(self, smem: SharedStorage, row: Row, token: cute.Pointer):
-        """Draw a token from the row. Where no filter but top-p is on, `sum_masses` has been called."""
-        by_block = row.top_k == row.vocab and row.min_prob == 0
+        """Draw a token from the row and return its id, in every CTA.
+
+        Where no filter but top-p is on, `sum_masses` has been called.
+        """
+        top_k = row.top_k
+        by_block = top_k == row.vocab and row.min_prob == 0
         # -inf is no bound: its probability is 0.
         bound, bound_id = -cutlass.Float32(constants.MAX_LOGIT), cutlass.Int32(NO_ID)
-        if row.top_k < row.vocab:
-            pivot = fixed_point.from_ordered_uint(self.radix.top_k_pivot(smem, row))
-            bound = cute.arch.fmax(bound, pivot)
+        if top_k < row.vocab:
+            pivot, _ = self.radix.top_k_pivot(smem, row, top_k)
+            bound = cute.arch.fmax(bound, fixed_point.from_ordered_uint(pivot))
+        top_p = top_p_of(row)
         limit = cutlass.Uint64(0)
         draws = cutlass.Int32(0)
         accepted = cutlass.Boolean(False)
@@ -169,7 +206,7 @@ class FullRowSampler:
             else:
                 self.sum_likelier(smem, row, bound, bound_id)
             sums = self.prefix_sums(smem, row)
-            limit = fixed_point.top_p_limit(row.top_p, sums.total) if draws == 0 else limit
+            limit = fixed_point.top_p_limit(top_p, sums.total) if draws == 0 else limit
             accepted = draws > 0 and sums.total < limit
             if not accepted:
                 target = fixed_point.sampling_target(bits_of_draw(row, draws), sums.total)
@@ -177,9 +214,10 @@ class FullRowSampler:
                 bound = self.reader.load_logit(row.segment, bound_id)
                 by_block = cutlass.Boolean(False)
                 draws = draws + 1
-                accepted = row.top_p == 1.0
+                accepted = top_p == 1.0
         if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
             fixed_point.store_token(token, bound_id)
+        return bound_id
 
     @cute.jit
     def draw(self, smem: SharedStorage, row: Row, by_block, bound, bound_id, sums: Sums, target):

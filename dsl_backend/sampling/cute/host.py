@@ -2,6 +2,7 @@
 """Keys, compiled functions and launches of the CuTe DSL sampler."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
 def key_of(spec: SamplingSpec, config: ClusterConfig, k_dtype: torch.dtype = torch.int32) -> SampleKey:
     """The kernel of a problem. It serves every vocabulary that its vectors divide."""
     return SampleKey(
-        dtype=short(spec.dtype), token_dtype=short(spec.token_dtype), k_dtype=short(k_dtype), config=config
+        dtype=short(spec.dtype),
+        token_dtype=short(spec.token_dtype),
+        k_dtype=short(k_dtype),
+        logprobs_mode=spec.logprobs_mode,
+        config=config,
     )
 
 
@@ -47,12 +52,29 @@ def fake_args(key: SampleKey) -> tuple[Any, ...]:
         min_p=per_row("float32"),
         tokens=per_row(key.token_dtype),
     )
-    return make_fake_stream(use_tvm_ffi_env_stream=True), *args
+    if key.logprobs_mode is not None:
+        columns, stride = cute.sym_int(), cute.sym_int64()
+        args = args._replace(
+            top_ids=make_fake_tensor(NUMERIC["int32"], (rows, columns), (stride, 1), assumed_align=4),
+            top_logprobs=make_fake_tensor(NUMERIC["float32"], (rows, columns), (stride, 1), assumed_align=4),
+            token_ranks=per_row("int32"),
+        )
+    return make_fake_stream(use_tvm_ffi_env_stream=True), *args.tensors
 
 
 def build(key: SampleKey, target: Target) -> Function:
     """The compiled function of SampleArgs, one by one."""
     return compile_kernel(Sample(key), fake_args(key), key=key, target=target)
+
+
+def args_of(logits: torch.Tensor, parameters: Parameters, out: Sampled) -> SampleArgs:
+    """The arguments of a launch.
+
+    Args:
+        parameters: all of them.
+    """
+    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
+    return SampleArgs(logits=logits, **vars(parameters), **results)
 
 
 def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
@@ -97,17 +119,16 @@ class CuteSampler:
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
         count = len(logits)
         logits = with_expected_strides(logits)
-        reread = parameters.top_p is not None and parameters.top_k is None and parameters.min_p is None
+        top_p_alone = parameters.top_p is not None and parameters.top_k is None and parameters.min_p is None
+        reread = top_p_alone or self.spec.logprobs_mode is not None
         config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), reread)
         top_k = self.no_top_k[:count] if parameters.top_k is None else parameters.top_k
-        args = SampleArgs(
-            logits=logits,
-            seeds=parameters.seeds,
-            positions=parameters.positions,
+        given = replace(
+            parameters,
             temperature=self.ones[:count] if parameters.temperature is None else parameters.temperature,
             top_k=top_k,
             top_p=self.ones[:count] if parameters.top_p is None else parameters.top_p,
             min_p=self.zeros[:count] if parameters.min_p is None else parameters.min_p,
-            tokens=out.tokens,
         )
-        self.function(key_of(self.spec, config, top_k.dtype))(*args)
+        args = args_of(logits, given, out)
+        self.function(key_of(self.spec, config, top_k.dtype))(*args.tensors)

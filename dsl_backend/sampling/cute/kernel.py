@@ -27,12 +27,14 @@ from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.candidates import CandidateSampler
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.full_row import FullRowSampler
+from dsl_backend.sampling.cute.likeliest import Likeliest
 from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader, Segment
+from dsl_backend.sampling.cute.row import Row, RowReader, Segment, top_k_of
 from dsl_backend.sampling.cute.row_max import NO_ID, RowMax
 from dsl_backend.sampling.cute.scan import WARP
 from dsl_backend.sampling.cute.smem import SharedStorage
+from dsl_backend.sampling.spec import LogprobsMode
 
 NUMERIC = {
     "float32": cutlass.Float32,
@@ -51,12 +53,14 @@ class SampleKey:
 
     Attributes:
         dtype, token_dtype, k_dtype: type names of logits, tokens and top_k.
+        logprobs_mode: the values of the likeliest tokens; None where they are not returned.
         config: threads, CTAs, vectors.
     """
 
     dtype: str
     token_dtype: str
     k_dtype: str
+    logprobs_mode: LogprobsMode | None = None
     config: ClusterConfig
 
 
@@ -67,11 +71,14 @@ class Sample:
         config = key.config
         self.config = config
         self.cluster = Cluster(config.cluster)
-        self.reader = RowReader(config, NUMERIC[key.dtype])
+        mode = key.logprobs_mode
+        self.returns_likeliest = mode is not None
+        self.reader = RowReader(config, NUMERIC[key.dtype], exp_sums=mode is LogprobsMode.RAW_LOGPROBS)
         self.radix = RadixSelect(config, self.cluster, self.reader)
         self.row_max = RowMax(config, self.cluster, self.reader)
         self.candidates = CandidateSampler(config, self.cluster, self.reader)
         self.full_row = FullRowSampler(config, self.cluster, self.reader, self.radix)
+        self.likeliest = Likeliest(config, self.cluster, self.reader, self.candidates, self.full_row, self.radix, mode)
 
     @cute.jit
     def __call__(self, stream, *tensors):
@@ -111,32 +118,35 @@ class Sample:
         is_random = temperature >= cutlass.Float32(constants.GREEDY_TEMPERATURE)
         scale = fixed_point.scale_of(temperature if is_random else cutlass.Float32(1.0))
         vocab = args.logits.shape[1]
-        top_k, min_prob = self.top_k(args, index), fixed_point.min_p_threshold(args.min_p[index])
-        thread_max = -cutlass.Float32.inf
-        if is_random and top_k == vocab and min_prob == 0:
-            thread_max = self.full_row.sum_masses(storage, segment, vocab, scale)
+        top_k, min_prob = top_k_of(args, index), fixed_point.min_p_threshold(args.min_p[index])
+        thread_max, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        by_block = is_random and top_k == vocab and min_prob == 0
+        if by_block:
+            thread_max, exp_sum = self.full_row.sum_masses(storage, segment, vocab, scale)
         else:
-            thread_max = self.reader.thread_max(segment)
+            thread_max, exp_sum = self.reader.thread_max(segment)
         thread_max = fixed_point.canonical(thread_max)
         self.row_max.share_group_max(storage, thread_max)
         row_max, lowest_group_max = self.row_max.reduce(storage)
+        self.likeliest.share_exp_sum(storage, exp_sum, thread_max, row_max)
 
-        top_p = args.top_p[index]
         row = Row(
             segment=segment,
             vocab=vocab,
             scale=scale,
             row_max=row_max,
             reference=fixed_point.finite(row_max),
-            top_k=top_k,
-            min_prob=min_prob,
-            top_p=top_p if top_p < 1.0 else cutlass.Float32(1.0),
-            seed=args.seeds[index],
-            position=args.positions[index],
+            # Loaded anew: kept from before the pass, registers spilled (ptxas 13.0).
+            min_prob=fixed_point.min_p_threshold(args.min_p[index]),
+            args=args,
+            index=index,
             random_bits=cutlass.Uint64(storage.sResult[RANDOM_BITS]),
         )
         token = args.tokens.iterator + index
-        if row_max == -cutlass.Float32.inf:
+        if cutlass.const_expr(self.returns_likeliest):
+            maxima = (thread_max, lowest_group_max)
+            self.sample_and_rank(storage, row, args, index, is_random, by_block, maxima)
+        elif row_max == -cutlass.Float32.inf:
             if self.cluster.rank() == 0 and thread == 0:
                 fixed_point.store_token(token, 0)
         elif is_random:
@@ -157,14 +167,6 @@ class Sample:
         return Segment(base=mLogits.iterator + 0, offset=offset, begin=begin, end=end, steps=steps)
 
     @cute.jit
-    def top_k(self, args: SampleArgs, index):
-        """int32, from 1; vocab where top-k is off."""
-        vocab = args.logits.shape[1]
-        top_k = cutlass.Int64(args.top_k[index])
-        has_top_k = top_k > 0 and top_k < vocab
-        return cutlass.Int32(top_k) if has_top_k else vocab
-
-    @cute.jit
     def sample(self, storage: SharedStorage, row: Row, thread_max, lowest_group_max, token: cute.Pointer):
         """Draw a token, from the candidates where they are few enough."""
         count = self.candidates.collect(storage, row, thread_max, lowest_group_max)
@@ -172,3 +174,47 @@ class Sample:
             self.candidates.sample(storage, row, count, token)
         else:
             self.full_row.sample(storage, row, token)
+
+    @cute.jit
+    def sample_and_rank(self, storage: SharedStorage, row: Row, args: SampleArgs, index, is_random, by_block, maxima):
+        """Draw a token, and write it with its rank and the likeliest tokens.
+
+        Args:
+            maxima: of this thread, and the lowest of the groups'.
+        """
+        wanted = cutlass.max(cutlass.Int32(args.top_ids.shape[1]) - 1, 1)
+        token = args.tokens.iterator + index
+        token_id, x, count = cutlass.Int32(0), row.row_max, cutlass.Uint32(0)
+        has_candidates = is_random and (self.candidates.is_bounded_by_top_k(row) or row.min_prob > 0)
+        is_counted = is_random and not has_candidates
+        if row.row_max == -cutlass.Float32.inf:
+            if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
+                fixed_point.store_token(token, 0)
+            # The sums of exponentials are there.
+            self.cluster.barrier()
+        else:
+            count = self.likeliest.collect(storage, row, *maxima, wanted, has_candidates, by_block)
+            fits = count <= self.config.max_candidates
+            is_counted = is_counted or not fits
+            if is_random and not is_counted:
+                self.candidates.sample(storage, row, count, token)
+                if self.cluster.rank() == 0:
+                    token_id = cutlass.Int32(storage.sCandId[storage.sIndex[0]])
+                    x = cutlass.Float32(storage.sCandX[storage.sIndex[0]])
+            else:
+                if is_random:
+                    token_id = self.full_row.sample(storage, row, token)
+                    x = fixed_point.canonical(self.reader.load_logit(row.segment, token_id))
+                else:
+                    token_id = self.row_max.argmax(storage, row, maxima[0], token)
+                if not fits:
+                    self.likeliest.select_exactly(storage, row, wanted)
+                    count = cutlass.Uint32(wanted)
+                if is_counted:
+                    self.likeliest.share_rank(storage, row, x, by_block)
+                if self.cluster.rank() == 0:
+                    self.candidates.gather(storage)
+                self.cluster.barrier()
+        if self.cluster.rank() == 0:
+            rank = self.likeliest.rank(storage, row, x, cutlass.Int32(count), is_counted)
+            self.likeliest.write(storage, row, args, index, token_id, rank, cutlass.Int32(count))

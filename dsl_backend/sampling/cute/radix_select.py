@@ -32,11 +32,14 @@ class RadixSelect:
             smem.sBins[i] = cutlass.Uint32(0)
 
     @cute.jit
-    def top_k_pivot(self, smem: SharedStorage, row: Row):
-        """The k-th largest logit of the row, as `to_ordered_uint`; four digits of 8 bits."""
+    def top_k_pivot(self, smem: SharedStorage, row: Row, k):
+        """(the k-th largest logit of the row as `to_ordered_uint`, how many logits equal to it rank before it).
+
+        Four digits of 8 bits.
+        """
         pivot = cutlass.Uint32(0)
         # The digit is the one at which the count of that digit and above reaches k: it exceeds k - 1.
-        remaining = cutlass.Uint32(row.top_k - 1)
+        remaining = cutlass.Uint32(k - 1)
         for i in cutlass.range(32 // DIGIT_BITS, unroll=1):
             shift = cutlass.Uint32(32 - DIGIT_BITS - DIGIT_BITS * i)
             self.clear(smem)
@@ -44,15 +47,41 @@ class RadixSelect:
             self.reader.for_each_logit(row, partial(self.count_digit, smem, pivot, shift))
             digit, remaining = self.find_bin(smem, remaining)
             pivot = pivot | (digit << shift)
-        return pivot
+        return pivot, remaining
 
     @cute.jit
     def count_digit(self, smem: SharedStorage, pivot, shift, x):
         """Count x where its higher digits are the pivot's."""
-        key = fixed_point.to_ordered_uint(fixed_point.canonical(x))
+        self.count_key(smem, fixed_point.to_ordered_uint(fixed_point.canonical(x)), pivot, shift)
+
+    @cute.jit
+    def count_key(self, smem: SharedStorage, key, pivot, shift):
+        """Count a key where its higher digits are the pivot's."""
         if (key ^ pivot) >> shift < HISTOGRAM_BINS:
             digit = (key >> shift) & (HISTOGRAM_BINS - 1)
             cute.arch.atomic_add(smem.sBins.iterator + digit, cutlass.Uint32(1), sem="relaxed", scope="cta")
+
+    @cute.jit
+    def tie_pivot(self, smem: SharedStorage, row: Row, pivot, remaining):
+        """The id up to which as many logits equal a pivot as `top_k_pivot` says, and one more."""
+        key_pivot = cutlass.Uint32(0)
+        for i in cutlass.range(32 // DIGIT_BITS, unroll=1):
+            shift = cutlass.Uint32(32 - DIGIT_BITS - DIGIT_BITS * i)
+            self.clear(smem)
+            cta_barrier()
+            self.reader.for_each_logit_of(
+                row, cutlass.Boolean(True), partial(self.count_tie, smem, pivot, key_pivot, shift)
+            )
+            digit, remaining = self.find_bin(smem, remaining)
+            key_pivot = key_pivot | (digit << shift)
+        return ~key_pivot
+
+    @cute.jit
+    def count_tie(self, smem: SharedStorage, pivot, key_pivot, shift, x, token_id):
+        """Count a token's id, of which the lowest is the largest key, where its logit is the pivot."""
+        if fixed_point.to_ordered_uint(fixed_point.canonical(x)) == pivot:
+            self.count_key(smem, ~cutlass.Uint32(token_id), key_pivot, shift)
+        return cutlass.Boolean(False)
 
     @cute.jit
     def find_bin(self, smem: SharedStorage, budget):

@@ -9,11 +9,14 @@ from cutlass import cute
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.cute import fixed_point
+from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.scan import WARP
 
-# Loads that a lane has in flight when a warp reads one thread's logits again.
-REVISIT_LOADS = 4
+# Logits that a lane loads at a time when a warp reads one thread's logits again, and the most loads. With 32 logits of
+# 16 bits registers spilled (ptxas 13.0); 16 are enough for rows of 262144 logits in one CTA.
+REVISIT_LOGITS, MAX_REVISIT_LOADS = 16, 4
 
 
 class Segment(NamedTuple):
@@ -41,10 +44,9 @@ class Row(NamedTuple):
         scale: float32, of differences of logits.
         row_max: float32, the largest logit.
         reference: the same, but finite.
-        top_k: int32; vocab where top-k is off.
         min_prob: uint64, the least probability that min-p keeps; 0 where min-p is off.
-        top_p: float32; 1 where top-p is off.
-        seed, position: int64.
+        args, index: of the launch, and of the row in it: what is loaded where it is needed, for which no register is
+            held before.
         random_bits: uint64, the 62 random bits of the first draw.
     """
 
@@ -53,12 +55,31 @@ class Row(NamedTuple):
     scale: Any
     row_max: Any
     reference: Any
-    top_k: Any
     min_prob: Any
-    top_p: Any
-    seed: Any
-    position: Any
+    args: Any
+    index: Any
     random_bits: Any
+
+    @property
+    def top_k(self):
+        """int32, from 1; vocab where top-k is off."""
+        return top_k_of(self.args, self.index)
+
+
+@cute.jit
+def top_k_of(args: SampleArgs, index):
+    """int32, from 1, of a row; vocab where top-k is off."""
+    vocab = args.logits.shape[1]
+    top_k = cutlass.Int64(args.top_k[index])
+    has_top_k = top_k > 0 and top_k < vocab
+    return cutlass.Int32(top_k) if has_top_k else vocab
+
+
+@cute.jit
+def top_p_of(row: Row):
+    """float32; 1 where top-p is off."""
+    top_p = row.args.top_p[row.index]
+    return top_p if top_p < 1.0 else cutlass.Float32(1.0)
 
 
 @cute.jit
@@ -66,35 +87,68 @@ def bits_of_draw(row: Row, draw):
     """62 random bits, uint64, for the number of a draw from the row."""
     bits = row.random_bits
     if draw > 0:
-        bits = random_bits(row.seed, row.position, draw)
+        bits = random_bits(row.args.seeds[row.index], row.args.positions[row.index], draw)
     return bits
 
 
 class RowReader:
-    """How a warp reads its segment of a row."""
+    """How a warp reads its segment of a row.
 
-    def __init__(self, config: ClusterConfig, dtype: type[cutlass.Numeric]):
+    Args:
+        exp_sums: the first pass also sums the logits' exponentials; else its sums are 0.
+    """
+
+    def __init__(self, config: ClusterConfig, dtype: type[cutlass.Numeric], exp_sums: bool = False):
         self.vector, self.loads_in_flight = config.vector, config.loads_in_flight
-        self.dtype = dtype
+        self.revisit_loads = min(MAX_REVISIT_LOADS, REVISIT_LOGITS // config.vector)
+        self.dtype, self.exp_sums = dtype, exp_sums
+
+    @cute.jit
+    def exponentials(self, rX: cute.Tensor, reference):
+        """The sum of exp(x - reference), as `fixed_point.exponential`."""
+        exp_sum = cutlass.Float32(0.0)
+        if cutlass.const_expr(self.exp_sums):
+            reference = fixed_point.finite(reference)
+            for i in cutlass.range_constexpr(cute.size(rX)):
+                exp_sum = exp_sum + fixed_point.exponential(cutlass.Float32(rX[i]), reference)
+        return exp_sum
+
+    @cute.jit
+    def rescaled(self, exp_sum, reference, other):
+        """A sum of exponentials below a reference, below the larger one of that and another."""
+        if cutlass.const_expr(self.exp_sums):
+            larger = fixed_point.finite(cute.arch.fmax(reference, other))
+            exp_sum = exp_sum * fixed_point.exponential(reference, larger)
+        return exp_sum
 
     @cute.jit
     def thread_max(self, segment: Segment):
-        """The maximum of this thread's logits; NaN is ignored. -inf where the thread has none."""
+        """(the maximum of this thread's logits, the sum of their exponentials below it); NaN is ignored.
+
+        -inf and 0 where the thread has none.
+        """
         thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
-        maximum = -cutlass.Float32.inf
+        maximum, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
         for first in cutlass.range(0, segment.steps, self.loads_in_flight, unroll=1):
             rLogits = cute.make_rmem_tensor((self.vector, self.loads_in_flight), self.dtype)
             for i in cutlass.range_constexpr(self.loads_in_flight):
                 # Columns past the segment's end load the row's start, so that no load waits for a branch.
                 column = thread_begin + (first + i) * (WARP * self.vector)
                 load_vector(segment.base, segment.offset + (column if column < segment.end else 0), rLogits[None, i])
+            before = maximum
             for i in cutlass.range_constexpr(self.loads_in_flight):
                 vector_max = cutlass.Float32(rLogits[0, i])
                 for e in cutlass.range_constexpr(1, self.vector):
                     vector_max = cute.arch.fmax(vector_max, cutlass.Float32(rLogits[e, i]))
                 inside = thread_begin + (first + i) * (WARP * self.vector) < segment.end
                 maximum = cute.arch.fmax(maximum, vector_max) if inside else maximum
-        return maximum
+            if cutlass.const_expr(self.exp_sums):
+                exp_sum = self.rescaled(exp_sum, before, maximum)
+                for i in cutlass.range_constexpr(self.loads_in_flight):
+                    vector_sum = self.exponentials(rLogits[None, i], maximum)
+                    inside = thread_begin + (first + i) * (WARP * self.vector) < segment.end
+                    exp_sum = exp_sum + vector_sum if inside else exp_sum
+        return maximum, exp_sum
 
     @cute.jit
     def load_block(self, segment: Segment, vocab, block):
@@ -159,19 +213,19 @@ class RowReader:
             source_lane = cutlass.Int32(cute.arch.popc((remaining & (~remaining + 1)) - 1))
             remaining = remaining & (remaining - 1)
             stop = cutlass.Boolean(False)
-            for first in cutlass.range(0, segment.steps, WARP * REVISIT_LOADS, unroll=1):
-                rLogits = cute.make_rmem_tensor((self.vector, REVISIT_LOADS), self.dtype)
-                for i in cutlass.range_constexpr(REVISIT_LOADS):
+            for first in cutlass.range(0, segment.steps, WARP * self.revisit_loads, unroll=1):
+                rLogits = cute.make_rmem_tensor((self.vector, self.revisit_loads), self.dtype)
+                for i in cutlass.range_constexpr(self.revisit_loads):
                     column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
                     safe_column = column if column < segment.end else 0
                     load_vector(segment.base, segment.offset + safe_column, rLogits[None, i])
                 # Not unrolled: the visit's code would be repeated for every load.
-                for i in cutlass.range(REVISIT_LOADS, unroll=1):
+                for i in cutlass.range(self.revisit_loads, unroll=1):
                     column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
                     if column < segment.end:
                         for e in cutlass.range_constexpr(self.vector):
                             x = rLogits[e, 0]
-                            for other in cutlass.range_constexpr(1, REVISIT_LOADS):
+                            for other in cutlass.range_constexpr(1, self.revisit_loads):
                                 x = rLogits[e, other] if i == other else x
                             full = visit(cutlass.Float32(x), column + e)
                             stop = stop or full

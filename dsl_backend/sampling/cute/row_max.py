@@ -57,18 +57,19 @@ class RowMax:
 
     @cute.jit
     def argmax(self, smem: SharedStorage, row: Row, thread_max, token: cute.Pointer):
-        """Write the lowest token id of the maximum."""
+        """Write the lowest token id of the maximum, and return it in the first warp of the first CTA."""
         self.reader.for_each_logit_of(row, thread_max == row.row_max, partial(self.take_lower_id, smem, row))
         self.cluster.barrier()
         lane = cute.arch.lane_idx()
+        token_id = cutlass.Uint32(NO_ID)
         if self.cluster.rank() == 0 and cute.arch.warp_idx() == 0:
-            token_id = cutlass.Uint32(NO_ID)
             if lane < self.cluster.ctas:
                 token_id = self.cluster.load(smem.sCount, 1, lane, cutlass.Uint32)
             token_id = cute.arch.warp_reduction(token_id, cutlass.min)
             if lane == 0:
                 store_token(token, token_id)
         self.cluster.wait_for_peer_reads()
+        return cutlass.Int32(token_id)
 
     @cute.jit
     def take_lower_id(self, smem: SharedStorage, row: Row, x, token_id):

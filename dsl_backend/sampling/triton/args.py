@@ -20,3 +20,11 @@ class Outputs(NamedTuple):
 
     tokens: Any
     logprobs: Any
+
+
+class Likeliest(NamedTuple):
+    """Pointers to ids int32 and values float32 [rows, 1 + num_logprobs], the token first, and to ranks int32 [rows]."""
+
+    ids: Any
+    values: Any
+    ranks: Any

@@ -7,8 +7,8 @@ import torch
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import TritonConfig
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
-from dsl_backend.sampling.triton.args import Outputs, RowParameters
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.triton.args import Likeliest, Outputs, RowParameters
 from dsl_backend.sampling.triton.kernel import rank_row, sample_row
 
 
@@ -30,16 +30,21 @@ class TritonSampler:
             vocab,
             **options,
         )
-        if out.logprobs is None:
+        mode = self.spec.logprobs_mode
+        if mode is None:
             return
+        assert out.top_ids is not None, "logprobs_mode asks for them"
+        assert out.top_logprobs is not None, "logprobs_mode asks for them"
+        values = out.logprobs if mode is LogprobsMode.PROCESSED_LOGPROBS else logits
+        assert values is not None, "they come with processed log-probabilities"
         rank_row[(count,)](
-            out.logprobs,
+            values,
+            values.stride(0),
             out.tokens,
-            out.token_logprobs,
-            out.token_ranks,
-            out.top_ids,
-            out.top_logprobs,
+            Likeliest(out.top_ids, out.top_logprobs, out.token_ranks),
+            out.top_ids.stride(0),
             vocab,
-            self.spec.num_logprobs,
+            out.top_ids.shape[1] - 1,
+            NORMALIZE=mode is LogprobsMode.RAW_LOGPROBS,
             **options,
         )

@@ -194,32 +194,59 @@ def sample_row(logits_ptr, stride, parameters, outputs, V, BLOCK: tl.constexpr):
     tl.store(outputs.tokens + row_idx, token)
 
 
+@triton.jit
+def log_sum_exp(values, V, BLOCK: tl.constexpr):
+    """(the maximum of a row's values, the logarithm of the sum of exp(value - maximum)); 0 for a row of -inf."""
+    row_max = NEG_INF
+    for base in range(0, V, BLOCK):
+        row_max = tl.maximum(row_max, tl.max(load_logits(values, base + tl.arange(0, BLOCK), V), 0))
+    row_sum = 0.0
+    for base in range(0, V, BLOCK):
+        row_sum += tl.sum(tl.exp(below(load_logits(values, base + tl.arange(0, BLOCK), V), row_max)), 0)
+    return row_max, tl.where(row_sum > 0.0, tl.log(row_sum), 0.0)
+
+
+@triton.jit
+def below(x, row_max):
+    """How far x is from the row's maximum; an infinite maximum is no distance from itself."""
+    return tl.where(x == NEG_INF, NEG_INF, tl.where(x == row_max, 0.0, x - row_max))
+
+
 @triton.jit(do_not_specialize=["TOP"])
-def rank_row(logprobs_ptr, tokens_ptr, chosen_ptr, ranks_ptr, ids_ptr, values_ptr, V, TOP, BLOCK: tl.constexpr):
-    """The log-probability and rank of a row's token, and the TOP likeliest tokens.
+def rank_row(values_ptr, stride, tokens_ptr, outputs, out_stride, V, TOP, NORMALIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The value and rank of a row's token, and those of the TOP likeliest tokens.
 
     One pass for each of them: it is the largest (value, lower id) below the last. TOP is small, and the row is cached.
+
+    Args:
+        outputs: the bundle of `args.py`.
+        NORMALIZE: values are logits whose log-softmax is returned; else they are returned.
     """
     row = tl.program_id(0).to(tl.int64)
-    logprobs = logprobs_ptr + row * V
-    chosen = tl.load(logprobs + tl.load(tokens_ptr + row))
+    values = values_ptr + row * stride
+    ids_ptr, found_ptr = outputs.ids + row * out_stride, outputs.values + row * out_stride
+    row_max, log_sum = 0.0, 0.0
+    if NORMALIZE:
+        row_max, log_sum = log_sum_exp(values, V, BLOCK)
+    token = tl.load(tokens_ptr + row).to(tl.int32)
+    chosen = load_logits(values, token, V)
+    tl.store(ids_ptr, token)
+    tl.store(found_ptr, below(chosen, row_max) - log_sum if NORMALIZE else chosen)
     rank = tl.full([], 0, tl.int32)
     for base in range(0, V, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        values = tl.load(logprobs + ids, mask=ids < V, other=NEG_INF)
-        rank += tl.sum(((values >= chosen) & (ids < V)).to(tl.int32))
-    tl.store(chosen_ptr + row, chosen)
-    tl.store(ranks_ptr + row, rank)
+        rank += tl.sum(((load_logits(values, ids, V) >= chosen) & (ids < V)).to(tl.int32))
+    tl.store(outputs.ranks + row, rank)
     last = tl.full([], (1 << 63) - 1, tl.int64)
     for n in range(TOP):
         best = tl.full([], -1, tl.int64)
         for base in range(0, V, BLOCK):
             ids = base + tl.arange(0, BLOCK)
-            values = tl.load(logprobs + ids, mask=ids < V, other=NEG_INF)
             # 63 bits: 32 of order, and 31 in which a lower id is larger.
-            key = (to_ordered_uint(values).to(tl.int64) << 31) | (ids ^ NO_ID).to(tl.int64)
+            key = (to_ordered_uint(load_logits(values, ids, V)).to(tl.int64) << 31) | (ids ^ NO_ID).to(tl.int64)
             best = tl.maximum(best, tl.max(tl.where((ids < V) & (key < last), key, -1), 0))
         last = best
         token = (best & LOW_31).to(tl.int32) ^ NO_ID
-        tl.store(ids_ptr + row * TOP + n, token)
-        tl.store(values_ptr + row * TOP + n, tl.load(logprobs + token))
+        x = load_logits(values, token, V)
+        tl.store(ids_ptr + 1 + n, token)
+        tl.store(found_ptr + 1 + n, below(x, row_max) - log_sum if NORMALIZE else x)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ptxas made of the sampler's kernels: no register spills."""
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from tests.machine_code import found, sampling_subjects
+
+QUICK = ("sm_90a-sampling-bfloat16",)
+# Bytes of stack that are known and not yet gone.
+KNOWN: dict[str, int] = {"sm_90a-sampling-bfloat16-likeliest": 8, "sm_90a-sampling-float16-likeliest": 16}
+IDS = [subject.id for subject in sampling_subjects()]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.full,)) for n in IDS])
+def test_registers_suffice(name: str) -> None:
+    for code in found(name):
+        assert code.registers > 0
+        assert code.stack <= KNOWN.get(name, 0), f"{code.stack} bytes of stack: {code}"
