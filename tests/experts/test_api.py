@@ -38,6 +38,18 @@ def test_fuzz(kernel: str, device: torch.device) -> None:
         check_experts(random_case(random.Random(seed), 100), kernel, str(device))
 
 
+@needs_triton
+def test_a_layer_leaves_the_counters_of_its_routing_as_it_found_them(device: torch.device) -> None:
+    """Else the next layer of the workspace has other experts' rows."""
+    workspace = Workspace(device)
+    for tokens in (40, 3):
+        case = replace(PLAIN, tokens=tokens)
+        plan = api.plan(case.spec, device, workspace=workspace, kernel="triton")
+        right = api.run(api.plan(case.spec, device, kernel="triton"), **tensors(case, str(device))._asdict())
+        assert torch.equal(api.run(plan, **tensors(case, str(device))._asdict()), right)
+        assert not workspace.flags(0).any()
+
+
 def run(case: ExpertsCase, **changes: Any) -> torch.Tensor:
     """The default kernel's result, with some of its arguments replaced."""
     given = tensors(case, "cpu")._asdict() | changes

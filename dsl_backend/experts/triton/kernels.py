@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by three kernels: both products over tiles of one expert's tokens, and the sum over a token's experts."""
+"""Experts by five kernels: two sort the pairs of a token and a slot by expert, two make the products over tiles of one
+expert's pairs, and one adds up a token's experts.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +20,9 @@ from dsl_backend.runtime.workspace import Workspace
 
 # Rows of a tile: powers of two, the tallest last.
 TILE_HEIGHTS = (16, 32, 64, 128)
+# Pairs of a program that counts, and of one that gives them their places. This compares each of its pairs with each
+# expert, in 64 registers a thread.
+COUNTED, MIN_PLACED, COMPARED = 256, 8, 8192
 
 
 @triton.jit
@@ -100,14 +105,20 @@ def combine_kernel(
     made_ptr,
     weights_ptr,
     ids_ptr,
+    counts_ptr,
     out_ptr,
     out_stride,
     n,
+    counters,
     TOPK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    COUNTERS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A token's experts added up in the order of its slots; ids are negative where there is none."""
+    """A token's experts added up in the order of its slots; ids are negative where there is none. Clears counters."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        counter = tl.arange(0, COUNTERS)
+        tl.store(counts_ptr + counter, tl.zeros((COUNTERS,), tl.int32), mask=counter < counters)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros((N,), tl.float32)
@@ -121,61 +132,150 @@ def combine_kernel(
     tl.store(out_ptr + token * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=column < n)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(
+    topk_ids_ptr,
+    map_ptr,
+    ids_ptr,
+    counts_ptr,
+    pairs,
+    experts,
+    known,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """This rank's expert of each pair, -1 where there is none; how many pairs each expert has is added to counts."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(topk_ids_ptr + pair, mask=pair < pairs, other=-1)
+    expert = tl.where((expert >= 0) & (expert < known), expert, -1).to(tl.int32)
+    if MAPPED:
+        expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1)
+        expert = tl.where((expert >= 0) & (expert < experts), expert, -1)
+    tl.store(ids_ptr + pair, expert, mask=pair < pairs)
+    tl.atomic_add(counts_ptr + expert, 1, mask=expert >= 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def place_kernel(
+    ids_ptr,
+    counts_ptr,
+    placed_ptr,
+    pairs_ptr,
+    starts_ptr,
+    tile_starts_ptr,
+    pairs,
+    experts,
+    M: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Pairs by expert, and the first pair and the first tile of each expert; placed counts those that have a place.
+
+    An expert's pairs are in any order: each has a row of the products of its own, whose value depends on no other row.
+    """
+    every = tl.arange(0, EXPERTS)
+    count = tl.load(counts_ptr + every, mask=every < experts, other=0)
+    if tl.program_id(0) == 0:
+        tiles = (count + M - 1) // M
+        inside = every < experts
+        tl.store(starts_ptr, 0)
+        tl.store(tile_starts_ptr, 0)
+        tl.store(starts_ptr + 1 + every, tl.cumsum(count, 0), mask=inside)
+        tl.store(tile_starts_ptr + 1 + every, tl.cumsum(tiles, 0), mask=inside)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1)
+    first = tl.sum(tl.where(every[None, :] < expert[:, None], count[None, :], 0), 1)
+    place = first + tl.atomic_add(placed_ptr + expert, 1, mask=expert >= 0, sem="relaxed")
+    tl.store(pairs_ptr + place, pair, mask=expert >= 0)
+
+
 class Routing(NamedTuple):
-    """Which pairs of a token and a slot each expert has, on the device.
+    """Which pairs of a token and a slot each expert has: int32 on the device.
 
     Attributes:
-        ids: [M, k], this rank's experts; negative where there is none.
-        pairs: [M k], those of expert 0 first; those of no expert last.
+        ids: [M k], this rank's experts; negative where there is none.
+        pairs: [M k], those of expert 0 first; undefined behind those of the last expert.
         starts: [E + 1], of the experts' pairs. tile_starts: [E + 1], of their tiles.
+        counts: [2, E], 0 before and after a layer: the experts' pairs, and those that have a place.
     """
 
     ids: torch.Tensor
     pairs: torch.Tensor
     starts: torch.Tensor
     tile_starts: torch.Tensor
+    counts: torch.Tensor
 
 
-def routed(spec: ExpertsSpec, operands: ExpertsOperands, tile_m: int) -> Routing:
-    """Sorts the pairs by expert with torch's operators, which read nothing on the host."""
-    ids, experts = operands.topk_ids.int(), spec.num_experts
-    if operands.expert_map is not None:
-        known = (ids >= 0) & (ids < operands.expert_map.shape[0])
-        ids = torch.where(known, operands.expert_map[torch.where(known, ids, 0)], -1)
-    ids = torch.where((ids >= 0) & (ids < experts), ids, -1)
-    order = torch.where(ids < 0, experts, ids).flatten()
-    values, pairs = torch.sort(order, stable=True)
-    every = torch.arange(experts + 1, dtype=torch.int32, device=ids.device)
-    starts = torch.searchsorted(values, every, out_int32=True)
-    tiles = (starts.diff() + tile_m - 1) // tile_m
-    tile_starts = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-    return Routing(ids, pairs.int(), starts, tile_starts)
+def scratch_of(spec: ExpertsSpec, workspace: Workspace, pairs: int) -> Routing:
+    experts, counts = spec.num_experts, rounded(spec.num_experts)
+    sizes = [rounded(count) for count in (pairs, pairs, experts + 1, experts + 1)]
+    parts = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    return Routing(*parts, workspace.flags(2 * counts)[: 2 * counts].view(2, counts))
+
+
+def rounded(count: int) -> int:
+    """A count of int32 behind which the next ones begin at 16 bytes, so that Triton compiles one kernel for all."""
+    return triton.cdiv(count, 4) * 4
+
+
+def sort(spec: ExpertsSpec, operands: ExpertsOperands, routing: Routing, tile_m: int) -> None:
+    """Writes the routing of operands.topk_ids; the host reads nothing. With meta tensors it only compiles."""
+    mapped, experts, pairs = operands.expert_map, spec.num_experts, operands.topk_ids.numel()
+    launcher(count_kernel, (triton.cdiv(pairs, COUNTED),), routing.ids)(
+        operands.topk_ids,
+        routing.ids if mapped is None else mapped,
+        routing.ids,
+        routing.counts[0],
+        pairs,
+        experts,
+        experts if mapped is None else mapped.shape[0],
+        MAPPED=mapped is not None,
+        BLOCK=COUNTED,
+    )
+    every = triton.next_power_of_2(experts)
+    block = max(MIN_PLACED, COMPARED // every)
+    launcher(place_kernel, (triton.cdiv(pairs, block),), routing.ids)(
+        routing.ids,
+        routing.counts[0],
+        routing.counts[1],
+        routing.pairs,
+        routing.starts,
+        routing.tile_starts,
+        pairs,
+        experts,
+        M=tile_m,
+        EXPERTS=every,
+        BLOCK=block,
+    )
 
 
 def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
     """The kernels for any number of tokens."""
+    workspace.flags(2 * rounded(spec.num_experts))  # before a graph is captured
     return partial(experts, spec, workspace)
 
 
 def prepare(spec: ExpertsSpec, target: Target) -> None:
-    """Compile what any number of tokens needs, with packed tensors: both products for each height of a tile."""
+    """Compile what any number of tokens needs, with packed tensors: all kernels for each height of a tile."""
 
     def tensor(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
-    integers = [tensor(size, dtype=torch.int32) for size in (spec.topk, experts + 1, experts + 1)]
-    routing = Routing(tensor(1, spec.topk, dtype=torch.int32), *integers)
+    sizes = (spec.topk, spec.topk, experts + 1, experts + 1)
+    routing = Routing(
+        *(tensor(size, dtype=torch.int32) for size in sizes), tensor(2, rounded(experts), dtype=torch.int32)
+    )
     weights = None if spec.router_weights is RouterWeights.NONE else tensor(1, spec.topk, dtype=torch.float32)
     operands = ExpertsOperands(
         tensor(1, hidden),
         tensor(experts, 2 * width, hidden),
         tensor(experts, hidden, width),
         weights,
-        routing.ids,
+        tensor(1, spec.topk, dtype=spec.ids_dtype),
         tensor(experts, 2 * width) if spec.w13_bias else None,
         tensor(experts, hidden) if spec.w2_bias else None,
-        None,
+        None if spec.global_experts is None else tensor(spec.global_experts, dtype=torch.int32),
         tensor(1, hidden),
     )
     for tile_m in TILE_HEIGHTS:
@@ -205,7 +305,7 @@ def product(
     gated: bool,
 ) -> None:
     """The first product and its activation (gated), or the second one."""
-    experts, pairs = spec.num_experts, routing.pairs.numel()
+    experts, pairs = spec.num_experts, out.shape[0]
     n, k = out.shape[1], x.shape[1]
     turns = 2 if gated and spec.interleaved else 1
     kind, alpha, beta, limit = kind_of(spec.activation if gated else None)
@@ -250,7 +350,7 @@ def experts(spec: ExpertsSpec, workspace: Workspace, operands: ExpertsOperands) 
     """Writes operands.out."""
     tokens, hidden, width = operands.x.shape[0], spec.hidden_size, spec.intermediate_size
     pairs, tile_m = tokens * spec.topk, tile_of(spec, tokens)
-    routing = routed(spec, operands, tile_m)
+    routing = scratch_of(spec, workspace, pairs)
     # Elements of 2 bytes in a buffer of 4.
     scratch = workspace.partials(pairs * (hidden + width) // 2 + 1).view(spec.dtype)
     inner = scratch[: pairs * width].view(pairs, width)
@@ -266,20 +366,24 @@ def launches(
     made: torch.Tensor,
     tile_m: int,
 ) -> None:
-    """Writes operands.out, with inner [M k, I] and made [M k, H] as scratch; with meta tensors it only compiles."""
+    """Writes operands.out, with the routing, inner [M k, I] and made [M k, H] as scratch; with meta tensors it only compiles."""
     tokens, hidden = operands.x.shape
     weights, where = operands.topk_weights, spec.router_weights
     scale = weights if where is RouterWeights.INPUT else None
+    sort(spec, operands, routing, tile_m)
     product(spec, routing, operands.x, operands.w13, operands.w13_bias, scale, inner, tile_m, True)
     product(spec, routing, inner, operands.w2, operands.w2_bias, None, made, tile_m, False)
     launcher(combine_kernel, (tokens, triton.cdiv(hidden, 1024)), made)(
         made,
         made if weights is None else weights,
         routing.ids,
+        routing.counts,
         operands.out,
         operands.out.stride(0),
         hidden,
+        routing.counts.numel(),
         TOPK=spec.topk,
         WEIGHTED=where is RouterWeights.OUTPUT,
+        COUNTERS=triton.next_power_of_2(routing.counts.numel()),
         N=min(1024, triton.next_power_of_2(hidden)),
     )

@@ -81,18 +81,18 @@ red            .sem=<stores>? .scope=<scope>? .space=global? .op=add|min|max .no
                .vec=v2|v4|v8 .type=f16|bf16 : [a:space], b:type*vec, policy:b64?hint
 red            .sem=<stores>? .scope=<scope>? .space=global? .op=add|min|max .noftz .hint=L2::cache_hint? \
                .vec=v2|v4 .type=f16x2|bf16x2 : [a:space], b:type*vec, policy:b64?hint
-; the compiler prints the space before the scope
-atom           .space=<where> .scope=<scope> .op=and|or|xor|exch .type=b32|b64 : >d:type, [a:space], b:type
-atom           .space=<where> .scope=<scope> .op=cas .type=b16|b32|b64 : >d:type, [a:space], b:type, c:type
-atom           .space=<where> .scope=<scope> .op=add .type=<added> : >d:type, [a:space], b:type
-atom           .space=<where> .scope=<scope> .op=add .noftz .type=<half> : >d:type, [a:space], b:type
-atom           .space=<where> .scope=<scope> .op=inc|dec .type=u32 : >d:type, [a:space], b:type
-atom           .space=<where> .scope=<scope> .op=min|max .type=<compared> : >d:type, [a:space], b:type
-red            .space=<where> .scope=<scope> .op=and|or|xor .type=b32|b64 : [a:space], b:type
-red            .space=<where> .scope=<scope> .op=add .type=<added> : [a:space], b:type
-red            .space=<where> .scope=<scope> .op=add .noftz .type=<half> : [a:space], b:type
-red            .space=<where> .scope=<scope> .op=inc|dec .type=u32 : [a:space], b:type
-red            .space=<where> .scope=<scope> .op=min|max .type=<compared> : [a:space], b:type
+; compilers print the space, the scope, then the semantics
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=and|or|xor|exch .type=b32|b64 : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=cas .type=b16|b32|b64 : >d:type, [a:space], b:type, c:type
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=add .type=<added> : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=add .noftz .type=<half> : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=inc|dec .type=u32 : >d:type, [a:space], b:type
+atom           .space=<where> .scope=<scope> .sem=<sems>? .op=min|max .type=<compared> : >d:type, [a:space], b:type
+red            .space=<where> .scope=<scope> .sem=<stores>? .op=and|or|xor .type=b32|b64 : [a:space], b:type
+red            .space=<where> .scope=<scope> .sem=<stores>? .op=add .type=<added> : [a:space], b:type
+red            .space=<where> .scope=<scope> .sem=<stores>? .op=add .noftz .type=<half> : [a:space], b:type
+red            .space=<where> .scope=<scope> .sem=<stores>? .op=inc|dec .type=u32 : [a:space], b:type
+red            .space=<where> .scope=<scope> .sem=<stores>? .op=min|max .type=<compared> : [a:space], b:type
 red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=inc|dec \
                .type=u32 : [a:space], b:type, [mbar:space]
 red.async      .sem=relaxed .scope=cluster .space=shared::cluster? .mbarrier::complete_tx::bytes .op=min|max \
