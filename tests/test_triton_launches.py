@@ -28,6 +28,8 @@ KERNELS = {
     *("prefill_kernel", "split_kv_kernel", "combine_kernel", "batch_invariant_kernel", "write_kv_kernel"),
     *(
         "gemm_kernel",
+        "count_kernel",
+        "place_kernel",
         "product_kernel",
         "rms_norm_kernel",
         "softmax_kernel",

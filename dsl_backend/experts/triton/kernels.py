@@ -209,8 +209,9 @@ class Routing(NamedTuple):
 def scratch_of(spec: ExpertsSpec, workspace: Workspace, pairs: int) -> Routing:
     experts, counts = spec.num_experts, rounded(spec.num_experts)
     sizes = [rounded(count) for count in (pairs, pairs, experts + 1, experts + 1)]
-    parts = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
-    return Routing(*parts, workspace.flags(2 * counts)[: 2 * counts].view(2, counts))
+    ids, placed, starts, tile_starts = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    flags = workspace.flags(2 * counts)[: 2 * counts].view(2, counts)
+    return Routing(ids, placed, starts, tile_starts, flags)
 
 
 def rounded(count: int) -> int:
@@ -262,10 +263,9 @@ def prepare(spec: ExpertsSpec, target: Target) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
-    sizes = (spec.topk, spec.topk, experts + 1, experts + 1)
-    routing = Routing(
-        *(tensor(size, dtype=torch.int32) for size in sizes), tensor(2, rounded(experts), dtype=torch.int32)
-    )
+    ids, placed = (tensor(spec.topk, dtype=torch.int32) for _ in range(2))
+    starts, tile_starts = (tensor(experts + 1, dtype=torch.int32) for _ in range(2))
+    routing = Routing(ids, placed, starts, tile_starts, tensor(2, rounded(experts), dtype=torch.int32))
     weights = None if spec.router_weights is RouterWeights.NONE else tensor(1, spec.topk, dtype=torch.float32)
     operands = ExpertsOperands(
         tensor(1, hidden),
@@ -366,7 +366,7 @@ def launches(
     made: torch.Tensor,
     tile_m: int,
 ) -> None:
-    """Writes operands.out, with the routing, inner [M k, I] and made [M k, H] as scratch; with meta tensors it only compiles."""
+    """Writes operands.out; routing, inner [M k, I], made [M k, H] are scratch. With meta tensors it only compiles."""
     tokens, hidden = operands.x.shape
     weights, where = operands.topk_weights, spec.router_weights
     scale = weights if where is RouterWeights.INPUT else None
