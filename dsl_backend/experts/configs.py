@@ -85,10 +85,12 @@ class DecodeConfig:
 
     Attributes:
         first, second: tiles of the products.
+        prefetches: the second product requests weights before the first one has ended.
     """
 
     first: SmallMTiles
     second: SmallMTiles
+    prefetches: bool = True
 
     @property
     def partials(self) -> int:

@@ -2,9 +2,12 @@
 """Problems for the CuTe DSL kernels of experts, with tiles small enough for the emulator."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from cutlass.cute.runtime import from_dlpack, make_fake_stream
+from router import Router
 
 import emulator
 from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig
@@ -12,6 +15,8 @@ from dsl_backend.experts.cute import host
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.tiles import SmallMTiles
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import ACTIVATIONS, CASES, PLAIN, ExpertsCase, judge, random_case, tensors
@@ -199,6 +204,22 @@ DECODED = [
         )
     ),
 ]
+
+
+def after_router(case: ExpertsCase, schedule: str, arch: str, build: Callable[..., Function] = host.build) -> None:
+    """The kernels for few tokens, launched behind one that writes the experts' numbers; judge."""
+    given, spec, config = tensors(case, "cpu"), case.spec, DECODE_CONFIGS[arch]["few"]
+    source, stream = given.topk_ids.clone(), make_fake_stream(use_tvm_ffi_env_stream=True)
+    given.topk_ids.fill_(-1)
+    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=1, strict=True) as device:
+        views = [from_dlpack(ids) for ids in (source, given.topk_ids)]
+        router = toolkit.compiled(Router(), (*views, stream), TARGETS[arch].arch, "")
+        function = build(host.key_of(spec, config), TARGETS[arch])
+        ctas, workspace = config.ctas(spec, case.tokens, TARGETS[arch]), Workspace(given.x.device)
+        with device.capture():
+            router(source, given.topk_ids)
+            host.run(function, spec, config, given, ctas, workspace)
+    judge(case, given)
 
 
 def random_decoded(seed: int, arch: str) -> Emulated:

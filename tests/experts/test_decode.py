@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_cases import DECODE_CONFIGS, DECODED, TARGETS, Emulated, emulate, random_decoded
+from experts_cases import DECODE_CONFIGS, DECODED, LONG, TARGETS, Emulated, after_router, emulate, random_decoded
 
 from dsl_backend.errors import Unsupported
 from dsl_backend.experts import api, dispatch, reference
@@ -58,6 +58,13 @@ def test_the_bits_are_the_same_in_any_order_of_events(arch: str) -> None:
     one = next(one for one in DECODED if one.id == "wide")
     first = emulate(one, "eager", arch=arch)
     assert torch.equal(first, emulate(one, "random", seed=5, arch=arch))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_behind_a_router_that_lets_them_start(schedule: str, arch: str) -> None:
+    after_router(LONG, schedule, arch)
 
 
 @pytest.mark.full

@@ -94,6 +94,7 @@ class DecodeProduct(SmallMGemmBase):
         self.listed = min(key.num_experts, self.tile_tokens * key.topk)
         self.has_bias = key.w13_bias if self.gated else key.w2_bias
         self.router_weights = key.router_weights
+        self.waits = self.gated or not key.prefetches
 
     @cute.jit
     def launch_product(self, args: DecodeArgs, stream):
@@ -125,7 +126,8 @@ class DecodeProduct(SmallMGemmBase):
     def begin(self, params: DecodeParams, smem: cutlass.utils.SmemAllocator):
         """List the experts, let the next kernel start, and find this CTA's range.
 
-        The next kernel starts behind this one's wait, so that what was written before this one is there for both.
+        The first product waits before it lets the second one start: what the router wrote is there for both, and the
+        second one lists the experts and requests their weights before the first one has ended.
         """
         sListed = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.experts), 16)
         sExperts = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.listed), 16)
@@ -134,7 +136,8 @@ class DecodeProduct(SmallMGemmBase):
         of_groups = cute.make_layout((self.groups, self.tile_tokens), stride=(self.tile_tokens, 1))
         sScales = smem.allocate_tensor(cutlass.Float32, of_groups, 16)
         sHits = smem.allocate_tensor(cutlass.Int32, of_groups, 16)
-        dependent_launch.wait()
+        if cutlass.const_expr(self.waits):
+            dependent_launch.wait()
         self.list_experts(params, sListed, sExperts, sCount, sIds)
         dependent_launch.launch_dependents()
         return self.range_of_cta(params, sCount[0], sExperts, sIds, sScales, sHits)

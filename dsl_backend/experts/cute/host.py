@@ -44,6 +44,7 @@ def key_of(spec: ExpertsSpec, config: Config) -> ExpertsKey:
         mapped=spec.global_experts is not None,
         first=config.first,
         second=config.second,
+        prefetches=isinstance(config, DecodeConfig) and config.prefetches,
     )
 
 

@@ -39,6 +39,7 @@ class ExpertsKey:
         mapped: there is an expert map.
         first, second: of the products. Their class says which kernels they are: grouped GEMMs, both with the same
             tile_m, or those for few tokens.
+        prefetches: for few tokens, the second product requests weights before the first one has ended.
     """
 
     num_experts: int
@@ -53,6 +54,7 @@ class ExpertsKey:
     mapped: bool
     first: GemmConfig | SmallMTiles
     second: GemmConfig | SmallMTiles
+    prefetches: bool = False
 
     @property
     def decodes(self) -> bool:
