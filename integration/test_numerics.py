@@ -115,6 +115,15 @@ SETTINGS = (
         why="routed experts under CUDA graphs",
     ),
     Setting(
+        id="experts-sleep",
+        engine=EXPERTS | {"enforce_eager": False, "enable_sleep_mode": True},
+        cases=("qwen3_moe",),
+        dtypes=("bfloat16",),
+        cuda_only=True,
+        sleep=True,
+        why="experts' weights are unmapped and mapped again, under graphs",
+    ),
+    Setting(
         id="experts-tensor",
         engine=EXPERTS | TWO_RANKS,
         cases=("qwen3_moe",),

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader import reload
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import tuned
@@ -254,6 +255,43 @@ def test_weights_are_read_at_each_call(served: Any) -> None:
     judged(layer, SiluAndMul())
     layer.w2_weight.data = layer.w2_weight.data * 3
     judged(layer, SiluAndMul())
+
+
+def test_vllms_reload(served: Any) -> None:
+    """Its own, expert by expert: new values, in the memory that captured graphs read."""
+    layer = experts()
+    model = nn.ModuleList([layer])
+    reload.record_metadata_for_reloading(model)
+    served(layer)
+    kernel = process(layer)
+    before, places = judged(layer, SiluAndMul()), [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()]
+    generator = torch.Generator().manual_seed(9)
+    with set_current_vllm_config(VllmConfig()):
+        reload.initialize_layerwise_reload(model)
+        for expert in range(EXPERTS):
+            for shard, name, shape in (
+                ("w1", "w13", (WIDTH, HIDDEN)),
+                ("w3", "w13", (WIDTH, HIDDEN)),
+                ("w2", "w2", None),
+            ):
+                parameter = getattr(layer, f"{name}_weight")
+                values = torch.randn(shape or (HIDDEN, WIDTH), generator=generator).to(BF16) * 0.25
+                parameter.weight_loader(parameter, values, f"{name}_weight", shard_id=shard, expert_id=expert)
+        reload.finalize_layerwise_reload(model, None)
+    assert [layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()] == places
+    assert layer.quant_method.moe_kernel is kernel
+    assert not torch.equal(judged(layer, SiluAndMul()), before)
+
+
+def test_rebalancing_moves_what_is_served(served: Any) -> None:
+    """What EPLB copies experts into is the memory that kernels are handed."""
+    layer = experts()
+    served(layer)
+    process(layer)
+    before = judged(layer, SiluAndMul())
+    for weights in layer.get_expert_weights():
+        weights.copy_(weights.flip(0))
+    assert not torch.equal(judged(layer, SiluAndMul()), before)
 
 
 def test_nothing_of_a_layer_is_kept(served: Any) -> None:
