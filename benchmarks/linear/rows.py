@@ -20,12 +20,27 @@ HELD_OUT = {
     "narrow": (1024, 2048),
 }
 HELD_OUT_TOKENS = (1, 7, 24, 64, 200, 640, 3000)
-# Plain products: 8192 x 8192 outputs over the depth, and the other projections of Llama-8B.
+# Plain products: 8192 x 8192 outputs over the depth.
 PLAIN_DEPTHS = (2048, 3072, 4096, 6144, 8192, 12288, 16384)
 # Gate and up projections of 8192 tokens: hidden sizes d, and 5.3 d rows of both weights together.
 SWIGLU_DEPTHS = (2048, 3072, 4096, 5120, 6144, 8192)
 SWIGLU_OUTPUT = 85 / 32
-PLAIN_FEW = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
+# The other projections of models, with the rows of a decode step: Llama-3.1-8B, Qwen2.5-7B, the MLA of DeepSeek-V3
+# (its two down-projections as one), routers of DeepSeek-V2-Lite and V3.
+PROJECTIONS = {
+    "llama-8b-qkv": (6144, 4096),
+    "llama-8b-o": (4096, 4096),
+    "llama-8b-down": (4096, 14336),
+    "llama-8b-head": (128256, 4096),
+    "qwen2.5-7b-qkv": (4608, 3584),
+    "qwen2.5-7b-o": (3584, 3584),
+    "qwen2.5-7b-down": (3584, 18944),
+    "qwen2.5-7b-head": (152064, 3584),
+    "deepseek-v3-qa-kva": (2112, 7168),
+    "deepseek-v2-lite-router": (64, 2048),
+    "deepseek-v3-router": (256, 7168),
+}
+PROJECTION_TOKENS = (1, 8, 16, 64)
 
 
 def cases() -> list[Case[Problem]]:
@@ -42,9 +57,9 @@ def cases() -> list[Case[Problem]]:
     layers = [Problem(m=8192, n=round(SWIGLU_OUTPUT * k), k=k) for k in SWIGLU_DEPTHS]
     found += [case_of(f"{one.m}x{one.n}x{one.k}", one, "swiglu", "k") for one in layers]
     found += [
-        case_of(f"{name}-{m}", Problem(m=m, n=n, k=k, gated=False), "plain-few")
-        for name, (n, k) in PLAIN_FEW.items()
-        for m in (1, 16, 64)
+        case_of(f"{name}-{m}", Problem(m=m, n=n, k=k, gated=False), "projections")
+        for name, (n, k) in PROJECTIONS.items()
+        for m in PROJECTION_TOKENS
     ]
     found += [case_of(f"{m}x{n}x{k}", Problem(m=m, n=n, k=k), "tiny") for m, n, k in ((1, 8, 8), (3, 40, 64))]
     return found

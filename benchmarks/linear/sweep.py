@@ -2,7 +2,7 @@
 """Times every configuration of the CuTe DSL kernels: `python -m benchmarks.linear.sweep --shapes llama-8b --rows 1,64`.
 
 Each line has rows, n, k, microseconds, the estimate of `configs.choose`, and the configuration. The fastest is first;
-the configuration that dispatch chooses is marked. Gated layers are also timed with cuBLAS and an activation kernel.
+the configuration that dispatch chooses is marked. Each layer is also timed with cuBLAS, and the activation's kernel.
 """
 
 import argparse
@@ -25,7 +25,9 @@ from .. import sweep, timing
 from ..sweep import Contest, Ready
 from .problems import Inputs, Problem, build, reference
 from .providers import cublas
-from .rows import MAIN, TOKENS
+from .rows import MAIN, PROJECTIONS, TOKENS
+
+SHAPES = MAIN | PROJECTIONS
 
 
 def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, workspace: Workspace) -> Callable[[int], Any]:
@@ -45,9 +47,8 @@ def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, worksp
 
 
 def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
-    """All configurations; for a gated layer also the unfused kernels that vLLM runs."""
+    """All configurations, and the kernels that vLLM runs."""
     default = choose(problem.spec, problem.m, target)
-    others = [Unfused()] if problem.gated else []
 
     def prepare() -> Ready:
         layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
@@ -77,7 +78,7 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
     return Contest(
         name=f"{problem.m} {problem.n}x{problem.k}",
         parameters=problem.parameters,
-        configs=sweep.unique((default, *variants(problem.spec, problem.m, target), *others)),
+        configs=sweep.unique((default, *variants(problem.spec, problem.m, target), Unfused())),
         chosen=config_of(problem.spec, problem.m, target),
         precompile_spec=precompile_spec,
         prepare=prepare,
@@ -95,7 +96,7 @@ def main() -> int:
     target, device = targets.detect(), torch.device("cuda")
     problems = []
     for name, rows in itertools.product(given.shapes.split(","), map(int, given.rows.split(","))):
-        n, k = MAIN[name] if name in MAIN else tuple(map(int, name.split("x")))
+        n, k = SHAPES[name] if name in SHAPES else tuple(map(int, name.split("x")))
         problems.append(Problem(m=rows, n=n, k=k, gated=not given.plain))
     return sweep.run([contest(problem, target, device) for problem in problems], given)
 

@@ -47,7 +47,7 @@ class GemmArgs(NamedTuple):
     """All that a launch takes, but for the stream.
 
     Attributes:
-        scratch: of the stream-K GEMM; None for the others.
+        scratch: of the stream-K GEMM; None for all others.
         max_ctas: CTAs at most; a multiple of the cluster's.
     """
 

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from dsl_backend.gemm.cost import SM90_RATES, SM100_RATES, ArchRates, estimated_us
+from dsl_backend.gemm.cost import SM90_RATES, SM100_RATES, ArchRates, estimated_us, runs_at_once
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import GemmSpec
@@ -111,7 +111,7 @@ def variants(spec: GemmSpec, rows: int, target: Target) -> Iterator[Config]:
     fewest = min(tile.tile_tokens for tile in arch.small_m if isinstance(tile, SmallMTiles))
     seen = set()
     for tile in (*arch.small_m, *arch.gemms, *arch.tried()):
-        if not worth_trying(tile, rows, fewest):
+        if not worth_trying(tile, rows, fewest) or not runs_at_once(tile, spec, rows, target):
             continue
         most = deepest(tile, spec, target.smem_bytes)
         for stages in () if most is None else (most.stages, max(2, most.stages // 2)):

@@ -59,21 +59,34 @@ STEP_NS, CLUSTER_STEP_NS, COPY_NS = 176.0, 181.0, 38.4
 # The GEMM for few rows: the share of the rate of products, which are small; how much faster than weights x comes; what
 # 1024 bytes of partial sums take that a CTA stores, and those of another CTA that it waits for; the rest of a launch.
 SMALL_M_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, SMALL_M_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
+# The same with split-K, not timed yet: how much more of memory's rate an SM gets while others idle; what the cluster's
+# meeting takes; what 1024 bytes of partial sums take through distributed shared memory.
+SPLIT_K_MEMORY, SPLIT_K_NS, RECEIVED_NS = 1.3, 700.0, 25.0
 # How causes of a time add up: about the slowest one, and more where another is about as slow.
 GEMM_POWER, SMALL_M_POWER = 4.16, 7.0
 
 
 def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
     """CTAs that the target runs at once: whole clusters, or for few rows equally many for each row of tiles."""
-    if isinstance(config, SmallMTiles):
+    if isinstance(config, SmallMTiles) and config.stream_k:
         m_tiles = ceil_div(rows, config.tile_tokens)
         return target.used_sms // m_tiles * m_tiles or target.used_sms
-    return max(target.used_sms // config.cluster, 1) * config.cluster
+    cluster = config.num_splits if isinstance(config, SmallMTiles) else config.cluster
+    return max(target.used_sms // cluster, 1) * cluster
+
+
+def runs_at_once(config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, target: Target) -> bool:
+    """Whether a launch needs no more CTAs than the target runs at once: split-K has a cluster for each tile."""
+    if not isinstance(config, SmallMTiles) or config.stream_k:
+        return True
+    return config.tiles(spec, rows) * config.num_splits <= max_ctas(config, rows, target)
 
 
 def estimated_us(config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, target: Target) -> float:
     """Microseconds of a launch."""
     ctas = max_ctas(config, rows, target)
+    if isinstance(config, SmallMTiles) and not config.stream_k:
+        return split_k_ns(config, spec, rows, rates, target.sm_count) / 1000
     if isinstance(config, SmallMTiles):
         return small_m_ns(config, spec, rows, rates, ctas) / 1000
     return gemm_ns(config, spec, rows, rates, target.sm_count, ctas) / 1000
@@ -84,18 +97,32 @@ def combined(power: float, *causes_ns: float) -> float:
     return float(sum(cause**power for cause in causes_ns) ** (1 / power))
 
 
-def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int) -> float:
-    """Of the GEMM for few rows."""
-    k_tiles = ceil_div(spec.k, config.tile_k)
-    # k tiles of a CTA.
-    iterations = ceil_div(config.tiles(spec, rows) * k_tiles, ctas)
+def iteration_ns(config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float) -> float:
+    """Of a k tile of the GEMM for few rows; `memory`: bytes that a CTA reads in a nanosecond."""
     weight_bytes, x_bytes = spec.dtypes.weight.itemsize, spec.dtypes.x.itemsize
     bytes_read = (2 * config.box * weight_bytes + config.tile_tokens * x_bytes / X_FASTER) * config.tile_k
     flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
-    iteration_ns = combined(SMALL_M_POWER, bytes_read / rates.memory, flops / (SMALL_M_FLOPS * rates.flops))
+    return combined(SMALL_M_POWER, bytes_read / memory, flops / (SMALL_M_FLOPS * rates.flops))
+
+
+def split_k_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int) -> float:
+    """Of the GEMM for few rows with a cluster for each tile, all at once."""
+    active = config.tiles(spec, rows) * config.num_splits
+    iterations = ceil_div(ceil_div(spec.k, config.tile_k), config.num_splits)
+    memory = rates.memory * min(sms / active, SPLIT_K_MEMORY)
+    fixup_ns = SPLIT_K_NS + RECEIVED_NS * config.partials * 4 / 1024
+    return iterations * iteration_ns(config, spec, rates, memory) + SMALL_M_NS + fixup_ns
+
+
+def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int) -> float:
+    """Of the GEMM for few rows with stream-K."""
+    k_tiles = ceil_div(spec.k, config.tile_k)
+    # k tiles of a CTA.
+    iterations = ceil_div(config.tiles(spec, rows) * k_tiles, ctas)
     # A tile with more k tiles than a CTA has is summed up from several CTAs' partial sums, at the end.
     fixup_ns = PARTIALS_NS + (AWAITED_NS * k_tiles / iterations if k_tiles > iterations else 0)
-    return iterations * iteration_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
+    products_ns = iterations * iteration_ns(config, spec, rates, rates.memory)
+    return products_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
 
 
 def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int) -> float:

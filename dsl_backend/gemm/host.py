@@ -58,7 +58,7 @@ def fake_args(key: GemmKey[Config]) -> GemmArgs:
         out=matrix(dtypes.out, m, n),
     )
     scratch = None
-    if isinstance(key.config, SmallMTiles):
+    if isinstance(key.config, SmallMTiles) and key.config.stream_k:
         scratch = StreamKScratch(vector(Float32, cute.sym_int()), vector(Int32, cute.sym_int()))
     args = GemmArgs(operands, scratch, Int32(0))
     require_dynamic(args)
@@ -75,7 +75,7 @@ def build(key: GemmKey[Config], target: Target) -> Function:
 def run(function: Function, config: Config, operands: GemmOperands, max_ctas: int, workspace: Workspace) -> None:
     """Launch a function of `build`."""
     scratch = None
-    if isinstance(config, SmallMTiles):
+    if isinstance(config, SmallMTiles) and config.stream_k:
         partials = workspace.partials(max_ctas * config.partials)
         scratch = StreamKScratch(partials, workspace.flags(max_ctas * config.groups))
     function(*launch_args(GemmArgs(operands, scratch, max_ctas)))

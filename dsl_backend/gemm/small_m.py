@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GEMMs for few rows share: swap-AB and stream-K, so that all SMs read an equal part of the weights, once.
+"""What the GEMMs for few rows share: swap-AB, and sums over k of several CTAs, so that all SMs read weights.
 
 Swap-AB: weight rows are the M of the matrix product, tokens (rows of x) its N.
 
 Stream-K: the iterations of all tiles, one for each k tile, form one list, and each CTA gets an equal contiguous range
-of it. The CTA whose range has a tile's first iteration finishes the tile, which is the last thing that it does. The
-other CTAs of the tile have their part at the beginning of their ranges, so that their partial sums are there by then.
+of it: all SMs read an equal part of the weights, once. The CTA whose range has a tile's first iteration finishes the
+tile, which is the last thing that it does. The other CTAs of the tile have their part at the beginning of their ranges,
+so that their partial sums are there by then. With more tokens than a tile holds, every row of tiles has equally many
+CTAs, whose ranges begin at the same weights: all rows of tiles read them at the same time, and memory delivers them
+once.
 
-With more tokens than a tile holds, every row of tiles has equally many CTAs, whose ranges begin at the same weights:
-all rows of tiles read them at the same time, and memory delivers them once.
+Split-K: a cluster of CTAs for each tile, each with a part of k. Every CTA sends its partial sums through distributed
+shared memory, and finishes a part of the tile: the same part of each thread's accumulators. It serves where so many
+CTAs run at once.
 
 A tile's weights are two boxes of rows. With a gated activation these are the gate and the up rows of the same output
 columns, and one thread has the accumulators of both.
@@ -21,14 +25,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.gemm.args import GemmOperands, StreamKScratch
+from dsl_backend.gemm.args import GemmArgs, GemmOperands, StreamKScratch
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.tiles import SmallMTiles
-from dsl_backend.gemm.views import NUMERIC, parts_view
+from dsl_backend.gemm.views import NUMERIC, bias_of, parts_view
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import load_vector, store_vector
+from dsl_backend.primitives.copy import load_vector, store_shared_remote, store_vector
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
 
@@ -47,7 +51,7 @@ class SmallMParams:
         mW, mX: coordinates [n, k, parts] and [m, k].
         mBias: [parts * n]. mResidual: [m, n]. Either may be missing.
         mOut: [m, n].
-        mPartials, mFlags: see `args.StreamKScratch`.
+        mPartials, mFlags: see `args.StreamKScratch`; None with split-K.
     """
 
     tma_atom_w: cute.CopyAtom
@@ -62,8 +66,21 @@ class SmallMParams:
 
 
 @dataclass(frozen=True)
+class Received:
+    """Where a CTA of a cluster receives partial sums, its own too.
+
+    Attributes:
+        sPartials: float32 [box, accumulator of a thread that this CTA finishes, thread, split].
+        mbar: an mbarrier that counts their bytes.
+    """
+
+    sPartials: cute.Tensor
+    mbar: cute.Pointer
+
+
+@dataclass(frozen=True)
 class StreamKWork:
-    """A CTA's range of the list of iterations.
+    """A CTA's range of the list of iterations. With split-K it is a part of one tile's.
 
     Attributes:
         k_tiles: iterations of a tile.
@@ -98,6 +115,11 @@ class SmallMGemmBase:
         self.stages, self.stage_bytes = config.stages, config.stage_bytes(key.dtypes)
         self.gated, self.interleaved = key.activation is not None, key.interleaved
         self.activate = epilogue_of(key.activation, arithmetic)
+        self.num_splits, self.stream_k = config.num_splits, config.stream_k
+        self.cluster = None if self.stream_k else (self.num_splits, 1, 1)
+        # Of each box, that a thread finishes.
+        self.finished = self.accumulators // 2 // self.num_splits
+        self.sent_at_once = min(2, self.finished)
         self.parts = 2 if self.gated else 1
         self.columns = 2 * self.box // self.parts
         # Other CTAs' partial sums are loaded together, as many as 64 registers hold.
@@ -115,10 +137,12 @@ class SmallMGemmBase:
 
     def params(self, operands: GemmOperands, scratch: StreamKScratch | None) -> SmallMParams:
         """The kernel's, with TMA descriptors."""
-        assert scratch is not None
+        partials, flags = (None, None) if scratch is None else scratch
         weights = parts_view(operands.weight, self.parts, self.interleaved)
         tma_atom_w, mW, tma_atom_x, mX = self.tma_atoms(weights, operands.x)
-        return SmallMParams(tma_atom_w, mW, tma_atom_x, mX, operands.bias, operands.residual, operands.out, *scratch)
+        return SmallMParams(
+            tma_atom_w, mW, tma_atom_x, mX, operands.bias, operands.residual, operands.out, partials, flags
+        )
 
     def tma_atoms(self, weights: cute.Tensor, x: cute.Tensor):
         """(tma_atom_w, mW, tma_atom_x, mX) of weights [n, k, parts, ...] and x [m, k, ...]."""
@@ -142,6 +166,69 @@ class SmallMGemmBase:
             * cute.ceil_div(mOut.shape[1], self.columns)
         )
 
+    def ctas(self, args: GemmArgs):
+        """CTAs of a launch: as many as fit, with an equal share each, or a cluster for each tile."""
+        mX, mOut = args.operands.x, args.operands.out
+        if self.stream_k:
+            return cutlass.min(self.total_iterations(mX, mOut), args.max_ctas)
+        m_tiles = cute.ceil_div(mX.shape[0], self.tile_tokens)
+        return m_tiles * cute.ceil_div(mOut.shape[1], self.columns) * self.num_splits
+
+    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+        """Shared memory for partial sums; None with stream-K."""
+        if self.stream_k:
+            return None
+        threads = WARPGROUP * self.groups
+        sent = self.sent_at_once
+        layout = cute.make_layout(
+            (2, (sent, self.finished // sent), threads, self.num_splits),
+            # Neighbouring threads store 8 or 16 bytes side by side.
+            stride=(1, (2, 2 * sent * threads), 2 * sent, 2 * self.finished * threads),
+        )
+        sPartials = smem.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        return Received(sPartials, smem.allocate_array(cutlass.Int64, 1))
+
+    def expect_partials(self, received: Received | None):
+        """By one thread, before the cluster's CTAs meet: what the CTA will receive."""
+        if received is not None:
+            cute.arch.mbarrier_init(received.mbar, 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(received.mbar, 4 * cute.size(received.sPartials.layout))
+
+    def meet_begin(self):
+        """By all threads, behind `expect_partials`: with split-K, the CTAs of a cluster meet before they send."""
+        if not self.stream_k:
+            cute.arch.cluster_arrive()
+
+    def meet_end(self):
+        """By all threads, once each."""
+        if not self.stream_k:
+            cute.arch.cluster_wait()
+
+    def sum_splits(self, received: Received, acc_0: cute.Tensor, acc_1: cute.Tensor, thread: cutlass.Int32):
+        """Split-K: the sums over k of what this CTA finishes of a thread's accumulators, of both boxes.
+
+        Partial sums are added in the order of k. When this returns, the CTA has received all that is sent to it.
+
+        Args:
+            thread: among those with accumulators.
+        """
+        own = cute.arch.block_idx_in_cluster()
+        for split in range(self.num_splits):
+            for i in range(0, self.finished, self.sent_at_once):
+                j = split * self.finished + i
+                words = [acc[at] for at in range(j, j + self.sent_at_once) for acc in (acc_0, acc_1)]
+                target = received.sPartials.iterator + received.sPartials.layout((0, i, thread, own))
+                store_shared_remote(words, target, received.mbar, split)
+        cute.arch.mbarrier_wait(received.mbar, 0)
+        sum_0, sum_1 = (cute.make_rmem_tensor(self.finished, cutlass.Float32) for _ in range(2))
+        sum_0.fill(0.0)
+        sum_1.fill(0.0)
+        for split in range(self.num_splits):
+            for i in range(self.finished):
+                sum_0[i] += received.sPartials[0, i, thread, split]
+                sum_1[i] += received.sPartials[1, i, thread, split]
+        return sum_0, sum_1
+
     def work(self, params: SmallMParams) -> StreamKWork:
         """This CTA's range."""
         k_tiles = cute.ceil_div(params.mX.shape[1], self.tile_k)
@@ -149,7 +236,13 @@ class SmallMGemmBase:
         total = self.total_iterations(params.mX, params.mOut)
         ctas = cute.arch.grid_dim()[0]
         worker = ctas - 1 - cute.arch.block_idx()[0]
-        start, end = share(total, ctas, worker), share(total, ctas, worker + 1)
+        if self.stream_k:
+            start, end = share(total, ctas, worker), share(total, ctas, worker + 1)
+        else:
+            first = cute.arch.block_idx()[0] // self.num_splits * k_tiles
+            split = cute.arch.block_idx_in_cluster()
+            start = first + share(k_tiles, self.num_splits, split)
+            end = first + share(k_tiles, self.num_splits, split + 1)
         return StreamKWork(k_tiles, n_tiles, total, ctas, worker, start, end)
 
     def begin(self, params: SmallMParams, smem: cutlass.utils.SmemAllocator) -> StreamKWork:
@@ -297,6 +390,32 @@ class SmallMGemmBase:
             for j in cutlass.range(half, unroll_full=True):
                 acc_0[j] += partials[j]
                 acc_1[j] += partials[half + j]
+
+    def biases(self, params: SmallMParams, column: cutlass.Int32):
+        """Of a column of the first box and what lies beside it in the second: [2] float32, 0 where there are none."""
+        n = params.mOut.shape[1]
+        if params.mBias is None:
+            return [cutlass.Float32(0.0), cutlass.Float32(0.0)]
+        if self.gated:
+            return [bias_of(params.mBias, column, part, n, self.interleaved) for part in range(2)]
+        return [bias_of(params.mBias, column + box * self.box, 0, n, False) for box in range(2)]
+
+    @cute.jit
+    def finish(
+        self,
+        params: SmallMParams,
+        value_0: cutlass.Float32,
+        value_1: cutlass.Float32,
+        token: cutlass.Int32,
+        column: cutlass.Int32,
+    ):
+        """Both boxes' values to the output: to one column, or without an activation to two, a box apart."""
+        m, n = params.mOut.shape
+        if cutlass.const_expr(self.gated):
+            self.store(params, self.activate([value_0], [value_1])[0], token, column, m, n)
+        else:
+            self.store(params, value_0, token, column, m, n)
+            self.store(params, value_1, token, column + self.box, m, n)
 
     @cute.jit
     def store(

@@ -11,6 +11,8 @@ from dsl_backend.gemm.spec import Dtypes, GemmSpec
 
 BARRIER_BYTES = 16  # of a stage: a full and an empty mbarrier
 ALIGNMENT_BYTES = 1024
+# CTAs that may share a tile; clusters of more than 8 are not portable.
+NUM_SPLITS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +80,20 @@ class GemmTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallMTiles:
-    """Tiles of the swap-AB stream-K GEMM for few rows: two boxes of weights against some rows of x (tokens).
+    """Tiles of the swap-AB GEMM for few rows: two boxes of weights against some rows of x (tokens).
 
     Attributes:
         tokens: rows of x, as the configuration of an SM counts them.
         tile_k: columns of x and of the weights in a stage.
         stages: of the pipeline of x and weights in shared memory.
+        num_splits: CTAs of a cluster, each with a part of k of one tile; they sum up through distributed shared memory
+            (split-K). With 1, CTAs get equal shares of all tiles' iterations (stream-K).
     """
 
     tokens: int = 16
     tile_k: int = 64
     stages: int
+    num_splits: int = 1
 
     @property
     def box(self) -> int:
@@ -115,8 +120,14 @@ class SmallMTiles:
         return (2 * self.box * dtypes.weight.itemsize + self.tile_tokens * dtypes.x.itemsize) * self.tile_k
 
     def smem_bytes(self, spec: GemmSpec) -> int:
-        """Stages, their barriers, alignment."""
-        return self.stages * (self.stage_bytes(spec.dtypes) + BARRIER_BYTES) + ALIGNMENT_BYTES
+        """Stages, their barriers, other CTAs' partial sums with their barrier, alignment."""
+        received = self.partials * 4 + BARRIER_BYTES if self.num_splits > 1 else 0
+        return self.stages * (self.stage_bytes(spec.dtypes) + BARRIER_BYTES) + received + ALIGNMENT_BYTES
+
+    @property
+    def stream_k(self) -> bool:
+        """Whether CTAs hand each other partial sums through global memory."""
+        return self.num_splits == 1
 
     @property
     def partials(self) -> int:
@@ -136,6 +147,12 @@ class SmallMTiles:
         reasons = []
         if self.tile_k < BLOCK_K or self.tile_k % BLOCK_K:
             reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K}")
+        if self.num_splits not in NUM_SPLITS:
+            reasons.append(f"{self.num_splits} splits: one of {', '.join(map(str, NUM_SPLITS))} is possible")
+        elif ceil_div(spec.k, self.tile_k) < self.num_splits:
+            reasons.append(f"{self.num_splits} splits of {spec.k} columns: each needs {self.tile_k} of its own")
+        elif self.accumulators % (2 * self.num_splits):
+            reasons.append(f"{self.accumulators} accumulators are not a multiple of 2 for each of {self.num_splits}")
         return reasons + pipeline_objections(self.stages, self.smem_bytes(spec), smem_bytes)
 
 

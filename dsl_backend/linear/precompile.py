@@ -16,6 +16,7 @@ from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 
+VOCAB_MULTIPLE = 64
 # By the names of transformers. A model whose configuration names none has SiLU.
 ACTIVATIONS: Mapping[Any, Activation] = {
     "gelu": Geglu(),
@@ -39,6 +40,21 @@ def layer_specs(model: ModelShape, *, batch_invariant: bool = False) -> Iterator
                 activation=activation,
                 batch_invariant=batch_invariant,
             )
+
+
+def projection_sizes(model: ModelShape) -> Iterator[tuple[int, int]]:
+    """(n, k) of a decoder's other projections on a rank: q, k and v together, their output's, down, the logits'.
+
+    MLA's are left out: models differ in what they merge.
+    """
+    head_dim, ranks = model.head_dim, model.tensor_parallel
+    if not model.is_mla:
+        yield (model.heads_q + 2 * model.heads_kv) * head_dim, model.hidden_size
+        yield model.hidden_size, model.heads_q * head_dim
+    for size in model.gated_sizes:
+        yield model.hidden_size, size
+    # vLLM pads the vocabulary to a multiple of 64.
+    yield -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // ranks, model.hidden_size
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:

@@ -12,6 +12,7 @@ from pydantic import PositiveInt
 
 from dsl_backend.checks import short
 from dsl_backend.gemm.configs import Config, candidates, choose
+from dsl_backend.gemm.cost import runs_at_once
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.linear.spec import LinearSpec
@@ -41,9 +42,13 @@ class ProblemShape(tuned.RowsProblemShape):
         return f"linear-{self.n}x{self.k}-{kind}-{self.dtype}-m{self.least_rows}-{self.most_rows}"
 
 
+# Rows of a product without an activation that are worth a kernel of ours at most: those of a decode step.
+MOST_ROWS = 64
+
+
 @dataclass(frozen=True)
 class Unfused:
-    """No fused kernel: the product by cuBLAS, then the activation by another kernel."""
+    """No kernel of ours: the product by cuBLAS, then the activation, if there is one, by another kernel."""
 
 
 TUNED_CONFIGS = tuned.TunedConfigs(
@@ -92,7 +97,8 @@ def measured(spec: LinearSpec, target: Target, *, any_gpu: bool = False) -> Iter
 def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
     """The configuration for so many rows: of a tuning record that fits, or the heuristic's."""
     found = (config for problem, config in measured(spec, target) if problem.holds(rows))
-    return next(found, None) or choose(spec, rows, target)
+    fitting = (config for config in found if runs_at_once(config, spec, rows, target))
+    return next(fitting, None) or choose(spec, rows, target)
 
 
 def configs_of(spec: LinearSpec, target: Target) -> list[Config]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vectorised copies between global memory and registers, zero-fill of shared memory, and stores to a peer CTA."""
 
+from collections.abc import Sequence
+
 import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
@@ -53,7 +55,7 @@ def clear_rows(
 
 @dsl_user_op
 def store_shared_remote(
-    word: cutlass.Int32,
+    words: Sequence[cutlass.Int32 | cutlass.Float32],
     target: cute.Pointer,
     mbar: cute.Pointer,
     cta_rank: cutlass.Int32 | int,
@@ -61,14 +63,23 @@ def store_shared_remote(
     loc=None,
     ip=None,
 ) -> None:
-    """st.async of 32 bits to the same shared-memory address of another CTA; that CTA's mbarrier counts the bytes."""
+    """st.async to the same shared-memory address of another CTA of the cluster, whose mbarrier counts the bytes.
+
+    Args:
+        words: one, two or four of 32 bits, all of one type; the address is aligned to all of them.
+    """
     there = cute.arch.map_dsmem_ptr(target, cta_rank, loc=loc, ip=ip)
     signal = cute.arch.map_dsmem_ptr(mbar, cta_rank, loc=loc, ip=ip)
+    count = len(words)
+    kind = "f32" if isinstance(words[0], cutlass.Float32) else "b32"
+    values = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
+    width, values = ("", values) if count == 1 else (f".v{count}", f"{{ {values} }}")
     cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{width}.{kind} [{{$r0}}], {values}, "
+        f"[{{$r{1 + count}}}];",
         read_only_args=[
             cutlass.Int32(there.toint(loc=loc, ip=ip)),
-            word,
+            *words,
             cutlass.Int32(signal.toint(loc=loc, ip=ip)),
         ],
         loc=loc,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
-from cutlass.cutlass_dsl import dsl_user_op
 
+from dsl_backend.primitives.copy import store_shared_remote
 from dsl_backend.primitives.math import exp_difference, finite_or_zero, tree_max, tree_sum
 
 WARP = 32
@@ -146,26 +146,6 @@ def cta_reduce(state, buffer: cute.Tensor, warps: cutlass.Constexpr[int]):
     return reduce_buffer(type(state), buffer, row)
 
 
-@dsl_user_op
-def store_state_remote(
-    state, target: cute.Pointer, mbar: cute.Pointer, cta_rank: cutlass.Int32, *, loc=None, ip=None
-) -> None:
-    """st.async of a state to the same shared-memory address of another CTA; that CTA's mbarrier counts the bytes."""
-    there = cute.arch.map_dsmem_ptr(target, cta_rank, loc=loc, ip=ip)
-    signal = cute.arch.map_dsmem_ptr(mbar, cta_rank, loc=loc, ip=ip)
-    width, values, last = ("", "{$r1}", 2) if len(state) == 1 else (".v2", "{ {$r1}, {$r2} }", 3)
-    cute.arch.inline_ptx(
-        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{width}.f32 [{{$r0}}], {values}, [{{$r{last}}}];",
-        read_only_args=[
-            cutlass.Int32(there.toint(loc=loc, ip=ip)),
-            *state,
-            cutlass.Int32(signal.toint(loc=loc, ip=ip)),
-        ],
-        loc=loc,
-        ip=ip,
-    )
-
-
 @cute.jit
 def init_cluster_reduce(mbar: cute.Pointer):
     """Initialise the mbarrier of `cluster_reduce`, which waits until every CTA has done so.
@@ -199,7 +179,7 @@ def cluster_reduce(
     if lane < cluster:
         warp_of_row = cute.arch.block_idx_in_cluster() * warps + warp
         target = buffer.iterator + buffer.layout((0, warp_of_row, 0))
-        store_state_remote(state, target, mbar, lane)
+        store_shared_remote(state, target, mbar, lane)
     cute.arch.mbarrier_wait(mbar, 0)
     return reduce_buffer(type(state), buffer, cutlass.Int32(0))
 

@@ -457,16 +457,25 @@ def test_classes_of_a_model() -> None:
         "decode-hd128-g7-float16",
         "prefill-hd128-g7-float16",
     ]
-    assert {(one.problem.n, one.problem.k, one.problem.dtype) for one in linear.classes(TARGET, device, model)} == {
-        (9472, 3584, "float16")
+    layers = [one.problem for one in linear.classes(TARGET, device, model)]
+    assert {(one.n, one.k, one.gated, one.dtype) for one in layers} == {
+        (9472, 3584, True, "float16"),
+        # q, k and v; their output; down; logits, of a vocabulary that is padded to 1024.
+        (2304, 3584, False, "float16"),
+        (3584, 1792, False, "float16"),
+        (3584, 9472, False, "float16"),
+        (512, 3584, False, "float16"),
     }
+    assert max(one.most_rows for one in layers if not one.gated) == 64 < max(one.most_rows for one in layers)
     deepseek = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "intermediate_size": None}
     model = models.shape_of(config | deepseek | {"dtype": "bfloat16", "num_attention_heads": 128}, tensor_parallel=8)
     assert [one.name for one in attention.classes(TARGET, device, model)] == [
         "mla_decode-hd576x512-g16-bfloat16",
         "prefill-hd192x128-g1-bfloat16-packed",
     ]
-    assert linear.classes(TARGET, device, model) == []
+    assert {(one.problem.n, one.problem.k) for one in linear.classes(TARGET, device, model)} == {(128, 3584)}, (
+        "the logits alone"
+    )
 
 
 def test_facts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from dsl_backend.gemm.configs import Config
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.gemm.tiles import NUM_SPLITS
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -196,6 +197,40 @@ CASES = [
         case=replace(GATED, rows=12, special=True, activation=Geglu()),
         config=SMALL_M,
     ),
+    # --- few rows, a cluster for each tile ---
+    Emulated(
+        id="split-k",
+        why="two CTAs sum up; all edges ragged, parts of unequal length, more positions than stages",
+        case=replace(PLAIN, rows=13, n=200),
+        config=replace(SMALL_M, num_splits=2),
+    ),
+    Emulated(
+        id="split-k-least",
+        why="one position each; a thread finishes one accumulator of each box",
+        case=replace(PLAIN, rows=3, n=8, k=256, bias=True),
+        config=replace(SMALL_M, tokens=8, num_splits=4),
+    ),
+    Emulated(
+        id="split-k-most",
+        why="eight CTAs, of a gated layer with all that there is",
+        case=replace(GATED, rows=30, n=72, k=1032, interleaved=True, bias=True, residual=True, in_place=True),
+        config=replace(SMALL_M, tokens=32, num_splits=8),
+        sms=16,
+    ),
+    Emulated(
+        id="split-k-tokens",
+        why="consumers with tokens of their own, two rows of tiles",
+        case=replace(PLAIN, rows=40, n=136, dtype=F16, bias=True, residual=True, pad_out=8),
+        config=SmallMConfig(tokens=16, groups=2, split_tokens=True, stages=2, num_splits=2),
+        sms=8,
+    ),
+    Emulated(
+        id="split-k-groups",
+        why="consumers with rows of weights of their own, NaN and infinities through partial sums",
+        case=replace(GATED, rows=12, k=520, special=True),
+        config=replace(SMALL_M, groups=2, num_splits=4),
+        sms=8,
+    ),
 ]
 
 # Two stages and six blocks of k; tiles are 128 rows high, and the output leaves in pieces of 32 or 64 columns.
@@ -324,6 +359,27 @@ CASES_SM100 = [
         case=replace(GATED, rows=12, special=True, activation=Geglu()),
         config=SMALL_M_SM100,
     ),
+    # --- few rows, a cluster for each tile ---
+    Emulated(
+        id="split-k",
+        why="two CTAs sum up; all edges ragged, parts of unequal length, more positions than stages",
+        case=replace(PLAIN, rows=13, n=200),
+        config=replace(SMALL_M_SM100, num_splits=2),
+    ),
+    Emulated(
+        id="split-k-most",
+        why="eight CTAs, of a gated layer with all that there is",
+        case=replace(GATED, rows=30, n=72, k=1032, interleaved=True, bias=True, residual=True, in_place=True),
+        config=replace(SMALL_M_SM100, tokens=32, num_splits=8),
+        sms=8,
+    ),
+    Emulated(
+        id="split-k-groups",
+        why="two warpgroups store; two rows of tiles; NaN and infinities through partial sums",
+        case=replace(PLAIN, rows=110, n=136, special=True, bias=True, residual=True, pad_out=8),
+        config=replace(SMALL_M_SM100, tokens=96, num_splits=4),
+        sms=8,
+    ),
     *(
         Emulated(
             id=f"small-m-special-{name}",
@@ -334,6 +390,13 @@ CASES_SM100 = [
         for name, activation in GATES.items()
     ),
 ]
+
+
+def with_splits(draw: random.Random, config: Config, case: LinearCase) -> Config:
+    """The configuration with split-K in half of all cases, with as many CTAs as a tile of the problem can have."""
+    tried = [replace(config, num_splits=count) for count in NUM_SPLITS[1:]]
+    fitting = [one for one in tried if not one.objections(spec_of(case), SMEM_BYTES)]
+    return draw.choice(fitting) if fitting and draw.random() < 0.5 else config
 
 
 def random_sm100(seed: int) -> Emulated:
@@ -353,6 +416,7 @@ def random_sm100(seed: int) -> Emulated:
         stages = draw.randint(2, 3) if tile_k == 64 else 2
         config = sm100.SmallMConfig(tokens=tokens, tile_k=tile_k, stages=stages)
         case = replace(random_case(draw, 400, aligned=True), rows=draw.randint(1, 100))
+        config = with_splits(draw, config, case)
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )
@@ -386,6 +450,7 @@ def random_emulated(seed: int) -> Emulated:
     case = random_case(draw, most, aligned=True)
     if isinstance(config, SmallMConfig):
         case = replace(case, rows=draw.randint(1, 100))
+        config = with_splits(draw, config, case)
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )

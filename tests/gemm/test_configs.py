@@ -18,7 +18,7 @@ from dsl_backend.gemm.configs import (
     fitting,
     variants,
 )
-from dsl_backend.gemm.cost import max_ctas
+from dsl_backend.gemm.cost import max_ctas, runs_at_once
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes
@@ -70,6 +70,19 @@ def test_spared_sms_have_no_ctas() -> None:
     tiles = (SmallMConfig(tokens=8), GemmConfig(), GemmConfig(cluster=2))
     assert [max_ctas(config, 8, few) for config in tiles] == [115, 115, 114]
     assert max_ctas(GemmConfig(cluster=2), 64, H200.sparing(131)) == 2, "a cluster at least"
+
+
+def test_split_k_serves_where_all_clusters_run_at_once() -> None:
+    """A tile has 128 rows of weights and 16 of x: 32 clusters of 4 here, with 4 SMs to spare, or none."""
+    spec = replace(LLAMA, n=4096, activation=None)
+    config = SmallMConfig(tokens=16, num_splits=4)
+    assert runs_at_once(config, spec, 16, H200.sparing(4))
+    assert not runs_at_once(config, spec, 16, H200.sparing(5))
+    assert not runs_at_once(config, spec, 17, H200)
+    assert runs_at_once(replace(config, num_splits=1), spec, 8192, H200)
+    tried = [one for one in variants(spec, 16, H200) if isinstance(one, SmallMConfig) and not one.stream_k]
+    assert {one.num_splits for one in tried} == {2, 4}
+    assert max_ctas(config, 16, H200) == 132
 
 
 def test_sparing_sms_takes_no_other_kernels() -> None:
@@ -175,6 +188,10 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (SmallMConfig(tile_k=96), "tile_k 96 is not a multiple of 64"),
         (SmallMConfig(stages=1), "1 stages: 2 are the least"),
         (SmallMConfig(stages=20), "bytes of shared memory: 232448 are the most"),
+        (SmallMConfig(num_splits=3), "3 splits: one of 1, 2, 4, 8 is possible"),
+        (SmallMConfig(tile_k=1024, num_splits=8), "8 splits of 4096 columns: each needs 1024 of its own"),
+        (SmallMConfig(tokens=8, num_splits=8), "8 accumulators are not a multiple of 2 for each of 8"),
+        (SmallMConfig(tokens=32, stages=12, num_splits=2), "bytes of shared memory: 232448 are the most"),
         (sm100.GemmConfig(box_n=120), "box_n 120 is not a multiple of 16 from 16 to 128"),
         (sm100.GemmConfig(stages=1), "1 stages: 2 are the least"),
         (sm100.GemmConfig(band=0), "band 0 is not positive"),

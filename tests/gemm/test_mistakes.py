@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator finds mistakes in the source of stream-K's fixup and of the epilogue."""
+"""The emulator finds mistakes in the source of stream-K's fixup, of split-K's sums and of the epilogue."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from gemm_cases import CASES, emulate
+from gemm_cases import CASES, Emulated, emulate
 
 from dsl_backend.gemm import epilogue, host, small_m
 from dsl_backend.runtime import toolkit
@@ -16,7 +16,9 @@ from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
 
 # A tile of several shares, with SwiGLU.
-(CASE,) = (one for one in CASES if one.id == "small-m" and one.arch == "sm_90a")
+(CASE,) = (one for one in CASES if one.id == "small-m")
+# A tile of two CTAs.
+(SPLIT_K,) = (one for one in CASES if one.id == "split-k")
 BARRIER = "        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)\n"
 THREAD_0 = "        if thread == 0"
 RESET = 'cute.arch.store(flag, cutlass.Int32({}), sem="relaxed"'
@@ -27,7 +29,16 @@ MISTAKES = (
     Mistake("a flag that stays set", small_m, RESET.format(0), RESET.format(1)),
     Mistake("the sigmoid of ups", epilogue, "using.sigmoids(gates, self.alpha)", "using.sigmoids(ups, self.alpha)"),
 )
-QUICK = ("a flag without release",)
+SPLIT_K_MISTAKES = (
+    Mistake("partial sums are not awaited", small_m, "        cute.arch.mbarrier_wait(received.mbar, 0)\n", ""),
+    Mistake("a CTA's own partial sums are sent twice", small_m, "received.mbar, split)", "received.mbar, own)"),
+    Mistake("the other CTA's half is finished", small_m, "j = split * self", "j = (split ^ 1) * self"),
+    Mistake("CTAs send before they have met", small_m, "            cute.arch.cluster_wait()\n", "            pass\n"),
+    Mistake(
+        "a part of k is left out", small_m, "first + share(k_tiles, self.num_splits, split + 1)", "first + k_tiles // 2"
+    ),
+)
+QUICK = ("a flag without release", "partial sums are not awaited")
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +51,15 @@ def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "compile_kernel", compile_kernel)
 
 
-def run() -> None:
+def run(one: Emulated = CASE) -> None:
     for schedule in ("lazy", "random"):
-        emulate(CASE, schedule, seed=1)
+        emulate(one, schedule, seed=1)
 
 
 @pytest.mark.rest
-def test_right_without_a_mistake() -> None:
-    run()
+@pytest.mark.parametrize("one", [CASE, SPLIT_K], ids=lambda one: one.id)
+def test_right_without_a_mistake(one: Emulated) -> None:
+    run(one)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +74,17 @@ def test_mistake_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(small_m, "epilogue_of", module.epilogue_of)
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         run()
+    assert not isinstance(raised.value, HostError), "it ran"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for one in SPLIT_K_MISTAKES],
+)
+def test_mistake_in_split_k_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = spoilt(mistake, tmp_path)
+    for name in ("sum_splits", "meet_end", "work"):
+        monkeypatch.setattr(small_m.SmallMGemmBase, name, getattr(module.SmallMGemmBase, name))
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        run(SPLIT_K)
     assert not isinstance(raised.value, HostError), "it ran"

@@ -140,3 +140,5 @@ def tried() -> Iterator[GemmConfig | SmallMConfig]:
         yield GemmConfig(box_n=box_n, two_cta=two_cta, band=band)
     for tokens, tile_k in itertools.product((16, 32, 48, 64, 96, 128), (64, 128)):
         yield SmallMConfig(tokens=tokens, tile_k=tile_k)
+    for tokens, num_splits in itertools.product((16, 32, 64), (2, 4)):
+        yield SmallMConfig(tokens=tokens, num_splits=num_splits)

@@ -23,8 +23,7 @@ from dsl_backend.gemm.sm100.configs import (
     OTHER_REGISTERS,
     SmallMConfig,
 )
-from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
-from dsl_backend.gemm.views import bias_of
+from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch, tmem
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
@@ -44,9 +43,7 @@ class SmallMGemm(SmallMGemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`. The CTAs need not run at the same time."""
-        params = self.params(args.operands, args.scratch)
-        total = self.total_iterations(args.operands.x, args.operands.out)
-        self.launch(params, cutlass.min(total, args.max_ctas), stream)
+        self.launch(self.params(args.operands, args.scratch), self.ctas(args), stream)
 
     def launch(self, params: SmallMParams, ctas, stream):
         """Launch so many CTAs."""
@@ -62,6 +59,7 @@ class SmallMGemm(SmallMGemmBase):
         self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
+            cluster=self.cluster,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -80,6 +78,7 @@ class SmallMGemm(SmallMGemmBase):
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         acc_pipeline = self.acc_edge.allocate(smem)
+        received = self.received(smem)
         tmem_address = smem.allocate_array(cutlass.Int32, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         role = warp - self.groups * (WARPGROUP // WARP)
@@ -87,6 +86,7 @@ class SmallMGemm(SmallMGemmBase):
             with cute.arch.elect_one():
                 pipeline.init()
                 acc_pipeline.init()
+                self.expect_partials(received)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_w, params.tma_atom_x):
                 cpasync.prefetch_descriptor(atom)
@@ -95,12 +95,13 @@ class SmallMGemm(SmallMGemmBase):
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
         tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
+        self.meet_begin()
         # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
         work = self.begin(params, smem)
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
-            self.epilogue(params, acc_pipeline, work, tmem_ptr, warp // (WARPGROUP // WARP))
+            self.epilogue(params, acc_pipeline, received, work, tmem_ptr, warp // (WARPGROUP // WARP))
         else:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
@@ -108,6 +109,7 @@ class SmallMGemm(SmallMGemmBase):
                 self.load(params, sW, sX, pipeline, work)
             if role == MMA_WARP:
                 self.mma(tiled_mma, sW, sX, pipeline, acc_pipeline, work, tmem_ptr)
+            self.meet_end()
         cute.arch.sync_threads()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
@@ -170,6 +172,7 @@ class SmallMGemm(SmallMGemmBase):
         self,
         params: SmallMParams,
         acc_pipeline: Pipeline,
+        received: Received,
         work: StreamKWork,
         tmem_ptr: cute.Pointer,
         group: cutlass.Int32,
@@ -179,6 +182,7 @@ class SmallMGemm(SmallMGemmBase):
         acc_0, acc_1 = (cute.make_rmem_tensor(self.thread_tokens, cutlass.Float32) for _ in range(2))
         # A kernel before this one may write the residual, or read what this one writes.
         dependent_launch.wait()
+        self.meet_end()
         first_tile, tiles = self.tile_range(work)
         for i in cutlass.range(tiles, unroll=1):
             tile = first_tile + i
@@ -193,12 +197,16 @@ class SmallMGemm(SmallMGemmBase):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(acc_pipeline.empty(i))
-            if start > tile_start:
+            token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
+            if cutlass.const_expr(not self.stream_k):
+                sum_0, sum_1 = self.sum_splits(received, acc_0, acc_1, group * WARPGROUP + thread)
+                first = token + cute.arch.block_idx_in_cluster() * self.finished
+                self.store_columns(params, work, sum_0, sum_1, tile % work.n_tiles, first, thread)
+            elif start > tile_start:
                 self.store_partials(params, acc_0, acc_1, work.worker, group, thread)
             else:
                 if end < tile_end:
                     self.add_partials(params, acc_0, acc_1, work, tile_end, group, thread)
-                token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
                 self.store_columns(params, work, acc_0, acc_1, tile % work.n_tiles, token, thread)
 
     @cute.jit
@@ -213,19 +221,7 @@ class SmallMGemm(SmallMGemmBase):
         thread: cutlass.Int32,
     ):
         """A thread's accumulators to the output: to one column, or without an activation to two, a box apart."""
-        m, n = params.mOut.shape
         column = n_tile * self.columns + thread
-        biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
-        if cutlass.const_expr(params.mBias is not None):
-            for i in cutlass.range_constexpr(2):
-                if cutlass.const_expr(self.gated):
-                    biases[i] = bias_of(params.mBias, column, i, n, self.interleaved)
-                else:
-                    biases[i] = bias_of(params.mBias, column + i * self.box, 0, n, False)
-        for j in cutlass.range(self.thread_tokens, unroll_full=True):
-            value_0, value_1 = acc_0[j] + biases[0], acc_1[j] + biases[1]
-            if cutlass.const_expr(self.gated):
-                self.store(params, self.activate([value_0], [value_1])[0], first_token + j, column, m, n)
-            else:
-                self.store(params, value_0, first_token + j, column, m, n)
-                self.store(params, value_1, first_token + j, column + self.box, m, n)
+        biases = self.biases(params, column)
+        for j in cutlass.range(cute.size(acc_0), unroll_full=True):
+            self.finish(params, acc_0[j] + biases[0], acc_1[j] + biases[1], first_token + j, column)

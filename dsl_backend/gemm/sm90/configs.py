@@ -152,3 +152,7 @@ def tried() -> Iterator[GemmConfig | SmallMConfig]:
         yield GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band)
     for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):
         yield SmallMConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k)
+    for tokens, num_splits, tile_k in itertools.product((8, 16, 32, 64), (2, 4, 8), (64, 128)):
+        yield SmallMConfig(tokens=tokens, tile_k=tile_k, num_splits=num_splits)
+    for num_splits in (2, 4):
+        yield SmallMConfig(tokens=32, groups=2, split_tokens=True, num_splits=num_splits)

@@ -12,8 +12,7 @@ from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_REGISTERS, SmallMConfig
-from dsl_backend.gemm.small_m import SmallMGemmBase, SmallMParams, StreamKWork
-from dsl_backend.gemm.views import bias_of
+from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
@@ -35,9 +34,7 @@ class SmallMGemm(SmallMGemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`. The CTAs need not run at the same time."""
-        params = self.params(args.operands, args.scratch)
-        total = self.total_iterations(args.operands.x, args.operands.out)
-        self.launch(params, cutlass.min(total, args.max_ctas), stream)
+        self.launch(self.params(args.operands, args.scratch), self.ctas(args), stream)
 
     def launch(self, params: SmallMParams, ctas, stream):
         """Launch so many CTAs."""
@@ -53,6 +50,7 @@ class SmallMGemm(SmallMGemmBase):
         self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
+            cluster=self.cluster,
             stream=stream,
             use_pdl=True,
         )
@@ -69,14 +67,17 @@ class SmallMGemm(SmallMGemmBase):
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
+        received = self.received(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
                 pipeline.init()
+                self.expect_partials(received)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_w, params.tma_atom_x):
                 cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
+        self.meet_begin()
         work = self.begin(params, smem)
         group = warp // (WARPGROUP // 32)
         if group == self.groups:
@@ -84,10 +85,11 @@ class SmallMGemm(SmallMGemmBase):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == self.groups * (WARPGROUP // 32):
                 self.load(params, sW, sX, pipeline, work)
+            self.meet_end()
         else:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.mma(params, tiled_mma, sW, sX, pipeline, work, group)
+            self.mma(params, tiled_mma, sW, sX, pipeline, received, work, group)
 
     @cute.jit
     def mma(
@@ -97,6 +99,7 @@ class SmallMGemm(SmallMGemmBase):
         sW: cute.Tensor,
         sX: cute.Tensor,
         pipeline: Pipeline,
+        received: Received,
         work: StreamKWork,
         group: cutlass.Int32,
     ):
@@ -115,6 +118,33 @@ class SmallMGemm(SmallMGemmBase):
         acc_0, acc_1 = (cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(2))
         # A kernel before this one may write the residual, or read what this one writes.
         dependent_launch.wait()
+        operands = (tCrW_0, tCrW_1, tCrX)
+        if cutlass.const_expr(self.stream_k):
+            self.mma_stream_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, work, group, thread)
+        else:
+            self.meet_end()
+            self.mma_split_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, received, work, group, thread)
+
+    def place_of(self, work: StreamKWork, tile: cutlass.Int32, group: cutlass.Int32):
+        """(tile of the output's columns, 64 rows of each box, first token) of a warpgroup in a tile."""
+        row_tile, token_tile = (0, group) if self.split_tokens else (group, 0)
+        token = tile // work.n_tiles * self.tile_tokens + token_tile * self.tokens
+        return tile % work.n_tiles, row_tile, token
+
+    @cute.jit
+    def mma_stream_k(
+        self,
+        params: SmallMParams,
+        tiled_mma: cute.TiledMma,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipeline: Pipeline,
+        work: StreamKWork,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Each tile of the CTA's range; `operands`: fragments of both boxes and of x."""
         first_tile, tiles = self.tile_range(work)
         for tile in cutlass.range(first_tile, first_tile + tiles, unroll=1):
             tile_start = tile * work.k_tiles
@@ -128,9 +158,7 @@ class SmallMGemm(SmallMGemmBase):
                 acc_0.fill(0.0)
                 acc_1.fill(0.0)
                 self.add_partials(params, acc_0, acc_1, work, tile_start + work.k_tiles, group, thread)
-            self.mainloop(
-                tiled_mma, acc_0, acc_1, tCrW_0, tCrW_1, tCrX, pipeline, start - work.start, end - start, early, thread
-            )
+            self.mainloop(tiled_mma, acc_0, acc_1, *operands, pipeline, start - work.start, end - start, early, thread)
             wgmma.wait_group(0)
             fence_operand(acc_0)
             fence_operand(acc_1)
@@ -140,8 +168,33 @@ class SmallMGemm(SmallMGemmBase):
             else:
                 if missing > 0 and not early:
                     self.add_partials(params, acc_0, acc_1, work, tile_start + work.k_tiles, group, thread)
-                token = tile // work.n_tiles * self.tile_tokens + token_tile * self.tokens
-                self.epilogue(params, work, acc_0, acc_1, tile % work.n_tiles, row_tile, token, thread)
+                self.epilogue(params, work, acc_0, acc_1, *self.place_of(work, tile, group), thread)
+
+    @cute.jit
+    def mma_split_k(
+        self,
+        params: SmallMParams,
+        tiled_mma: cute.TiledMma,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipeline: Pipeline,
+        received: Received,
+        work: StreamKWork,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """The CTA's part of a tile, and the epilogue of what the CTA finishes."""
+        count = work.end - work.start
+        self.mainloop(
+            tiled_mma, acc_0, acc_1, *operands, pipeline, cutlass.Int32(0), count, cutlass.Boolean(False), thread
+        )
+        wgmma.wait_group(0)
+        fence_operand(acc_0)
+        fence_operand(acc_1)
+        sum_0, sum_1 = self.sum_splits(received, acc_0, acc_1, group * WARPGROUP + thread)
+        place = self.place_of(work, work.start // work.k_tiles, group)
+        self.epilogue_of_split(params, sum_0, sum_1, *place, thread)
 
     @cute.jit
     def mainloop(
@@ -219,22 +272,32 @@ class SmallMGemm(SmallMGemmBase):
             n_tile: of the output's columns. row_tile: 64 rows of each box.
         """
         lane = thread % 32
-        m, n = params.mOut.shape
         for b in cutlass.range_constexpr(2):
             column = n_tile * self.columns + self.thread_column(row_tile, thread) + 8 * b
-            biases = [cutlass.Float32(0.0), cutlass.Float32(0.0)]
-            if cutlass.const_expr(params.mBias is not None):
-                for i in cutlass.range_constexpr(2):
-                    if cutlass.const_expr(self.gated):
-                        biases[i] = bias_of(params.mBias, column, i, n, self.interleaved)
-                    else:
-                        biases[i] = bias_of(params.mBias, column + i * self.box, 0, n, False)
+            biases = self.biases(params, column)
             for j in cutlass.range_constexpr(self.tokens // 8):
                 for a in cutlass.range_constexpr(2):
                     token = first_token + 8 * j + 2 * (lane % 4) + a
-                    value_0, value_1 = acc_0[a + 2 * b + 4 * j] + biases[0], acc_1[a + 2 * b + 4 * j] + biases[1]
-                    if cutlass.const_expr(self.gated):
-                        self.store(params, self.activate([value_0], [value_1])[0], token, column, m, n)
-                    else:
-                        self.store(params, value_0, token, column, m, n)
-                        self.store(params, value_1, token, column + self.box, m, n)
+                    i = a + 2 * b + 4 * j
+                    self.finish(params, acc_0[i] + biases[0], acc_1[i] + biases[1], token, column)
+
+    @cute.jit
+    def epilogue_of_split(
+        self,
+        params: SmallMParams,
+        sum_0: cute.Tensor,
+        sum_1: cute.Tensor,
+        n_tile: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
+        first_token: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """The same for a thread's accumulators that this CTA of the cluster finishes."""
+        first = cute.arch.block_idx_in_cluster() * self.finished
+        for i in cutlass.range_constexpr(self.finished):
+            # As a + 2 b + 4 j above.
+            place = first + i
+            token = first_token + 8 * (place // 4) + 2 * (thread % 4) + place % 2
+            column = n_tile * self.columns + self.thread_column(row_tile, thread) + 8 * (place // 2 % 2)
+            biases = self.biases(params, column)
+            self.finish(params, sum_0[i] + biases[0], sum_1[i] + biases[1], token, column)

@@ -73,7 +73,7 @@ class TwoCtaTileScheduler(DynamicPersistentTileScheduler):
             tile_idx = self.claim_tile() + num_clusters
             self.wait_message_read(phase)
             if cute.arch.lane_idx() == 0:
-                store_shared_remote(tile_idx, sent, mbar_full, 1)
+                store_shared_remote((tile_idx,), sent, mbar_full, 1)
         else:
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar_full, TILE_IDX_BYTES)
