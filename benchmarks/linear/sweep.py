@@ -15,7 +15,7 @@ import torch
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.configs import choose, estimate_us, variants
 from dsl_backend.gemm.cost import max_ctas
-from dsl_backend.linear.tuned import Unfused, config_of
+from dsl_backend.linear.tuned import Unfused, config_of, replaces
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
@@ -47,8 +47,10 @@ def runner(problem: Problem, inputs: Inputs, config: Any, target: Target, worksp
 
 
 def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
-    """All configurations, and the kernels that vLLM runs."""
-    default = choose(problem.spec, problem.m, target)
+    """All configurations, and the kernels that vLLM runs; with those, a product's own are compared."""
+    best = choose(problem.spec, problem.m, target)
+    default: Any = best if problem.gated else Unfused()
+    of_ours = problem.gated or replaces(problem.m, problem.n, problem.k, problem.dtype, target)
 
     def prepare() -> Ready:
         layers = timing.layers_needed(problem.traffic_bytes, timing.l2_bytes(device))
@@ -78,8 +80,8 @@ def contest(problem: Problem, target: Target, device: torch.device) -> Contest:
     return Contest(
         name=f"{problem.m} {problem.n}x{problem.k}",
         parameters=problem.parameters,
-        configs=sweep.unique((default, *variants(problem.spec, problem.m, target), Unfused())),
-        chosen=config_of(problem.spec, problem.m, target),
+        configs=sweep.unique((default, best, *variants(problem.spec, problem.m, target), Unfused())),
+        chosen=config_of(problem.spec, problem.m, target) if of_ours else default,
         precompile_spec=precompile_spec,
         prepare=prepare,
         note=note,

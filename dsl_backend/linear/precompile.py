@@ -11,7 +11,7 @@ from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import DTYPES, Dtypes
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.linear.tuned import configs_of
+from dsl_backend.linear.tuned import MOST_ROWS, configs_of, faster
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
@@ -58,19 +58,25 @@ def projection_sizes(model: ModelShape) -> Iterator[tuple[int, int]]:
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of gate and up projections with their activation, for any number of rows."""
+    """The kernels of gate and up projections with their activation, for any number of rows; those of the projections
+    that were measured to be faster than cuBLAS, for few.
+    """
     for spec in layer_specs(model):
         yield from precompile_specs_of(spec, target)
+    dtype = getattr(torch, model.dtype)
+    for n, k in projection_sizes(model):
+        if dtype in DTYPES and faster(n, k, dtype, target):
+            yield from precompile_specs_of(LinearSpec(n=n, k=k, dtypes=Dtypes.of(dtype)), target, MOST_ROWS)
 
 
-def precompile_specs_of(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of a layer, for any number of rows; none where no CuTe DSL kernel serves it."""
+def precompile_specs_of(spec: LinearSpec, target: Target, most_rows: int | None = None) -> Iterator[PrecompileSpec]:
+    """The kernels of a layer, for any number of rows or up to so many; none where no CuTe DSL kernel serves it."""
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
     from dsl_backend.gemm import host
 
-    for config in configs_of(spec, target):
+    for config in configs_of(spec, target, most_rows):
         yield PrecompileSpec("linear", host.build, host.key_of(spec, config), target)
 
 

@@ -101,8 +101,10 @@ def config_of(spec: LinearSpec, rows: int, target: Target) -> Config:
     return next(fitting, None) or choose(spec, rows, target)
 
 
-def configs_of(spec: LinearSpec, target: Target) -> list[Config]:
-    """All configurations that some number of rows may get; these are compiled before serving."""
+def configs_of(spec: LinearSpec, target: Target, most_rows: int | None = None) -> list[Config]:
+    """All configurations that some number of rows may get, up to `most_rows`; these are compiled before serving."""
+    if most_rows is not None:
+        return list(dict.fromkeys(config_of(spec, rows, target) for rows in range(1, most_rows + 1)))
     found = (config for _, config in measured(spec, target, any_gpu=True))
     return list(dict.fromkeys((*candidates(spec, target), *found)))
 
@@ -114,6 +116,21 @@ def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemS
     asked = problem_of(n, k, True, dtype, target.sm_count)
     found = (record.problem for record in TUNED_CONFIGS.on(target) if isinstance(record.config, Unfused))
     return [problem for problem in found if problem.of_rows(1, 1) == asked]
+
+
+def faster(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemShape]:
+    """Ranges of rows for which a product without an activation is measured to be faster than cuBLAS."""
+    if target.gpu is None:
+        return []
+    asked = problem_of(n, k, False, dtype, target.sm_count)
+    found = (record.problem for record in TUNED_CONFIGS.on(target) if not isinstance(record.config, Unfused))
+    return [problem for problem in found if problem.of_rows(1, 1) == asked]
+
+
+@lru_cache(maxsize=1 << 16)
+def replaces(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> bool:
+    """Whether a product without an activation is measured to be faster than cuBLAS; false without records."""
+    return any(problem.holds(rows) for problem in faster(n, k, dtype, target))
 
 
 @lru_cache(maxsize=1 << 16)
