@@ -249,6 +249,7 @@ def compile_kernels(
         list[str], typer.Option("--arch", metavar="ARCH", help="An architecture such as sm_90a; may be repeated.")
     ],
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share the model.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share whole experts.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="The dtype to serve in, by default the model's own.")] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="The cache's dtype, as vLLM's: auto, float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2.")
@@ -265,6 +266,7 @@ def compile_kernels(
             model,
             arch,
             tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             only=family or (),

@@ -33,6 +33,7 @@ def compile_model(
     arches: Sequence[str],
     *,
     tensor_parallel: int,
+    expert_parallel: int = 1,
     dtype: str | None,
     kv_cache_dtype: str = "auto",
     only: Sequence[str],
@@ -48,7 +49,8 @@ def compile_model(
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
-    shape = replace(model.read(config, tensor_parallel=tensor_parallel, dtype=dtype), kv_cache_dtype=kv_cache_dtype)
+    read = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
+    shape = replace(read, kv_cache_dtype=kv_cache_dtype, expert_parallel=expert_parallel)
     chips = [compilable(arch) for arch in arches]
     todo = [spec for chip in chips for spec in families.precompile_specs(shape, chip, only)]
     if toolkit.missing():

@@ -12,6 +12,7 @@ from dsl_backend.experts import dispatch
 from dsl_backend.experts.configs import candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.spec import DTYPES
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
@@ -33,7 +34,7 @@ def first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
-    """The experts of a model as a rank of tensor parallelism has them; a text says why they are no spec.
+    """The experts of a model as the first rank has them; a text says why they are no spec.
 
     None where the model has no experts.
     """
@@ -45,19 +46,22 @@ def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
         return "the model's configuration does not say how wide they are"
     if dtype not in DTYPES:
         return f"dtype {model.dtype} is not one of {', '.join(map(short, DTYPES))}"
+    ranks, columns = model.expert_parallel, 1 if model.expert_parallel > 1 else model.tensor_parallel
     is_gpt_oss = text.get("model_type") == "gpt_oss"
     activation = ACTIVATIONS.get(text.get("hidden_activation") or text.get("hidden_act"), Swiglu())
     try:
         return ExpertsSpec(
-            num_experts=experts,
+            # Where they cannot be shared evenly, vLLM's first ranks have one more.
+            num_experts=ceil_div(experts, ranks),
             hidden_size=model.hidden_size,
-            intermediate_size=width // model.tensor_parallel,
+            intermediate_size=width // columns,
             topk=topk,
             dtype=dtype,
             activation=SWIGLU_OAI if is_gpt_oss else activation,
             interleaved=is_gpt_oss,
             w13_bias=is_gpt_oss,
             w2_bias=is_gpt_oss,
+            global_experts=experts if ranks > 1 else None,
         )
     except InvalidInput as error:
         return str(error)

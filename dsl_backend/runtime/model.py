@@ -34,6 +34,8 @@ class ModelShape:
         gated_sizes: columns of the gate projection on this rank: of the dense MLP and of the shared experts, if any.
         vocab_size: of the logits of all ranks together.
         latent_rank, rope_dim: of MLA; None elsewhere.
+        tensor_parallel: ranks that share heads and columns.
+        expert_parallel: ranks that share routed experts, whole ones; with 1, the others share each expert's columns.
         kv_cache_dtype: of its cache, one of KV_CACHE_DTYPES; auto is dtype.
         config: the model's whole configuration, for facts that are no field here.
     """
@@ -48,6 +50,7 @@ class ModelShape:
     latent_rank: int | None = None
     rope_dim: int | None = None
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     kv_cache_dtype: str = "auto"
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
 

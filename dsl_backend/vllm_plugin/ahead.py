@@ -7,6 +7,7 @@ it is needed is waited for, or compiled by the worker itself: nothing depends on
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_precompile.precompile_specs_of(spec, target)
-    experts = experts_precompile.spec_of(shape)
+    experts = experts_precompile.spec_of(replace(shape, expert_parallel=expert_ranks(vllm_config.parallel_config)))
     if isinstance(experts, ExpertsSpec) and predicts_experts(vllm_config, experts, target):
         yield from experts_precompile.precompile_specs_of(experts, target)
     wanted = [one.name for one in families.load_all() if one.warm_up]
@@ -123,10 +124,16 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
         yield from families.precompile_specs(shape, target, wanted)
 
 
+def expert_ranks(parallel: Any) -> int:
+    """Ranks that share the routed experts of a model, whole ones; 1 where they share each expert."""
+    shared = getattr(parallel, "enable_expert_parallel", False)
+    return parallel.tensor_parallel_size * parallel.data_parallel_size if shared else 1
+
+
 def predicts_experts(vllm_config: Any, spec: ExpertsSpec, target: Target) -> bool:
     """Whether a model's routed experts will probably be served as the configuration has them."""
-    served_by, parallel = options.of(vllm_config).experts, vllm_config.parallel_config
-    if served_by is ServedBy.VLLM or vllm_config.lora_config is not None or parallel.enable_expert_parallel:
+    served_by = options.of(vllm_config).experts
+    if served_by is ServedBy.VLLM or vllm_config.lora_config is not None:
         return False
     if getattr(vllm_config, "quant_config", None) is not None:
         return False

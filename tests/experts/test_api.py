@@ -256,6 +256,14 @@ def test_experts_of_a_model() -> None:
     assert found == ExpertsSpec(num_experts=128, hidden_size=2048, intermediate_size=384, topk=8, dtype=BF16)
 
 
+def test_experts_of_a_rank_that_has_whole_ones() -> None:
+    shape = model.shape_of({**QWEN, "num_experts": 127}, tensor_parallel=2)
+    found = precompile.spec_of(replace(shape, expert_parallel=4))
+    assert found == ExpertsSpec(
+        num_experts=32, hidden_size=2048, intermediate_size=768, topk=8, dtype=BF16, global_experts=127
+    )
+
+
 @needs_cute
 def test_a_models_kernels_are_compiled_ahead() -> None:
     shape = model.shape_of(QWEN)

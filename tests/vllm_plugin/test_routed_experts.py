@@ -653,7 +653,6 @@ def test_warm_up_compiles_tritons_too(served: Any, monkeypatch: pytest.MonkeyPat
         ({"additional_config": {"dsl": {"experts": "vllm"}}}, False),
         ({"lora_config": SimpleNamespace()}, False),
         ({"quant_config": SimpleNamespace()}, False),
-        ({"parallel_config": SimpleNamespace(tensor_parallel_size=2, enable_expert_parallel=True)}, False),
     ],
 )
 def test_what_is_compiled_while_weights_load(changes: dict[str, Any], predicted: bool) -> None:
@@ -663,7 +662,16 @@ def test_what_is_compiled_while_weights_load(changes: dict[str, Any], predicted:
         one.key for one in ahead.predicted(config_of(**changes), targets.from_arch("sm_90a")) if one.family == "experts"
     ]
     assert bool(keys) == predicted
-    assert all(key.topk == 4 for key in keys)
+    assert all((key.topk, key.num_experts, key.mapped) == (4, 16, False) for key in keys)
+
+
+def test_whole_experts_are_predicted_too() -> None:
+    pytest.importorskip("cutlass")
+    ranks = SimpleNamespace(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
+    found = ahead.predicted(config_of(parallel_config=ranks), targets.from_arch("sm_90a"))
+    keys = [one.key for one in found if one.family == "experts"]
+    assert keys
+    assert all((key.num_experts, key.mapped) == (4, True) for key in keys)
 
 
 def test_what_is_served_is_compiled_ahead(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
