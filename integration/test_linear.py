@@ -29,7 +29,13 @@ LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
     "deepseek_v2": ("3", "Swiglu", "256", "512"),
     "compiled": ("3", "Swiglu", "256", "512"),
     "tensor parallel": ("3", "Swiglu", "256", "256"),
+    # The other projections are dsl's too.
+    "projections": ("3", "Swiglu", "256", "512"),
+    "projections, compiled": ("3", "Swiglu", "256", "512"),
+    "projections, tensor parallel": ("3", "Swiglu", "256", "256"),
 }
+PROJECTIONS: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl"}}}
+PROJECTED = re.compile(r"dsl serves (\d+) projections \((\w+)\), product of (\d+) to (\d+) bfloat16, for 1 to 64 rows")
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # vLLM 0.32.0 has no prompts' log-probabilities with LoRA on a CPU, where these prompts have none to give.
 SHORT = tuple((token,) for token in range(7, 13))
@@ -56,7 +62,11 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
     add("compiled", "llama", engine={"enforce_eager": False}, environment=cache)
     if not here.cuda or torch.cuda.device_count() > 1:
         add("tensor parallel", "llama", engine=RANKS, environment=here.environment)
-    add("LoRA", "llama", engine={"enable_lora": True}, prompts=SHORT)
+        add("projections, tensor parallel", "llama", engine=RANKS | PROJECTIONS, environment=here.environment)
+    add("projections", "llama", engine=PROJECTIONS)
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
+    add("projections, compiled", "llama", engine=PROJECTIONS | {"enforce_eager": False}, environment=cache)
+    add("LoRA", "llama", engine={"enable_lora": True} | PROJECTIONS, prompts=SHORT)
     add("LoRA, off", "llama", environment=OFF, prompts=SHORT)
     add("another backend", "llama", here.dense, prompts=SHORT)
     if not here.cuda:
@@ -92,9 +102,22 @@ def test_log_says_what_is_fused(outcomes: Outcomes, name: str) -> None:
     if name not in outcomes:
         pytest.skip("one GPU, 2 are needed")
     log = outcomes[name].log
-    ranks = 2 if name == "tensor parallel" else 1
+    ranks = 2 if "tensor parallel" in name else 1
     assert SERVES.findall(log) == [LINKED[name]] * ranks, log[-4000:]
-    assert "vLLM serves" not in log
+    assert not re.search(r"vLLM serves \d+ gated linear layers", log)
+
+
+@pytest.mark.parametrize("name", [name for name in LINKED if name.startswith("projections")])
+def test_log_says_which_projections_are_served(outcomes: Outcomes, name: str) -> None:
+    if name not in outcomes:
+        pytest.skip("one GPU, 2 are needed")
+    found = PROJECTED.findall(outcomes[name].log)
+    assert {(kind, count) for count, kind, _, _ in found} == {
+        ("QKVParallelLinear", "3"),
+        ("RowParallelLinear", "3"),
+        ("ParallelLMHead", "1"),
+    }, outcomes[name].log[-4000:]
+    assert not re.search(r"vLLM serves \d+ projections", outcomes[name].log)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +134,7 @@ def test_log_says_what_is_not(outcomes: Outcomes, name: str, says: str) -> None:
     log = outcomes[name].log
     assert log.count(f"{THEIRS}: {says}") == 1, log[-4000:]
     assert not SERVES.search(log)
+    assert not PROJECTED.search(log)
 
 
 def test_lora_is_served(outcomes: Outcomes) -> None:

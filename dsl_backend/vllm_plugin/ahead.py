@@ -61,13 +61,13 @@ def compile_attention(
     begin(vllm_config, precompile_specs, "while weights load")
 
 
-def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec]) -> None:
-    """Start compiling what fused layers need and was not predicted."""
+def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec], *, most_rows: int | None = None) -> None:
+    """Start compiling what linear layers need and was not predicted, for any number of rows or up to so many."""
     wanted = set(specs)
 
     def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
         for spec in wanted:
-            yield from linear_precompile.precompile_specs_of(spec, target)
+            yield from linear_precompile.precompile_specs_of(spec, target, most_rows)
 
     begin(vllm_config, precompile_specs, "while the engine starts")
 

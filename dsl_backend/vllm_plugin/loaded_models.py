@@ -11,6 +11,7 @@ from torch import nn
 from dsl_backend import __version__, envs
 from dsl_backend.log import logger
 from dsl_backend.vllm_plugin.fused_mlp import fuse
+from dsl_backend.vllm_plugin.projections import serve as serve_projections
 from dsl_backend.vllm_plugin.routed_experts import serve
 
 # vLLM's modules that load models, and the function that each of them calls once the weights are loaded.
@@ -46,6 +47,7 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
 
         vllm_config = get_current_vllm_config()
         fuse.fuse_model(model, vllm_config)
+        serve_projections.serve_projections(model, vllm_config)
         serve.serve_experts(model, vllm_config)
         return function(model, *args, **kwargs)
 
@@ -65,4 +67,5 @@ def extend_compilation_keys() -> None:
 
 def compilation_key() -> str:
     """The version of this package, and the changed layers of each model of this process."""
-    return f"{__version__} | {fuse.compilation_key()} | {serve.compilation_key()}"
+    keys = (fuse.compilation_key(), serve_projections.compilation_key(), serve.compilation_key())
+    return " | ".join((__version__, *keys))

@@ -11,7 +11,7 @@ from dsl_backend.vllm_plugin.enum_members import NAME
 
 
 class ServedBy(enum.Enum):
-    """Whose kernels serve a model's routed experts."""
+    """Whose kernels serve layers of a model."""
 
     MEASURED = "measured"  # dsl's where they were measured to be faster, for the numbers of tokens that they were
     DSL = "dsl"
@@ -25,6 +25,8 @@ class Options(BaseModel):
         attention_kernel: serve attention with the kernels of this name from the dispatch table, or not at all. By
             default each operation gets the best kernel that serves it.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
+        projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
+            that dsl cannot serve, and more rows, are vLLM's.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 
@@ -32,6 +34,7 @@ class Options(BaseModel):
 
     attention_kernel: str | None = None
     experts: ServedBy = ServedBy.MEASURED
+    projections: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
     mla_latent_queries: PositiveInt = 512

@@ -14,6 +14,7 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.tuned import MOST_ROWS
 from dsl_backend.log import logger
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model
@@ -23,6 +24,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
+from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
 from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
 
 
@@ -59,6 +61,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         if target.is_cpu:
             return []
         layers = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
+        layers += [unit for spec in projection_specs() for unit in linear_units(spec, target, MOST_ROWS)]
         layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
         wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:
@@ -74,10 +77,10 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         return []
 
 
-def linear_units(spec: LinearSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of a fused layer, Triton's too: this process has the GPU that Triton compiles for."""
+def linear_units(spec: LinearSpec, target: Target, most_rows: int | None = None) -> Iterator[PrecompileSpec]:
+    """The kernels of a linear layer, Triton's too: this process has the GPU that Triton compiles for."""
     if dispatch.choose(spec, target).name != "triton":
-        yield from precompile_specs_of(spec, target)
+        yield from precompile_specs_of(spec, target, most_rows)
         return
     # Imports Triton.
     from dsl_backend.linear.triton import gemm

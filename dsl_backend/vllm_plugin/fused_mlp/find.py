@@ -20,17 +20,22 @@ from dsl_backend.vllm_plugin.fused_mlp import forward_source
 PASSES = ("enable_sp", "fuse_gemm_comms")
 
 
+def sequence_parallelism(vllm_config: Any) -> str:
+    """Why vLLM's passes need its own products; empty where they do not."""
+    passes = [name for name in PASSES if getattr(vllm_config.compilation_config.pass_config, name, False)]
+    if vllm_config.parallel_config.tensor_parallel_size == 1 or not passes:
+        return ""
+    return f"sequence parallelism ({', '.join(passes)}) communicates within vLLM's own products"
+
+
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no layer of an engine is fused, whatever its model; empty where nothing is against it."""
-    passes = [name for name in PASSES if getattr(vllm_config.compilation_config.pass_config, name, False)]
     reasons = []
     if not envs.LINEAR.read():
         reasons.append(f"{envs.LINEAR.name} is off")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA (lora_config) adds to what a projection returns, before the activation")
-    if vllm_config.parallel_config.tensor_parallel_size > 1 and passes:
-        reasons.append(f"sequence parallelism ({', '.join(passes)}) communicates within vLLM's own products")
-    return "; ".join(reasons)
+    return "; ".join(filter(None, (*reasons, sequence_parallelism(vllm_config))))
 
 
 def gated_activations(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

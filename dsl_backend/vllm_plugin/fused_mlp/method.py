@@ -15,6 +15,7 @@ from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import fused_is_faster
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.op import register_op
+from dsl_backend.runtime.target import Target
 
 
 def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
@@ -58,6 +59,11 @@ def on_second_stream(device: torch.device) -> bool:
     return device.type == "cuda" and aux_stream() == torch.cuda.current_stream(device)
 
 
+def spare_sms(device: torch.device, target: Target) -> int:
+    """SMs that a linear layer leaves to kernels on another stream."""
+    return target.sm_count // SPARED if on_second_stream(device) else 0
+
+
 def gated_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -85,7 +91,7 @@ def gated_linear(
         activation=decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
-        spare_sms=target.sm_count // SPARED if on_second_stream(x.device) else 0,
+        spare_sms=spare_sms(x.device, target),
     )
 
 

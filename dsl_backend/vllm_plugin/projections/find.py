@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the projections of a model that this package serves, or why it does not."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear import dispatch, tuned
+from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
+from dsl_backend.vllm_plugin.options import ServedBy
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no projection of an engine is served, whatever its model; empty where nothing is against it."""
+    reasons = [sequence_parallelism(vllm_config)]
+    if options.of(vllm_config).projections is ServedBy.VLLM:
+        reasons.append("additional_config['dsl']['projections'] is vllm")
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA (lora_config) adds to what a projection returns")
+    if compat.is_batch_invariant():
+        reasons.append("batch invariance (VLLM_BATCH_INVARIANT) asks for one order of sums for any number of rows")
+    asked = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
+    if asked != "auto":
+        reasons.append(f"--linear-backend {asked} asks for vLLM's kernels")
+    return "; ".join(filter(None, reasons))
+
+
+def projections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a model and its logits' projection, with their names; none that is fused or served already.
+
+    A module that several names lead to comes once.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from dsl_backend.vllm_plugin.fused_mlp.method import GatedLinearMethod
+    from dsl_backend.vllm_plugin.projections.method import EmbeddingMethod, LinearMethod
+
+    ours = (GatedLinearMethod, LinearMethod, EmbeddingMethod)
+    for name, module in model.named_modules():
+        if isinstance(module, (LinearBase, ParallelLMHead)) and not isinstance(module.quant_method, ours):
+            yield name, module
+
+
+def judge(layer: Any, vllm_config: Any, target: Target) -> LinearSpec | str:
+    """The spec of a layer that is served, or why it stays vLLM's."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+
+    kind: Any = type(layer)
+    if isinstance(layer, ParallelLMHead):
+        known, plain = (VocabParallelEmbedding, ParallelLMHead), UnquantizedEmbeddingMethod
+    else:
+        names = ("ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear")
+        known, plain = tuple(getattr(linear, name) for name in names), linear.UnquantizedLinearMethod
+    method = layer.quant_method
+    if type(method) is not plain:
+        return f"a layer is quantised or no plain product ({type(method).__name__})"
+    if "forward" in vars(layer) or kind.forward not in [one.forward for one in known]:
+        return f"{kind.__name__} has a forward of its own"
+    try:
+        spec = spec_of(layer)
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    except AttributeError as error:  # a version of vLLM whose layers are others than those that are known
+        return f"vLLM's layer is not as it was expected: {error}"
+    served_by = options.of(vllm_config).projections
+    if served_by is ServedBy.MEASURED and not tuned.faster(spec.n, spec.k, spec.dtypes.x, target):
+        return (
+            "nothing measured says that dsl is faster: "
+            """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
+        )
+    return spec
+
+
+def spec_of(layer: Any) -> LinearSpec:
+    """The spec of a projection on this rank. Raises InvalidInput: no kernel has such a layer."""
+    n, k = layer.weight.shape
+    # A layer with skip_bias_add hands its bias to the model instead.
+    bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
+    return LinearSpec(n=n, k=k, dtypes=Dtypes.of(layer.weight.dtype), bias=bias, vector=math.gcd(8, n, k))

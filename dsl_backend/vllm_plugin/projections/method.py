@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of projections that dsl serves for few rows, and vLLM's product for many."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from dsl_backend.linear import api
+from dsl_backend.linear.tuned import MOST_ROWS, replaces
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.op import register_op
+from dsl_backend.vllm_plugin.fused_mlp.method import spare_sms
+
+
+def projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, measured: bool) -> torch.Tensor:
+    """The product x [rows, k] @ weight [n, k]^T + bias, by this package for few rows, else by torch, as vLLM has it.
+
+    It is a registered operator because the number of rows is known here and not to torch.compile. A CUDA graph keeps
+    the choice that was made for its number of rows.
+
+    Args:
+        measured: only for numbers of rows for which it was measured to be faster.
+    """
+    (rows, k), n = x.shape, weight.shape[0]
+    target = targets.detect(x.device)
+    if rows > MOST_ROWS or (measured and not replaces(rows, n, k, x.dtype, target)):
+        return nn.functional.linear(x, weight, bias)
+    return api.linear(x, weight, bias, spare_sms=spare_sms(x.device, target))
+
+
+def projection_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, measured: bool) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+PROJECTION = register_op("projection", projection, fake=projection_fake)
+
+
+def applied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, measured: bool) -> torch.Tensor:
+    """Map x [..., k] to [..., n]."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out: torch.Tensor = PROJECTION(rows, weight, bias, measured)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+class LinearMethod(UnquantizedLinearMethod):
+    """The method of a linear layer.
+
+    The weight stays vLLM's parameter in vLLM's layout. It is looked up at each call, since it may have been reloaded.
+    """
+
+    def __init__(self, measured: bool) -> None:
+        super().__init__()
+        self.measured = measured
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Does nothing. On a CPU vLLM's method would pack the weight and remove it."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return applied(x, layer.weight, bias, self.measured)
+
+
+class EmbeddingMethod(UnquantizedEmbeddingMethod):
+    """The method of the projection to logits, whose weight may be the embedding's."""
+
+    def __init__(self, measured: bool) -> None:
+        super().__init__()
+        self.measured = measured
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Does nothing; see `LinearMethod`."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return applied(x, layer.weight, bias, self.measured)

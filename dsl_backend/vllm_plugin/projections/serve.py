@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the projections of models whose attention dsl serves, by replacing the method of each layer.
+
+It runs after gate/up projections were fused with their activations. Weights and their loaders do not change.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.linear import dispatch, tuned
+from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.tuned import MOST_ROWS
+from dsl_backend.log import logger
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.dispatch import explained
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import ahead, options
+from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.projections.find import judge, projections, reasons_against_engine
+
+# For each model that dsl serves in this process, in order: name of a layer -> its spec.
+_served: list[dict[str, LinearSpec]] = []
+
+
+def serve_projections(model: nn.Module, vllm_config: Any) -> None:
+    """Serve every projection of a model that can be served; log how many, and why others are not."""
+    if not options.serves_attention(vllm_config):
+        return
+    target = targets.detect(torch.device(vllm_config.device_config.device))
+    against_engine = reasons_against_engine(vllm_config)
+    measured = options.of(vllm_config).projections is ServedBy.MEASURED
+    served: dict[str, LinearSpec] = {}
+    kinds: Counter[tuple[str, LinearSpec]] = Counter()
+    left: Counter[str] = Counter()
+    for name, layer in projections(model):
+        found = against_engine or judge(layer, vllm_config, target)
+        if isinstance(found, str):
+            left[found] += 1
+            continue
+        replace(layer, measured)
+        served[name] = found
+        kinds[type(layer).__name__, found] += 1
+    _served.append(served)
+    ahead.compile_linear(vllm_config, served.values(), most_rows=MOST_ROWS)
+    report(kinds, left, target, measured)
+
+
+def replace(layer: Any, measured: bool) -> None:
+    """Replace the method of a layer."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from dsl_backend.vllm_plugin.projections.method import EmbeddingMethod, LinearMethod
+
+    layer.quant_method = (LinearMethod if isinstance(layer, LinearBase) else EmbeddingMethod)(measured)
+
+
+def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: Target, measured: bool) -> None:
+    """Log what is served and what is not: one line for each kind of layer, and one for each reason."""
+    for (kind, spec), count in kinds.items():
+        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
+        found = tuned.faster(spec.n, spec.k, spec.dtypes.x, target) if measured else []
+        rows = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in found) or f"1 to {MOST_ROWS}"
+        logger.info(
+            "dsl serves %d projections (%s), %s, for %s rows on %s: by %s", count, kind, spec, rows, target.arch, by
+        )
+    for reason, count in left.items():
+        logger.info("vLLM serves %d projections: %s", count, reason)
+
+
+def compilation_key() -> str:
+    """The served layers of each model of this process."""
+    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _served)
+
+
+def served_specs() -> set[LinearSpec]:
+    """All kinds of projections that are served in this process."""
+    return {spec for served in _served for spec in served.values()}

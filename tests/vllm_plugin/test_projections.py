@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections of vLLM's that this package serves for few rows: which do, what comes out, and what the log says."""
+
+import datetime
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import (
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from dsl_backend.gemm.sm90.configs import SmallMConfig
+from dsl_backend.linear import api, tuned
+from dsl_backend.linear.tuned import MOST_ROWS, TUNED_CONFIGS, Unfused
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing.numerics import assert_within_budget
+from dsl_backend.vllm_plugin import ahead, compat, warm_up
+from dsl_backend.vllm_plugin.fused_mlp import fuse
+from dsl_backend.vllm_plugin.projections import method, serve
+from tests.vllm_plugin.test_fused_mlp import BF16, MLP, engine, model_of
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+K, HEADS, VOCAB = 64, 4, 192
+BY_DSL = {"additional_config": {"dsl": {"projections": "dsl"}}}
+OURS = (method.LinearMethod, method.EmbeddingMethod)
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is served yet, and the reference serves: kernels are compared with it elsewhere."""
+    monkeypatch.setattr(serve, "_served", [])
+    monkeypatch.setattr(fuse, "_fused", [])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.no_grad():
+        yield
+
+
+class Attention(nn.Module):
+    """The projections of an attention layer, with the logits' and a router behind them."""
+
+    def __init__(self, bias: bool = False, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        with set_current_vllm_config(VllmConfig()):
+            self.qkv_proj = QKVParallelLinear(K, K // HEADS, HEADS, 2, bias=bias, params_dtype=dtype)
+            self.o_proj = RowParallelLinear(K, K, bias=bias, params_dtype=dtype)
+            self.gate = ReplicatedLinear(K, 8, bias=False, params_dtype=dtype)
+            self.lm_head = ParallelLMHead(VOCAB, K, params_dtype=dtype)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * K**-0.5)
+
+
+class Own(ReplicatedLinear):
+    """Of somebody else's."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x * 2)
+
+
+class Plain(UnquantizedLinearMethod):
+    """Of somebody else's."""
+
+
+def is_served(layer: Any) -> bool:
+    return isinstance(layer.quant_method, OURS)
+
+
+@pytest.fixture
+def served(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Serves a model; what the log says then."""
+
+    def function(model: nn.Module, **changes: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            serve.serve_projections(model, engine(**BY_DSL | changes))
+        return [record.getMessage() for record in caplog.records if "projections" in record.getMessage()]
+
+    return function
+
+
+def x_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def test_what_is_served_and_said(served: Any) -> None:
+    model = Attention(bias=True)
+    lines = served(model)
+    assert all(is_served(layer) for layer in (model.qkv_proj, model.o_proj, model.gate, model.lm_head))
+    assert [line.partition(", product")[0] for line in lines] == [
+        "dsl serves 1 projections (QKVParallelLinear)",
+        "dsl serves 1 projections (RowParallelLinear)",
+        "dsl serves 1 projections (ReplicatedLinear)",
+        "dsl serves 1 projections (ParallelLMHead)",
+    ]
+    assert "product + bias of 64 to 128 bfloat16, for 1 to 64 rows on cpu" in lines[0]
+
+
+def test_a_second_time_changes_nothing(served: Any) -> None:
+    model = Attention()
+    served(model)
+    methods = [module.quant_method for module in model.children()]
+    assert served(model) == []
+    assert [module.quant_method for module in model.children()] == methods
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 7, MOST_ROWS, MOST_ROWS + 1])
+def test_results(served: Any, bias: bool, rows: int) -> None:
+    """Of few rows and of many, by each of a decoder's layers."""
+    model = Attention(bias=bias)
+    served(model)
+    for layer in (model.qkv_proj, model.o_proj, model.gate):
+        x = x_of(rows)
+        out, _ = layer(x)
+        exact = nn.functional.linear(
+            x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+        )
+        assert_within_budget(out, exact, nn.functional.linear(x, layer.weight, layer.bias))
+    x = x_of(rows)
+    out = model.lm_head.quant_method.apply(model.lm_head, x)
+    assert_within_budget(out, x.double() @ model.lm_head.weight.double().T, x @ model.lm_head.weight.T)
+
+
+def test_few_rows_are_ours_and_many_are_not(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention()
+    served(model)
+    seen: list[int] = []
+    theirs = api.linear
+    monkeypatch.setattr(
+        method.api, "linear", lambda x, *rest, **more: (seen.append(len(x)), theirs(x, *rest, **more))[1]
+    )
+    for rows in (1, MOST_ROWS, MOST_ROWS + 1, 500):
+        model.o_proj(x_of(rows))
+    model.o_proj(x_of(2, 3))
+    assert seen == [1, MOST_ROWS, 6]
+
+
+def test_reloaded_weights_are_used(served: Any) -> None:
+    model = Attention()
+    served(model)
+    model.o_proj.quant_method.process_weights_after_loading(model.o_proj)
+    before, _ = model.o_proj(x_of(3))
+    model.o_proj.weight.data = model.o_proj.weight.data * 2
+    after, _ = model.o_proj(x_of(3))
+    torch.testing.assert_close(after, before * 2)
+
+
+def test_tied_weights_stay_an_embedding(served: Any) -> None:
+    model = Attention()
+    with set_current_vllm_config(VllmConfig()):
+        embed = VocabParallelEmbedding(VOCAB, K, params_dtype=BF16)
+    model.lm_head = model.lm_head.tie_weights(embed)
+    served(model)
+    assert model.lm_head.weight is embed.weight
+    assert not is_served(embed)
+    assert torch.equal(embed(torch.tensor([5, 3])), embed.weight[[5, 3]])
+
+
+def test_torch_compile_sees_one_node(served: Any) -> None:
+    model = Attention()
+    served(model)
+    x = x_of(5)
+    expected, _ = model.o_proj(x)
+    compiled = torch.compile(lambda x: model.o_proj(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 3, MOST_ROWS + 3):
+        assert torch.equal(compiled(x_of(rows)), model.o_proj(x_of(rows))[0])
+    assert torch.equal(compiled(x), expected)
+
+
+# What stays vLLM's.
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"additional_config": {}}, "nothing measured says that dsl is faster"),
+        ({"additional_config": {"dsl": {"projections": "vllm"}}}, "additional_config['dsl']['projections'] is vllm"),
+        ({"lora_config": object()}, "LoRA (lora_config) adds to what a projection returns"),
+        ({"kernel_config": SimpleNamespace(linear_backend="torch")}, "--linear-backend torch asks for vLLM's kernels"),
+        (
+            {
+                "parallel_config": SimpleNamespace(tensor_parallel_size=2),
+                "compilation_config": SimpleNamespace(
+                    pass_config=SimpleNamespace(enable_sp=True, fuse_gemm_comms=None)
+                ),
+            },
+            "sequence parallelism (enable_sp) communicates within vLLM's own products",
+        ),
+    ],
+)
+def test_engines_that_are_left_alone(served: Any, changes: Any, says: str) -> None:
+    model = Attention()
+    (line,) = served(model, **changes)
+    assert line.startswith(f"vLLM serves 4 projections: {says}")
+    assert not any(is_served(layer) for layer in model.children())
+
+
+def test_batch_invariance_leaves_all_to_vllm(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_batch_invariant", lambda: True)
+    (line,) = served(Attention())
+    assert "VLLM_BATCH_INVARIANT" in line
+
+
+def test_another_backend_is_left_alone(served: Any) -> None:
+    model = Attention()
+    assert served(model, attention_config=SimpleNamespace(backend=None)) == []
+    assert not is_served(model.o_proj)
+
+
+def test_layers_that_are_left_alone(served: Any) -> None:
+    model = Attention(dtype=torch.float32)
+    assert not any(is_served(layer) for layer in model.children())
+    (line,) = served(model)
+    assert "float32" in line
+    model = Attention()
+    with set_current_vllm_config(VllmConfig()):
+        model.gate = Own(K, 8, bias=False, params_dtype=BF16)
+        model.o_proj.quant_method = Plain()
+    model.qkv_proj.forward = model.qkv_proj.forward
+    lines = served(model)
+    assert [is_served(layer) for layer in (model.qkv_proj, model.o_proj, model.gate, model.lm_head)] == [False] * 3 + [
+        True
+    ]
+    assert "vLLM serves 1 projections: Own has a forward of its own" in lines
+    assert "vLLM serves 1 projections: QKVParallelLinear has a forward of its own" in lines
+    assert "vLLM serves 1 projections: a layer is quantised or no plain product (Plain)" in lines
+
+
+def test_fused_layers_stay_fused(served: Any) -> None:
+    model = model_of(MLP())
+    fuse.fuse_model(model, engine())
+    served(model)
+    mlp: Any = model["layers"][0]
+    assert not is_served(mlp.gate_up_proj)
+    assert is_served(mlp.down_proj)
+
+
+# What was measured.
+
+GPU = "NVIDIA Test"
+TARGET = replace(from_arch("sm_90a"), gpu=GPU)
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """o_proj was faster with 1 to 8 rows, and slower with 9 to 16, on the GPU at hand."""
+
+    def record(least: int, most: int, config: Any) -> Any:
+        problem = tuned.problem_of(K, K, False, BF16, TARGET.sm_count).of_rows(least, most)
+        facts = {"gpu": GPU, "arch": "sm_90a", "date": datetime.date(2026, 11, 25), "commit": "0123abc", "versions": {}}
+        return TUNED_CONFIGS.record(problem, config, us=1.0, default_us=2.0, **facts)
+
+    found = [record(1, 8, SmallMConfig(tokens=8, num_splits=1)), record(9, 16, Unfused())]
+    monkeypatch.setitem(TUNED_CONFIGS.__dict__, "found", (found, []))
+    tuned.replaces.cache_clear()
+    yield
+    tuned.replaces.cache_clear()
+
+
+@pytest.mark.usefixtures("records")
+def test_measured_rows_alone_are_ours() -> None:
+    assert [tuned.replaces(rows, K, K, BF16, TARGET) for rows in (1, 8, 9, 16, 17)] == [True, True, False, False, False]
+    assert not tuned.replaces(1, K, 2 * K, BF16, TARGET)
+    assert not tuned.replaces(1, K, K, torch.float16, TARGET)
+    assert not tuned.replaces(1, K, K, BF16, replace(TARGET, gpu="NVIDIA Other"))
+    assert not tuned.replaces(1, K, K, BF16, replace(TARGET, gpu=None))
+
+
+@pytest.mark.usefixtures("records")
+def test_measured_layers_alone_are_served(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: TARGET)
+    begun: list[Any] = []
+    monkeypatch.setattr(ahead, "begin", lambda config, units, beside: begun.extend(units(TARGET)))
+    model = Attention()
+    lines = served(model, additional_config={})
+    assert is_served(model.o_proj)
+    assert not any(is_served(layer) for layer in (model.qkv_proj, model.gate, model.lm_head))
+    assert any(", for 1 to 8 rows on sm_90a" in line for line in lines), lines
+    assert any(line.startswith("vLLM serves 3 projections: nothing measured") for line in lines), lines
+    compiled = {unit.key.config for unit in begun}
+    assert compiled
+    assert all(tuned.config_of(serve.served_specs().copy().pop(), rows, TARGET) in compiled for rows in (1, 8, 9, 64))
+
+
+@pytest.mark.usefixtures("records")
+def test_warm_up_compiles_what_is_served(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention()
+    served(model)
+    assert warm_up.projection_specs() == serve.served_specs()
+    assert len(serve.served_specs()) == 4
+    assert serve.compilation_key().count("product of") == 4
