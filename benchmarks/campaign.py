@@ -71,6 +71,7 @@ STEPS = (
     bench("sampling", "sampling verification --peers FlashInfer,vLLM,plain", 30, 150, "every filter, and drafts"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),
     Step("invariance", ("-m", "integration.invariance", "--graphs"), 60, 240, "served log-probabilities, bit by bit"),
+    bench("dsls", "dsls --seconds 0.1", 120, 330, "DSLs compared: operators, launches, compile times"),
     tests("served", "integration/test_numerics.py integration/test_linear.py", 60, 240, "log-probabilities of engines"),
 )
 
