@@ -28,7 +28,9 @@ class RecordingPipeline:
         """There is no consumer to wait for."""
 
 
-def requests_of(cu_seqlens_q, seqused_k, rows, window_size_left, min_seqlen_q, max_seqlen_q) -> Requests:
+def requests_of(
+    cu_seqlens_q, seqused_k, rows, window_size_left, min_seqlen_q, max_seqlen_q, row_group=1, row_group_iters=100
+) -> Requests:
     """A batch of packed keys, of which no kernel here reads any: cu_seqlens_q serves as cu_seqlens_k."""
     window_size_right, rows = cutlass.Int32(0), cutlass.Int32(rows)
     return Requests(
@@ -42,6 +44,8 @@ def requests_of(cu_seqlens_q, seqused_k, rows, window_size_left, min_seqlen_q, m
         min_seqlen_q,
         max_seqlen_q,
         rows,
+        cutlass.Int32(row_group),
+        cutlass.Int32(row_group_iters),
     )
 
 
@@ -113,6 +117,7 @@ class BalancedSchedule:
     Args:
         cluster: CTAs that have the same share of neighbouring head blocks.
         pair_row_tiles: prompts may be paired.
+        row_group: clusters of a row group; 0 for a scheduler without them. row_group_iters: as in Requests.
     """
 
     def __init__(
@@ -123,8 +128,11 @@ class BalancedSchedule:
         min_split_tiles: int,
         cluster: int = 1,
         pair_row_tiles: bool = False,
+        row_group: int = 0,
+        row_group_iters: int = 100,
     ):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
+        self.row_group, self.row_group_iters = row_group, row_group_iters
         self.min_split_tiles, self.cluster, self.pair_row_tiles = min_split_tiles, cluster, pair_row_tiles
 
     @cute.jit
@@ -132,7 +140,16 @@ class BalancedSchedule:
         self, cu_seqlens_q: cute.Tensor, seqused_k: cute.Tensor, split_ranges: cute.Tensor, recorded: cute.Tensor
     ):
         rows, any_length = self.tokens_per_tile * self.key.pack_gqa, cutlass.Int32(1 << 30)
-        requests = requests_of(cu_seqlens_q, seqused_k, rows, cutlass.Int32(0), cutlass.Int32(1), any_length)
+        requests = requests_of(
+            cu_seqlens_q,
+            seqused_k,
+            rows,
+            cutlass.Int32(0),
+            cutlass.Int32(1),
+            any_length,
+            max(self.row_group, 1),
+            self.row_group_iters,
+        )
         self.kernel(requests, split_ranges, recorded).launch(
             grid=(cute.size(recorded, mode=[0]), 1, 1), block=(32, 1, 1)
         )
@@ -150,5 +167,6 @@ class BalancedSchedule:
             self.min_split_tiles,
             self.cluster,
             pair_row_tiles=self.pair_row_tiles,
+            row_groups=self.row_group > 0,
         )
         scheduler.run()

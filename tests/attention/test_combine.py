@@ -2,11 +2,22 @@
 """Balanced split-KV and its combine kernel: few and many splits, and output tiles that are better not split."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from dsl_backend.attention.cute.combine import CTAS_PER_SM, MAX_SPLITS_PER_WARP, WARP, WARPS
+from dsl_backend.attention.cute.combine import (
+    CTA_TASK,
+    CTAS_PER_SM,
+    MAX_SPLITS_PER_WARP,
+    WARP,
+    WARP_SPLIT,
+    WARP_TASK,
+    WARPS,
+    SplitKVCombine,
+)
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES, MAX_SPLITS_BELOW_MIN
+from dsl_backend.attention.cute.sm90 import dense_kernel
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.plan import Planner
@@ -58,6 +69,17 @@ def test_more_tasks_than_workers(splits: int) -> None:
     # So many key tiles a CTA that the output tile is split.
     tiles = 30 * splits
     case = Case(q_lens=(1,), kv_lens=(tiles * TILE,), heads=(rows, 1), dim=256)
+    assert splits_of(case, splits)[0] == splits
+
+
+def test_warps_combine_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `many_rows`, warps combine more splits than they do otherwise, where CTAs have several tasks in turn."""
+    splits, rows, column_blocks = MAX_SPLITS_PER_WARP + 3, 64, 2
+    in_turn = rows * column_blocks * CTA_TASK
+    assert in_turn > splits * CTAS_PER_SM * (WARP_TASK + splits * WARP_SPLIT)
+    monkeypatch.setattr(dense_kernel, "SplitKVCombine", partial(SplitKVCombine, many_rows=True))
+    # Of a size that no other test has: a compiled kernel would be found by its key.
+    case = Case(q_lens=(1,), kv_lens=(30 * splits * TILE,), heads=(rows, 1), dim=192)
     assert splits_of(case, splits)[0] == splits
 
 

@@ -284,10 +284,13 @@ def balanced_schedule(
     cluster: int = 1,
     tokens: int = TOKENS_PER_TILE,
     pair_row_tiles: bool = False,
+    row_group: int = 0,
+    row_group_iters: int = 100,
 ) -> tuple[list[list[WorkTile]], list[SplitRange]]:
     """(work tiles of each CTA, split range of each CTA) for requests of `lengths` keys.
 
-    The first CTAs of all clusters come before the second ones.
+    The first CTAs of all clusters come before the second ones. There are row groups if `row_group` is above 1: then the
+    first clusters of all row groups come before the second ones, and those that are left over are the last.
     """
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
@@ -296,12 +299,14 @@ def balanced_schedule(
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
         schedule = BalancedSchedule(
-            key_of(split=True), tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles=pair_row_tiles
+            key_of(split=True), tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles, row_group, row_group_iters
         )
         schedule(*(from_dlpack(one) for one in (starts, keys, split_ranges, recorded)))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
-    return [cta for rank in range(cluster) for cta in found[rank::cluster]], [
+    ctas, grouped = max(row_group, 1) * cluster, num_ctas // cluster // max(row_group, 1)
+    in_groups, left_over = found[: grouped * ctas], found[grouped * ctas :]
+    return [cta for rank in range(ctas) for cta in in_groups[rank::ctas]] + left_over, [
         SplitRange(*one) for one in split_ranges.tolist()
     ]
 
@@ -340,6 +345,56 @@ def test_random_prompts_beside_decodes(pair_row_tiles: bool) -> None:
         lengths = [queries + draw.choice((0, draw.randint(0, 30), draw.randint(0, 1500))) for queries in q_lens]
         found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=tokens, pair_row_tiles=pair_row_tiles)
         assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=pair_row_tiles)
+
+
+# Queries and keys of requests with one row tile or several, and the row groups that they have.
+GROUPED = {
+    "equal": ([5] * 4, [700] * 4),
+    "one": ([6], [33 * TILE]),
+    "ragged": ([5, 1, 2, 7, 0, 3], [90, 1, 40 * TILE, 20 * TILE + 3, 0, 700]),
+    "two-chunks": ([3] * 40, [17 * (i % 9) + 3 for i in range(40)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "row_group", "clusters", "cluster"),
+    [
+        ("equal", 3, 7, 1),
+        ("one", 3, 7, 2),
+        ("ragged", 4, 12, 1),
+        ("ragged", 2, 7, 2),
+        ("two-chunks", 4, 7, 1),
+        ("equal", 3, 2, 1),
+    ],
+)
+def test_row_groups(name: str, row_group: int, clusters: int, cluster: int) -> None:
+    """Every key tile once, also where a row group has more clusters than row tiles are left, or clusters are left."""
+    q_lens, lengths = GROUPED[name]
+    found, split_ranges = balanced_schedule(
+        lengths, clusters * cluster, q_lens, cluster, row_group=row_group, row_group_iters=10**6
+    )
+    if clusters < row_group:
+        row_group = 1
+        found, _ = balanced_schedule(lengths, clusters * cluster, q_lens, cluster)
+    assert_balanced(found, split_ranges, lengths, q_lens)
+
+
+def test_row_groups_are_side_by_side() -> None:
+    """The row tiles of a request have the same key tiles in neighbouring CTAs, at the same place in their order."""
+    q_lens, lengths, row_group = [2 * TOKENS_PER_TILE] * 5, [31 * TILE] * 5, 4
+    found, _ = balanced_schedule(lengths, 12, q_lens, row_group=row_group)
+    for group in range(3):
+        ranges = [[(work.n_block_min, work.n_block_max) for work in found[rank * 3 + group]] for rank in range(4)]
+        assert ranges[0]
+        assert ranges == ranges[:1] * row_group
+
+
+@pytest.mark.parametrize(("row_group_iters", "grouped"), [(100, False), (199, False), (200, True)])
+def test_row_groups_may_cost_too_much(row_group_iters: int, grouped: bool) -> None:
+    """Requests of one row tile for one head block leave half of each row group of four idle."""
+    lengths = [64 * TILE] * 4
+    found, _ = balanced_schedule(lengths, 8, row_group=4, row_group_iters=row_group_iters)
+    assert sum(not works for works in found) == (4 if grouped else 0)
 
 
 def assert_balanced(

@@ -24,6 +24,8 @@ CTAS_PER_SM = 3  # which leaves 80 registers for each thread
 INTS_PER_VECTOR = 4
 SPLITS_IN_FLIGHT = 8  # splits of which a thread loads O at a time
 MAX_SPLITS_PER_WARP = 8  # more are combined by a whole CTA; not with fixed splits, which are combined one by one
+# An estimate, in hundredths of a microsecond: a task of a CTA; a task of a warp, and each split of it.
+CTA_TASK, WARP_TASK, WARP_SPLIT = 160, 100, 8
 
 
 @cute.jit
@@ -66,10 +68,11 @@ class SplitKVCombine:
         key: the `LayerKey`.
         columns: of a partial result.
         ctas_per_sm: of the attention kernel.
+        many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits.
     """
 
-    def __init__(self, key: Any, columns: int, ctas_per_sm: int = 1) -> None:
-        self.key, self.columns, self.ctas_per_sm = key, columns, ctas_per_sm
+    def __init__(self, key: Any, columns: int, ctas_per_sm: int = 1, many_rows: bool = False) -> None:
+        self.key, self.columns, self.ctas_per_sm, self.many_rows = key, columns, ctas_per_sm, many_rows
         self.vector = 1 if key.tiles_per_split else 4 if columns > 2 * WARP else 2
         self.column_blocks = -(-columns // (WARP * self.vector))
 
@@ -132,7 +135,7 @@ class CombineThread:
         sStats: cute.Tensor,
     ) -> None:
         self.key, self.columns, self.vector = combine.key, combine.columns, combine.vector
-        self.column_blocks = combine.column_blocks
+        self.column_blocks, self.many_rows = combine.column_blocks, combine.many_rows
         self.out, self.lse, self.partials = outputs.out, outputs.lse, cast("cute.Tensor", outputs.partials)
         self.requests, self.scoring = requests, scoring
         self.sO, self.sStats = sO, sStats
@@ -167,15 +170,29 @@ class CombineThread:
                 self.split_range(split_ranges, cta_source),
                 self.split_range(split_ranges, warp_source),
             )
-            many = cta_range.num_splits > MAX_SPLITS_PER_WARP and cta_task < cta_range.num_rows * self.column_blocks
+            many = self.is_for_cta(cta_range) and cta_task < cta_range.num_rows * self.column_blocks
             few = (
                 warp_range.num_splits > 0
-                and warp_range.num_splits <= MAX_SPLITS_PER_WARP
+                and not self.is_for_cta(warp_range)
                 and warp_task < warp_range.num_rows * self.column_blocks
             )
             many, few = cute.arch.vote_ballot_sync(many), cute.arch.vote_ballot_sync(few)
             self.combine_tasks(split_ranges, warp_source, warp_task, few, False)
             self.combine_tasks(split_ranges, cta_source, cta_task, many, True)
+
+    @cute.jit
+    def is_for_cta(self, split_range: SplitRange):
+        """Whether the tasks of a split range are for whole CTAs.
+
+        There are as many such output tiles as fit into the attention kernel's CTAs, num_splits each: so CTAS_PER_SM
+        CTAs have tasks / num_splits tasks, and all warps one each or fewer.
+        """
+        is_many = split_range.num_splits > MAX_SPLITS_PER_WARP
+        if cutlass.const_expr(self.many_rows):
+            num_splits = split_range.num_splits
+            tasks_time = split_range.num_rows * self.column_blocks * CTA_TASK
+            is_many = is_many and tasks_time <= CTAS_PER_SM * num_splits * (WARP_TASK + WARP_SPLIT * num_splits)
+        return is_many
 
     @cute.jit
     def task_at(

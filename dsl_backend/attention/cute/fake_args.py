@@ -75,7 +75,7 @@ def fake_requests(key: LayerKey) -> Requests:
         page_table if key.page_size else None,
         None if key.page_size else fake_vector(cutlass.Int32, many()),
         fake_flags() if key.causality == Causality.PER_REQUEST.value else None,
-        *int32s(5),
+        *int32s(7),
     )
 
 

@@ -13,6 +13,7 @@ from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.fixed_splits import tiles_per_split
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
+from dsl_backend.attention.cute.row_groups import row_group
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS
@@ -200,6 +201,10 @@ class LayerKernel(Kernel):
         """CTAs to launch for the requests of min_seqlen_q queries or more."""
         return self.num_ctas
 
+    def row_group(self, batch: Batch, max_seqlen_q: int) -> tuple[int, int]:
+        """`Requests.row_group` and `row_group_iters` for the requests of up to max_seqlen_q queries."""
+        return 1, 100
+
     def key(self, lse: bool, sinks: torch.dtype | None) -> Any:
         facts = facts_of(
             self.spec,
@@ -243,6 +248,7 @@ class LayerKernel(Kernel):
             max(1, min_seqlen_q),
             max_seqlen_q,
             rows,
+            *self.row_group(batch, max_seqlen_q),
         )
         scratch, num_ctas = self.scratch(batch, rows), self.grid(batch, min_seqlen_q)
 
@@ -349,6 +355,16 @@ class MlaKernel(LayerKernel):
 
     def max_query_len_served(self) -> int | None:
         return None
+
+    def row_group(self, batch: Batch, max_seqlen_q: int) -> tuple[int, int]:
+        config = self.config
+        if not (config.row_groups and self.split):
+            return super().row_group(batch, max_seqlen_q)
+        tokens = self.tile_m // self.pack_gqa
+        row_tiles = -(-min(max_seqlen_q, batch.max_query_len) // tokens) * (self.head_blocks // config.cluster)
+        num_clusters = self.num_ctas // config.cluster
+        found = row_group(self.spec, config.tile_n, self.target.chips[0], num_clusters, row_tiles)
+        return found.clusters, found.iters
 
     def tensors(self, operands: Operands) -> MlaTensors:
         latent, q, q_rope = self.spec.head_dim_v, operands.q, operands.q_rope

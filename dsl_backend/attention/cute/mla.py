@@ -180,6 +180,7 @@ class TiledMla:
                 config.cluster,
                 COMBINE_TILES_MLA,
                 pair_row_tiles=True,
+                row_groups=config.row_groups,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)
 

@@ -26,6 +26,9 @@ class MlaTileConfig:
         cluster: CTAs that share key tiles: each has other heads of the same tokens, and loads a part for all.
         dequant_stages: of fp8 K, which one more warpgroup dequantizes; 0 for a 16-bit cache.
         min_split_tiles: key tiles of a split, at least: with fewer, combining costs more than it saves.
+        row_groups: neighbouring clusters process the row tiles of a request side by side, where row_groups.py finds
+            that it pays; not with fixed splits.
+        combine_many_rows: as `many_rows` of SplitKVCombine.
     """
 
     tile_n: int = 64
@@ -33,6 +36,8 @@ class MlaTileConfig:
     cluster: int = 1
     dequant_stages: int = 0
     min_split_tiles: int = 2
+    row_groups: bool = False
+    combine_many_rows: bool = False
 
     @property
     def least_stages(self) -> int:

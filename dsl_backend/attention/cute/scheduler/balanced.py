@@ -77,15 +77,17 @@ class RequestTiles(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How the iterations of the batch are divided among CTAs, or clusters.
+    """How the iterations of the batch are divided among CTAs, clusters, or row groups.
 
     Attributes:
+        row_group: clusters of a row group, which have the same share of neighbouring row tiles.
         total_iters: of all output tiles. iters_per_cta: those of each CTA.
         overhead_iters: at the beginning of each output tile, without a key tile.
         min_tile_iters: of an output tile at least; those after its key tiles are empty.
         most_key_tiles: of an output tile, or of a pair.
     """
 
+    row_group: cutlass.Int32
     total_iters: cutlass.Int32
     iters_per_cta: cutlass.Int32
     overhead_iters: cutlass.Int32
@@ -94,16 +96,19 @@ class Partition(NamedTuple):
 
 
 class CtaShare(NamedTuple):
-    """The share of a CTA, or of the CTAs of a cluster.
+    """The share of a CTA, or of the CTAs of a cluster, or of a row group.
 
     Attributes:
-        cluster_idx: of num_clusters; cta_rank: of the CTA in its cluster.
-        partial_cta: the CTA's row of split_ranges: the first CTAs of all clusters come before the second ones.
+        cluster_idx: of num_clusters, or of so many row groups; cta_rank: of the CTA in its cluster.
+        group_rank: of the cluster in its row group.
+        partial_cta: the CTA's row of split_ranges: the first CTAs of all clusters, and of all row groups, come before
+            the second ones.
     """
 
     cluster_idx: cutlass.Int32
     num_clusters: cutlass.Int32
     cta_rank: cutlass.Int32
+    group_rank: cutlass.Int32
     partial_cta: cutlass.Int32
     partition: Partition
 
@@ -148,12 +153,17 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     unless prompts are paired: then the first row tile of a request is an output tile together with the last, the second
     with the last but one, and so on. All pairs of a request see nearly the same number of keys.
 
+    Row groups: so many neighbouring clusters have the same share of neighbouring row tiles of a request, side by side,
+    so that keys come from memory once for all of them and from L2 for the others. A cluster without a row tile is idle:
+    a batch where this costs more than it saves has no row groups.
+
     Args:
         split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel.
         min_split_tiles: key tiles of a CTA at least.
         cluster: CTAs of a cluster.
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
+        row_groups: there may be row groups, of as many clusters as the requests say.
     """
 
     def __init__(
@@ -168,9 +178,10 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         cluster: int = 1,
         combine_tiles: int = COMBINE_TILES,
         pair_row_tiles: bool = False,
+        row_groups: bool = False,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
-        self.cluster, self.head_blocks = cluster, key.head_blocks // cluster
+        self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
         self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
@@ -236,34 +247,37 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         num_requests = cutlass.Int32(cute.size(self.requests.seqused_k))
         lane = cute.arch.lane_idx()
         cta, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
-        cta_rank, cluster_idx, num_clusters = cta % self.cluster, cta // self.cluster, num_ctas // self.cluster
-        partial_cta = cta_rank * num_clusters + cluster_idx
+        num_clusters = num_ctas // self.cluster
         paired = cutlass.Int32(0)
         first_chunk = self.request_tiles(lane, num_requests, paired)
         partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
         if cutlass.const_expr(self.may_pair):
             # Where no CTA has two output tiles, pairs would not shorten the longest one.
             if (
-                partition.min_tile_iters == 0 or partition.iters_per_cta > partition.min_tile_iters
-            ) and self.requests.max_seqlen_q > self.tile_n:
+                (partition.min_tile_iters == 0 or partition.iters_per_cta > partition.min_tile_iters)
+                and partition.row_group == 1
+                and self.requests.max_seqlen_q > self.tile_n
+            ):
                 paired = cutlass.Int32(1)
                 first_chunk = self.request_tiles(lane, num_requests, paired)
                 partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
-        total_iters, iters_per_cta, overhead_iters, _, _ = partition
-        share = CtaShare(cluster_idx, num_clusters, cta_rank, partial_cta, partition)
-        iter_idx = cluster_idx * iters_per_cta
+        share = self.share(cta, num_clusters, partition)
+        _, total_iters, iters_per_cta, overhead_iters, _, _ = partition
+        partial_cta = share.partial_cta
+        iter_idx = share.cluster_idx * iters_per_cta
         cta_end = cutlass.min(iter_idx + iters_per_cta, total_iters)
         num_produced, num_splits, chunk_end = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
-            request_end = warp_prefix_sum(tiles.num_tiles * self.tile_iters(tiles, partition, paired)) + chunk_end
+            num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
+            request_end = warp_prefix_sum(num_groups * self.tile_iters(tiles, partition, paired)) + chunk_end
             chunk_end = cute.arch.shuffle_sync(request_end, WARP - 1)
             while iter_idx < cutlass.min(chunk_end, cta_end):
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
                 own = from_lane(tiles, owner)
                 own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
                 tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
-                    own, request, own_end, iter_idx, partition, paired
+                    own, request, own_end, iter_idx, share, paired
                 )
                 tile_start = iter_idx - offset + overhead_iters
                 own_iters = cutlass.min(tile_iters - offset, cta_end - iter_idx)
@@ -271,12 +285,39 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                 own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
                 if own_tiles > 0:
                     part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
-                    num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
+                    # A row group may have more clusters than the request has row tiles left.
+                    if cutlass.const_expr(not self.row_groups) or token < own.seqlen_q:
+                        num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
                 iter_idx += own_iters
         split_ranges = self.split_ranges
         if lane == 0:
             split_ranges[partial_cta, 0] = num_splits
         self.work_pipeline.produce(num_produced, no_work_tile())
+
+    @cute.jit
+    def share(self, cta: cutlass.Int32, num_clusters: cutlass.Int32, partition: Partition):
+        """The CtaShare of a CTA."""
+        cta_rank, cluster_idx = cta % self.cluster, cta // self.cluster
+        num_groups, group_rank = num_clusters, cutlass.Int32(0)
+        partial_cta = cta_rank * num_clusters + cluster_idx
+        if cutlass.const_expr(self.row_groups):
+            num_groups, group_idx = (
+                quotient(num_clusters, partition.row_group),
+                quotient(cluster_idx, partition.row_group),
+            )
+            group_rank = cluster_idx - group_idx * partition.row_group
+            # Clusters that are left over have no share, and come last.
+            cluster_idx, partial_cta = group_idx, cta
+            if group_idx < num_groups:
+                partial_cta = (group_rank * self.cluster + cta_rank) * num_groups + group_idx
+        return CtaShare(cluster_idx, num_groups, cta_rank, group_rank, partial_cta, partition)
+
+    @cute.jit
+    def num_groups(self, num_tiles: cutlass.Int32, row_group: cutlass.Int32):
+        """Row groups that process a request's output tiles."""
+        if cutlass.const_expr(self.row_groups):
+            num_tiles = quotient(num_tiles + row_group - 1, row_group)
+        return num_tiles
 
     @cute.jit
     def produce_part(self, part: TilePart, share: CtaShare, num_produced: cutlass.Int32, num_splits: cutlass.Int32):
@@ -324,18 +365,23 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         request: cutlass.Int32,
         request_end: cutlass.Int32,
         iter_idx: cutlass.Int32,
-        partition: Partition,
+        share: CtaShare,
         paired: cutlass.Int32,
     ):
         """The output tile of a request that an iteration belongs to; request_end: the iteration after the request's.
 
         Returns:
-            (its iterations, which of them this is, its key tiles, its head block in a cluster's, its first token)
+            (its iterations, which of them this is, its key tiles, its head block in a cluster's, its first token); the
+            token is beyond the request's queries if the cluster has no tile of its row group.
         """
+        partition = share.partition
         tile_iters = self.tile_iters(tiles, partition, paired)
-        request_iter = iter_idx - (request_end - tiles.num_tiles * tile_iters)
+        num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
+        request_iter = iter_idx - (request_end - num_groups * tile_iters)
         tile_idx = quotient(request_iter, tile_iters)
         offset = request_iter - tile_idx * tile_iters
+        if cutlass.const_expr(self.row_groups):
+            tile_idx = tile_idx * partition.row_group + share.group_rank
         tiles_per_head_block = tiles.num_tiles // self.head_blocks
         head_block, row_tile, key_tiles = tile_idx, cutlass.Int32(0), tiles.key_tiles
         if tiles_per_head_block > 1:
@@ -354,7 +400,10 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                     if later > row_tile:
                         tile_iters = later_iters
                     row_tile = later
-        return tile_iters, offset, key_tiles, head_block, row_tile * self.tokens_per_tile
+        token = row_tile * self.tokens_per_tile
+        if cutlass.const_expr(self.row_groups):
+            token = token if tile_idx < tiles.num_tiles else tiles.seqlen_q
+        return tile_iters, offset, key_tiles, head_block, token
 
     @cute.jit
     def partition(
@@ -367,11 +416,16 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     ):
         """The Partition of all output tiles, or pairs of them, among so many CTAs, or clusters."""
         total_iters, num_tiles, row_tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        group_iters, num_groups, row_group = cutlass.Int32(0), cutlass.Int32(0), self.requests.row_group
         most_key_tiles, fewest_key_tiles = cutlass.Int32(1), cutlass.Int32(UNBOUNDED)
         for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
             total_iters += tiles.num_tiles * tiles.key_tiles
             num_tiles += tiles.num_tiles
+            if cutlass.const_expr(self.row_groups):
+                groups = self.num_groups(tiles.num_tiles, row_group)
+                group_iters += groups * tiles.key_tiles
+                num_groups += groups
             row_tiles_each = self.row_tiles_of_output_tile(tiles.seqlen_q, paired)
             row_tiles += tiles.num_tiles * row_tiles_each
             if tiles.num_tiles > 0:
@@ -380,6 +434,14 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         total_iters, num_tiles = (cute.arch.warp_redux_sync(value, "add") for value in (total_iters, num_tiles))
         most_key_tiles = cute.arch.warp_redux_sync(most_key_tiles, "max")
         fewest_key_tiles = cute.arch.warp_redux_sync(fewest_key_tiles, "min")
+        row_tiles = cute.arch.warp_redux_sync(row_tiles, "add")
+        if cutlass.const_expr(self.row_groups):
+            group_iters, num_groups = (cute.arch.warp_redux_sync(value, "add") for value in (group_iters, num_groups))
+            if self.row_groups_pay(total_iters, group_iters, num_ctas):
+                total_iters, num_tiles, row_tiles = group_iters, num_groups, num_groups
+                num_ctas = quotient(num_ctas, row_group)
+            else:
+                row_group = cutlass.Int32(1)
         iters_per_cta = quotient(total_iters + num_ctas - 1, num_ctas)
         partial_tiles = self.key_tiles_of_partials()
         if most_key_tiles > MAX_SPLITS_BELOW_MIN * iters_per_cta or partial_tiles > iters_per_cta:
@@ -391,9 +453,23 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             total_iters, iters_per_cta, min_tile_iters = num_tiles * most_key_tiles, unsplit_iters, most_key_tiles
         elif fewest_key_tiles < cutlass.min(iters_per_cta, most_key_tiles):
             overhead_iters = cutlass.Int32(OVERHEAD_ITERS)
-            total_iters += cute.arch.warp_redux_sync(row_tiles, "add") * overhead_iters
+            total_iters += row_tiles * overhead_iters
             iters_per_cta = cutlass.max(quotient(total_iters + num_ctas - 1, num_ctas), iters_per_cta)
-        return Partition(total_iters, iters_per_cta, overhead_iters, min_tile_iters, most_key_tiles)
+        return Partition(row_group, total_iters, iters_per_cta, overhead_iters, min_tile_iters, most_key_tiles)
+
+    @cute.jit
+    def row_groups_pay(self, total_iters: cutlass.Int32, group_iters: cutlass.Int32, num_ctas: cutlass.Int32):
+        """Whether the iterations of a cluster are not too many more in row groups, where some are idle."""
+        row_group = self.requests.row_group
+        num_groups = quotient(num_ctas, row_group)
+        iters = quotient(total_iters + num_ctas - 1, num_ctas)
+        pays = cutlass.Boolean(False)
+        if row_group > 1 and num_groups > 0:
+            # In float: hundredths of the iterations may exceed int32.
+            grouped = quotient(group_iters + num_groups - 1, num_groups)
+            most = self.requests.row_group_iters.to(cutlass.Float32) * iters.to(cutlass.Float32)
+            pays = grouped.to(cutlass.Float32) * 100.0 <= most
+        return pays
 
     @cute.jit
     def splits_cost_more(

@@ -20,6 +20,8 @@ class Requests(NamedTuple):
         causal: [num_reqs]; None unless causality is by request.
         min_seqlen_q, max_seqlen_q: requests with fewer or more queries are left to another kernel.
         rows: of a partial result; no row tile has more.
+        row_group: clusters of a row group (scheduler/balanced.py), where these pay; 1 for none.
+        row_group_iters: percent of the iterations without row groups that a CTA may have with them.
     """
 
     cu_seqlens_q: cute.Tensor
@@ -32,6 +34,8 @@ class Requests(NamedTuple):
     min_seqlen_q: cutlass.Int32
     max_seqlen_q: cutlass.Int32
     rows: cutlass.Int32
+    row_group: cutlass.Int32
+    row_group_iters: cutlass.Int32
 
 
 class SeqlenInfo(NamedTuple):
