@@ -14,7 +14,7 @@ from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 from dsl_backend.runtime.target import Target
 
-Config = sm90.GemmConfig | sm90.SmallMConfig | sm100.GemmConfig | sm100.SmallMConfig
+Config = sm90.GemmConfig | sm90.SmallMConfig | sm90.SwapABConfig | sm100.GemmConfig | sm100.SmallMConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class ArchKernels:
     """The GEMM kernels of an architecture.
 
     Attributes:
-        package: has the modules `gemm`, with the class `Gemm`, and `small_m`, with `SmallMGemm`.
+        package: has the modules `gemm`, with the class `Gemm`, and `small_m`, with `SmallMGemm`; SM90's has `swap_ab`,
+            with `SwapABGemm`.
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
         rates: of its GPUs, for the cost model.
@@ -37,6 +38,8 @@ class ArchKernels:
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
         module, name = ("small_m", "SmallMGemm") if isinstance(config, SmallMTiles) else ("gemm", "Gemm")
+        if isinstance(config, sm90.SwapABConfig):
+            module, name = "swap_ab", "SwapABGemm"
         return getattr(import_module(f"{self.package}.{module}"), name)
 
 
@@ -125,4 +128,6 @@ def worth_trying(tile: GemmTiles | SmallMTiles, rows: int, fewest: int) -> bool:
     """Whether a tile is neither much too small nor much too large for so many rows; `fewest`: of any tile's tokens."""
     if isinstance(tile, SmallMTiles):
         return rows <= MOST_M_TILES * tile.tile_tokens and tile.tile_tokens <= max(fewest, 4 * rows - 1)
+    if isinstance(tile, sm90.SwapABConfig):
+        return tile.fits(rows)
     return 2 * rows > tile.tile_m

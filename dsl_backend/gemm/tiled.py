@@ -80,25 +80,35 @@ class GemmBase:
         self.weight_bytes = config.stage_bytes(key.dtypes) - config.tile_m * self.x_row_bytes
 
     def params(
-        self, operands: GemmOperands, x_op, weight_op, sOut_layout: cute.ComposedLayout, epi_tile: tuple[int, int]
+        self, operands: GemmOperands, x_op, weight_op, sOut_tile: cute.ComposedLayout, epi_tile: tuple[int, int]
     ) -> GemmParams:
         """The kernel's, with TMA descriptors.
 
         Args:
             x_op, weight_op: kinds of TMA copies.
-            sOut_layout, epi_tile: the output's stages in shared memory, and what is stored at once.
+            sOut_tile, epi_tile: what is stored at once, in shared memory and its shape.
         """
         x, out = operands.x, operands.out
-        weights = parts_view(operands.weight, self.parts, self.interleaved)
         tma_atom_x, mX = cpasync.make_tiled_tma_atom(x_op, x, box_layout(self.tile_m), (self.tile_m, BLOCK_K))
         tma_atom_x_tail, _ = cpasync.make_tiled_tma_atom(x_op, x, box_layout(TAIL_ROWS), (TAIL_ROWS, BLOCK_K))
-        tma_atom_w, mW = cpasync.make_tiled_tma_atom(weight_op, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
+        tma_atom_w, mW = self.weight_copy(operands, weight_op)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_atom_out, mOut = cpasync.make_tiled_tma_atom(
-            store, out, cute.slice_(sOut_layout, (None, None, 0)), epi_tile
-        )
+        tma_atom_out, mOut = cpasync.make_tiled_tma_atom(store, out, sOut_tile, epi_tile)
         return GemmParams(
             tma_atom_x, tma_atom_x_tail, mX, tma_atom_w, mW, tma_atom_out, mOut, operands.bias, operands.residual
+        )
+
+    def weight_copy(self, operands: GemmOperands, weight_op):
+        """(tma_atom_w, mW): the copy of a box of weights, and their coordinates."""
+        weights = parts_view(operands.weight, self.parts, self.interleaved)
+        return cpasync.make_tiled_tma_atom(weight_op, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
+
+    def weight_partition(self, params: GemmParams, sW: cute.Tensor):
+        """(tWsW, tWgW) of the copies of weights: [copy, box, stage], and what `box` finds one in."""
+        gW = cute.local_tile(params.mW, (self.box_n, BLOCK_K), (None, None, None))
+        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
+        return cpasync.tma_partition(
+            params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
     def smem_layouts(self, weight_rows: int):
@@ -156,8 +166,6 @@ class GemmBase:
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         one = cute.make_layout(1)
         gX = cute.local_tile(params.mX, (self.tile_m, BLOCK_K), (None, None))
-        gW = cute.local_tile(params.mW, (self.box_n, BLOCK_K), (None, None, None))
-        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
         tXsX, tXgX = cpasync.tma_partition(
             params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
@@ -166,9 +174,7 @@ class GemmBase:
         tXsX_tail, tXgX_tail = cpasync.tma_partition(
             params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
         )
-        tWsW, tWgW = cpasync.tma_partition(
-            params.tma_atom_w, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
-        )
+        tWsW, tWgW = self.weight_partition(params, sW)
         for tile in cutlass.range(tiles, unroll=1):
             m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
             tx_bytes = self.tx_bytes(params, m_tile, cta_rank)

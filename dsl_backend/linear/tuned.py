@@ -58,6 +58,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
     {
         "sm90.GemmConfig": sm90.GemmConfig,
         "sm90.SmallMConfig": sm90.SmallMConfig,
+        "sm90.SwapABConfig": sm90.SwapABConfig,
         "sm100.GemmConfig": sm100.GemmConfig,
         "sm100.SmallMConfig": sm100.SmallMConfig,
         "unfused": Unfused,

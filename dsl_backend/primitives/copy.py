@@ -88,6 +88,25 @@ def store_shared_remote(
 
 
 @dsl_user_op
+def store_matrices_transposed(address: cutlass.Int32, words: list, *, loc=None, ip=None) -> None:
+    """Stmatrix of one, two or four transposed matrices of 8 x 8 elements of 16 bits, by a warp.
+
+    Args:
+        address: in shared memory, of row lane % 8 of matrix lane / 8; 16 bytes. Lanes without a matrix give any.
+        words: for each matrix elements (lane / 4, 2 (lane % 4)) and (lane / 4, 2 (lane % 4) + 1). A row in memory has
+            the first index from 0 to 7.
+    """
+    count = len(words)
+    registers = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [{{$r0}}], {{ {registers} }};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def cp_async_zfill(
     target: cutlass.Int32, source: cutlass.Int64, source_bytes: cutlass.Int32, *, loc=None, ip=None
 ) -> None:

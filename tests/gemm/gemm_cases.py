@@ -11,7 +11,7 @@ from dsl_backend.gemm import host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.configs import Config
-from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig, SwapABConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiles import NUM_SPLITS
@@ -79,6 +79,7 @@ GATED = replace(PLAIN, activation=SWIGLU)
 SMALL = GemmConfig(tile_m=128, box_n=16, stages=2)
 TALL = GemmConfig(tile_m=64, box_n=32, stages=2, pingpong=True)
 SMALL_M = SmallMConfig(tokens=16, stages=2)
+SWAP_AB = SwapABConfig(tokens=48, box_n=64, stages=2)
 
 CASES = [
     # --- many rows ---
@@ -139,6 +140,54 @@ CASES = [
         why="roundings stay behind the wait for products, where one block of k is all there is",
         case=LinearCase(rows=128, n=16, k=8, dtype=F16, bias=True),
         config=replace(SMALL, tile_m=256),
+    ),
+    # --- swapped operands ---
+    Emulated(id="swap-ab", why="consumers share tokens; all edges ragged", case=GATED, config=SWAP_AB),
+    Emulated(
+        id="swap-ab-exact",
+        why="no edge; four matrices and one at a time are staged",
+        case=replace(GATED, rows=160, n=128, k=256, dtype=F16),
+        config=replace(SWAP_AB, tokens=80),
+    ),
+    Emulated(
+        id="swap-ab-one",
+        why="one element of each tile is inside",
+        case=replace(GATED, rows=1, n=8, k=8),
+        config=SWAP_AB,
+    ),
+    Emulated(
+        id="swap-ab-wide",
+        why="two wgmma tiles a consumer, stored in two pieces; interleaved, a bias, rows apart",
+        case=replace(GATED, rows=70, n=200, interleaved=True, bias=True, pad_x=8, pad_weight=16, pad_out=40),
+        config=replace(SWAP_AB, tokens=80, box_n=128),
+    ),
+    Emulated(
+        id="swap-ab-three",
+        why="three consumers, the last tile's second box is outside; halves, a bias",
+        case=replace(GATED, rows=50, n=136, bias=True),
+        config=replace(SWAP_AB, box_n=96),
+    ),
+    Emulated(
+        id="swap-ab-pingpong",
+        why="each consumer has several tiles; a band ends in the middle",
+        case=replace(GATED, rows=100, n=200, k=136),
+        config=replace(SWAP_AB, tokens=32, box_n=32, pingpong=True, band=3),
+        sms=2,
+    ),
+    Emulated(
+        id="swap-ab-cluster",
+        why="tokens of two blocks share weights; the second block's last tile is outside",
+        case=GATED,
+        config=replace(SWAP_AB, cluster=2, stages=3),
+    ),
+    Emulated(
+        id="swap-ab-cluster-pingpong",
+        why="both, with a bias, in bands of one",
+        case=replace(GATED, rows=300, n=136, k=264, interleaved=True, bias=True),
+        config=replace(SWAP_AB, cluster=2, pingpong=True, band=1),
+    ),
+    Emulated(
+        id="swap-ab-special", why="NaN and infinities", case=replace(GATED, rows=70, special=True), config=SWAP_AB
     ),
     # --- few rows ---
     Emulated(

@@ -19,7 +19,7 @@ from dsl_backend.gemm.configs import (
     variants,
 )
 from dsl_backend.gemm.cost import max_ctas, runs_at_once
-from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.gemm.sm90.configs import SWAP_AB, GemmConfig, SmallMConfig, SwapABConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
@@ -180,6 +180,12 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
         (GemmConfig(band=0), "band 0 is not positive"),
         (GemmConfig(tile_m=256), "256 accumulators a thread: 192 are the most"),
         (GemmConfig(stages=5), "bytes of shared memory: 232448 are the most"),
+        (SwapABConfig(tokens=72), "72 tokens are not a multiple of 16 from 16 to 256"),
+        (SwapABConfig(tokens=272), "272 tokens are not a multiple of 16 from 16 to 256"),
+        (SwapABConfig(box_n=32), "box_n 32 is not 64, 96 or 128, nor 32 with ping-pong"),
+        (SwapABConfig(box_n=128, pingpong=True), "320 accumulators a thread: 184 are the most"),
+        (SwapABConfig(tokens=256, box_n=96), "128 accumulators a thread: 96 are the most"),
+        (SwapABConfig(cluster=4), "clusters of 4 CTAs: 1 or 2 are possible"),
         (SmallMConfig(tokens=24), "24 rows of a tile are neither 8 nor a multiple of 16"),
         (SmallMConfig(tokens=20), "20 tokens are not a multiple of 8 up to 128"),
         (SmallMConfig(tokens=136), "136 tokens are not a multiple of 8 up to 128"),
@@ -205,6 +211,19 @@ def test_estimates_are_no_faster_than_the_chip(target: Target, bandwidth: float,
     ],
 )
 def test_what_is_refused(config: Config, message: str) -> None:
-    for fine in (GemmConfig(), SmallMConfig(), sm100.GemmConfig(), sm100.SmallMConfig()):
+    for fine in (GemmConfig(), SmallMConfig(), SwapABConfig(), sm100.GemmConfig(), sm100.SmallMConfig()):
         assert fine.objections(LLAMA, SMEM_BYTES) == []
     assert any(message in reason for reason in config.objections(LLAMA, SMEM_BYTES))
+
+
+@pytest.mark.parametrize("spec", [replace(LLAMA, activation=None), replace(LLAMA, residual=True)], ids=str)
+def test_swapped_operands_need_an_activation_and_no_residual(spec: LinearSpec) -> None:
+    assert SwapABConfig().objections(LLAMA, SMEM_BYTES) == []
+    (reason,) = SwapABConfig().objections(spec, SMEM_BYTES)
+    assert reason == "gate and up rows alternate in a tile: an activation is needed, and no residual"
+
+
+def test_swapped_operands_are_tried_where_their_tokens_fit() -> None:
+    tokens = {config.tokens for config in variants(LLAMA, 320, H200) if isinstance(config, SwapABConfig)}
+    assert tokens == {80, 112, 160}
+    assert {config.tokens for config in SWAP_AB if config.fits(2000)} == {*range(80, 257, 16)} - {240}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator finds mistakes in the source of stream-K's fixup, of split-K's sums and of the epilogue."""
+"""The emulator finds mistakes in the source of stream-K's fixup, split-K's sums, swapped operands and the epilogue."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 from gemm_cases import CASES, Emulated, emulate
 
 from dsl_backend.gemm import epilogue, host, small_m
+from dsl_backend.gemm.sm90 import swap_ab
 from dsl_backend.runtime import toolkit
 from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
@@ -19,6 +20,8 @@ from tests.attention.mistakes import Mistake, spoilt
 (CASE,) = (one for one in CASES if one.id == "small-m")
 # A tile of two CTAs.
 (SPLIT_K,) = (one for one in CASES if one.id == "split-k")
+# A tile that is stored in two pieces, with a bias.
+(SWAP_AB,) = (one for one in CASES if one.id == "swap-ab-wide")
 BARRIER = "        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)\n"
 THREAD_0 = "        if thread == 0"
 RESET = 'cute.arch.store(flag, cutlass.Int32({}), sem="relaxed"'
@@ -38,7 +41,18 @@ SPLIT_K_MISTAKES = (
         "a part of k is left out", small_m, "first + share(k_tiles, self.num_splits, split + 1)", "first + k_tiles // 2"
     ),
 )
-QUICK = ("a flag without release", "partial sums are not awaited")
+FENCE = '            cute.arch.fence_proxy("async.shared", space="cta")\n'
+READ = ":\n                cute.arch.cp_async_bulk_wait_group"
+SWAP_AB_MISTAKES = (
+    Mistake("a store without a fence", swap_ab, FENCE, ""),
+    Mistake("a buffer that is still stored", swap_ab, "thread < 32" + READ, "thread < 0" + READ),
+    Mistake("vectors out of place", swap_ab, "lane // 2 % 4", "lane % 4"),
+    Mistake("ups as gates", swap_ab, "acc[(a, part, j), mma_tile, 0] for", "acc[(a, 1 - part, j), mma_tile, 0] for"),
+    Mistake("the first box twice", swap_ab, "2 * n_tile + index", "2 * n_tile"),
+    Mistake("the bias of the first 64 rows", swap_ab, "column + mma_tile * MMA_OUT", "column"),
+    Mistake("gate and up halves of another order", swap_ab, "stride=(row, part,", "stride=(part, row,"),
+)
+QUICK = ("a flag without release", "partial sums are not awaited", "a store without a fence")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +71,7 @@ def run(one: Emulated = CASE) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("one", [CASE, SPLIT_K], ids=lambda one: one.id)
+@pytest.mark.parametrize("one", [CASE, SPLIT_K, SWAP_AB], ids=lambda one: one.id)
 def test_right_without_a_mistake(one: Emulated) -> None:
     run(one)
 
@@ -87,4 +101,19 @@ def test_mistake_in_split_k_is_found(mistake: Mistake, tmp_path: Path, monkeypat
         monkeypatch.setattr(small_m.SmallMGemmBase, name, getattr(module.SmallMGemmBase, name))
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         run(SPLIT_K)
+    assert not isinstance(raised.value, HostError), "it ran"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for one in SWAP_AB_MISTAKES],
+)
+def test_mistake_in_swapped_operands_is_found(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = spoilt(mistake, tmp_path)
+    for name in ("init_acc", "epilogue", "convert", "stage_out", "box", "weight_copy"):
+        monkeypatch.setattr(swap_ab.SwapABGemm, name, getattr(module.SwapABGemm, name))
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        run(SWAP_AB)
     assert not isinstance(raised.value, HostError), "it ran"

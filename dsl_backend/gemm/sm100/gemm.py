@@ -66,7 +66,7 @@ class Gemm(GemmBase):
             self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
         )
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
-        params = self.params(args.operands, load, load, sOut_layout, epi_tile)
+        params = self.params(args.operands, load, load, cute.slice_(sOut_layout, (None, None, 0)), epi_tile)
         self.kernel(params, tiled_mma, *self.smem_layouts(self.weight_rows), sOut_layout).launch(
             grid=self.grid(args.operands, args.max_ctas),
             block=(self.threads, 1, 1),

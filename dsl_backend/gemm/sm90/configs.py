@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sizes import TAIL_ROWS, WARPGROUP, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 
@@ -13,22 +13,24 @@ CONSUMERS = 2  # consumer warpgroups of the GEMM kernel
 MMA_M = 64  # rows of a wgmma
 # setmaxnreg: what consumers take, of which some are addresses and the epilogue's.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# The same with three consumers, of the 128 that each of 512 threads starts with.
+CONSUMER_REGISTERS_OF_3, PRODUCER_REGISTERS_OF_3 = 152, 56
 # With less to spare, ptxas spilled 16 to 200 bytes where there is a bias or a residual.
 SPARE_REGISTERS, EXTRAS_REGISTERS = 40, 24
+# With swapped operands 40 spilled 32 bytes; of three consumers' registers 48 did not compile.
+SPARE_OF_SWAPPED, SPARE_OF_3 = 48, 56
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmConfig(GemmTiles):
-    """The persistent GEMM: a producer warp and two consumer warpgroups.
+class ConsumerTiles(GemmTiles):
+    """Tiles of a persistent GEMM with a producer warp and some consumer warpgroups.
 
     Attributes:
-        tile_m: rows of x; 64 or a multiple.
         pingpong: consumers alternate between tiles, so that one's epilogue overlaps the other's products; else they
             split every tile (cooperative).
         cluster: 1 or 2 CTAs; of 2 each loads a box of weights for both by multicast.
     """
 
-    tile_m: int = 128
     pingpong: bool = False
     cluster: int = 1
 
@@ -37,9 +39,39 @@ class GemmConfig(GemmTiles):
         return self.pingpong
 
     @property
+    def mma_rows(self) -> int:
+        """Of a tile: those of wgmma's M."""
+        raise NotImplementedError
+
+    @property
+    def mma_columns(self) -> int:
+        """Of a tile: wgmma's N."""
+        raise NotImplementedError
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return CONSUMERS
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a consumer's thread."""
+        return CONSUMER_REGISTERS
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread of the producer's warpgroup."""
+        return PRODUCER_REGISTERS
+
+    @property
+    def spare_registers(self) -> int:
+        """Of these, what accumulators leave."""
+        return SPARE_REGISTERS
+
+    @property
     def consumer_m(self) -> int:
         """Rows of a consumer's accumulators."""
-        return self.tile_m if self.pingpong else self.tile_m // CONSUMERS
+        return self.mma_rows if self.pingpong else self.mma_rows // self.consumers
 
     @property
     def mma_tiles_m(self) -> int:
@@ -49,7 +81,36 @@ class GemmConfig(GemmTiles):
     @property
     def accumulators(self) -> int:
         """Registers of a consumer's thread."""
-        return self.consumer_m * 2 * self.box_n // WARPGROUP
+        return self.consumer_m * self.mma_columns // WARPGROUP
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if self.cluster not in (1, 2):
+            reasons.append(f"clusters of {self.cluster} CTAs: 1 or 2 are possible")
+        extras = EXTRAS_REGISTERS if spec.bias or spec.residual else 0
+        most = self.consumer_registers - self.spare_registers - extras
+        if self.accumulators > most:
+            reasons.append(f"{self.accumulators} accumulators a thread: {most} are the most")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig(ConsumerTiles):
+    """The persistent GEMM: two consumers, rows of x are wgmma's M.
+
+    Attributes:
+        tile_m: rows of x; 64 or a multiple.
+    """
+
+    tile_m: int = 128
+
+    @property
+    def mma_rows(self) -> int:
+        return self.tile_m
+
+    @property
+    def mma_columns(self) -> int:
+        return 2 * self.box_n
 
     def epilogue_elements(self, parts: int) -> int:
         """A buffer of 64 rows for each consumer."""
@@ -61,11 +122,73 @@ class GemmConfig(GemmTiles):
             reasons.append(f"tile_m {self.tile_m}: each consumer needs a multiple of {MMA_M} rows")
         if not 16 <= self.box_n <= 128 or self.box_n % 8:
             reasons.append(f"box_n {self.box_n} is not a multiple of 8 from 16 to 128")
-        if self.cluster not in (1, 2):
-            reasons.append(f"clusters of {self.cluster} CTAs: 1 or 2 are possible")
-        most = CONSUMER_REGISTERS - SPARE_REGISTERS - (EXTRAS_REGISTERS if spec.bias or spec.residual else 0)
-        if self.accumulators > most:
-            reasons.append(f"{self.accumulators} accumulators a thread: {most} are the most")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapABConfig(ConsumerTiles):
+    """The persistent GEMM with swapped operands: weights are wgmma's M, rows of x (tokens) its N.
+
+    A tile may have any multiple of 16 tokens, so that it fits their number: 320 are two tiles of 160, where a sixth of
+    three tiles of 128 rows is nobody's. In a box of weights, 8 gate rows and the up rows of the same columns alternate.
+
+    Attributes:
+        tokens: rows of x; a multiple of 16 up to 256.
+        box_n: 32 (ping-pong alone), 64, 96 or 128. Cooperative consumers are three where it is 96, and else two.
+    """
+
+    tokens: int = 160
+
+    def fits(self, rows: int) -> bool:
+        """Whether no smaller tile makes as few rows of tiles."""
+        tiles = ceil_div(rows, self.tokens)
+        return ceil_div(rows, self.tokens - TAIL_ROWS) > tiles if self.tokens > TAIL_ROWS else True
+
+    @property
+    def tile_m(self) -> int:
+        return self.tokens
+
+    @property
+    def mma_rows(self) -> int:
+        return 2 * self.box_n
+
+    @property
+    def mma_columns(self) -> int:
+        return self.tokens
+
+    @property
+    def consumers(self) -> int:
+        return 3 if not self.pingpong and self.mma_rows % (CONSUMERS * MMA_M) else CONSUMERS
+
+    @property
+    def consumer_registers(self) -> int:
+        return CONSUMER_REGISTERS if self.consumers == CONSUMERS else CONSUMER_REGISTERS_OF_3
+
+    @property
+    def producer_registers(self) -> int:
+        return PRODUCER_REGISTERS if self.consumers == CONSUMERS else PRODUCER_REGISTERS_OF_3
+
+    @property
+    def spare_registers(self) -> int:
+        return SPARE_OF_SWAPPED if self.consumers == CONSUMERS else SPARE_OF_3
+
+    @property
+    def epi_tokens(self) -> int:
+        """Tokens that are stored at once: up to 64, and a part of the tile's without remainder."""
+        return max(tokens for tokens in range(8, 65, 8) if self.tokens % tokens == 0)
+
+    def epilogue_elements(self, parts: int) -> int:
+        """For each 64 rows of a consumer a buffer of their columns."""
+        return self.consumers * self.mma_tiles_m * (MMA_M // 2) * self.epi_tokens
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if not TAIL_ROWS <= self.tokens <= 256 or self.tokens % TAIL_ROWS:
+            reasons.append(f"{self.tokens} tokens are not a multiple of {TAIL_ROWS} from {TAIL_ROWS} to 256")
+        if self.box_n not in ((32, 64, 96, 128) if self.pingpong else (64, 96, 128)):
+            reasons.append(f"box_n {self.box_n} is not 64, 96 or 128, nor 32 with ping-pong")
+        if spec.activation is None or spec.residual:
+            reasons.append("gate and up rows alternate in a tile: an activation is needed, and no residual")
         return reasons + super().objections(spec, smem_bytes)
 
 
@@ -135,7 +258,18 @@ GEMMS = (
     GemmConfig(tile_m=192, box_n=56, pingpong=True),
     GemmConfig(tile_m=256, box_n=64, cluster=2),
 )
-# What `dsl-backend tune` tries besides: (tile_m, box_n, pingpong), and tokens.
+# Not measured yet: what `dsl-backend tune` tries besides.
+SWAP_AB = (
+    *(SwapABConfig(tokens=tokens, box_n=128, cluster=cluster) for tokens in range(80, 177, 16) for cluster in (1, 2)),
+    *(SwapABConfig(tokens=tokens, box_n=96, cluster=cluster) for tokens in range(96, 193, 16) for cluster in (1, 2)),
+    *(SwapABConfig(tokens=tokens, box_n=64, cluster=cluster) for tokens in range(192, 257, 16) for cluster in (1, 2)),
+    *(
+        SwapABConfig(tokens=tokens, box_n=64, cluster=cluster, pingpong=True)
+        for tokens in range(80, 177, 16)
+        for cluster in (1, 2)
+    ),
+)
+# More of the others: (tile_m, box_n, pingpong), and tokens.
 TRIED_GEMMS = (
     *((128, box_n, False) for box_n in (96, 112, 120, 128)),
     *((256, box_n, False) for box_n in (64, 96)),
@@ -146,8 +280,9 @@ TRIED_GEMMS = (
 TRIED_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 120, 128)
 
 
-def tried() -> Iterator[GemmConfig | SmallMConfig]:
+def tried() -> Iterator[GemmConfig | SmallMConfig | SwapABConfig]:
     """Configurations worth a measurement besides SMALL_M and GEMMS."""
+    yield from SWAP_AB
     for (tile_m, box_n, pingpong), cluster, band in itertools.product(TRIED_GEMMS, (1, 2), (4, 8, 16)):
         yield GemmConfig(tile_m=tile_m, box_n=box_n, pingpong=pingpong, cluster=cluster, band=band)
     for tokens, groups, split, tile_k in itertools.product(TRIED_TOKENS, (1, 2), (False, True), (64, 128, 256)):

@@ -15,7 +15,7 @@ from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
-from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
+from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, ConsumerTiles
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
@@ -31,30 +31,33 @@ CONSUMER_BARRIER, ORDER_BARRIER = 1, 1 + CONSUMERS
 class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
-    def __init__(self, key: GemmKey[GemmConfig]):
+    def __init__(self, key: GemmKey[ConsumerTiles]):
         super().__init__(key, ScalarArithmetic())
         config = key.config
         self.pingpong, self.consumer_m, self.mma_tiles_m = config.pingpong, config.consumer_m, config.mma_tiles_m
-        self.biased, self.threads = key.bias, (CONSUMERS + 1) * WARPGROUP
-        # Ping-pong: whole tiles alternate between consumers. Else each has half of every tile.
-        self.consumers_of_tile = 1 if self.pingpong else CONSUMERS
+        self.consumers, self.consumer_registers = config.consumers, config.consumer_registers
+        self.producer_registers = config.producer_registers
+        self.biased, self.threads = key.bias, (self.consumers + 1) * WARPGROUP
+        # Ping-pong: whole tiles alternate between consumers. Else each has an equal part of every tile.
+        self.consumers_of_tile = 1 if self.pingpong else self.consumers
         self.load_edge = Edge("x and weights", TMA, warpgroups(self.consumers_of_tile, self.cluster), self.stages)
+        # Columns of a wgmma, and what is stored at once.
+        self.mma_n, self.epi_tile = 2 * self.box_n, (MMA_M, self.columns)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`."""
-        weight_rows = 2 * self.box_n
         sOut_layout = self.sOut_layout()
-        tiled_mma = self.tiled_mma(weight_rows)
+        tiled_mma = self.tiled_mma(self.mma_n)
         multicast = cutlass.const_expr(self.cluster > 1)
         params = self.params(
             args.operands,
             cpasync.CopyBulkTensorTileG2SOp(),
             cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp(),
-            sOut_layout,
-            (MMA_M, self.columns),
+            self.sOut_tile(sOut_layout),
+            self.epi_tile,
         )
-        self.kernel(params, tiled_mma, *self.smem_layouts(weight_rows), sOut_layout).launch(
+        self.kernel(params, tiled_mma, *self.smem_layouts(2 * self.box_n), sOut_layout).launch(
             grid=self.grid(args.operands, args.max_ctas),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if multicast else None,
@@ -76,14 +79,17 @@ class Gemm(GemmBase):
 
     def sOut_layout(self) -> cute.ComposedLayout:
         """Of the consumers' output buffers, 64 rows each."""
-        epi_tile = (MMA_M, self.columns)
         if self.columns % 16 == 0:
-            return hopper_helpers.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, CONSUMERS)
+            return hopper_helpers.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, self.epi_tile, CONSUMERS)
         # A swizzle needs rows of a multiple of 32 bytes. Eight rows of an odd number of 16 bytes lie in different banks
         # without one.
         shape = (MMA_M, self.columns, CONSUMERS)
         plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
         return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
+
+    def sOut_tile(self, sOut_layout: cute.ComposedLayout) -> cute.ComposedLayout:
+        """One of these buffers."""
+        return cute.slice_(sOut_layout, (None, None, 0))
 
     @cute.kernel
     def kernel(
@@ -116,12 +122,12 @@ class Gemm(GemmBase):
         dependent_launch.launch_dependents()
         dependent_launch.wait()
         group = warp // (WARPGROUP // 32)
-        if group == CONSUMERS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == CONSUMERS * (WARPGROUP // 32):
+        if group == self.consumers:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp == self.consumers * (WARPGROUP // 32):
                 self.load(params, sX, sW, pipeline)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
         if cutlass.const_expr(self.cluster > 1):
             # The other CTA may still arrive at this one's barriers, or copy into its memory.
@@ -165,23 +171,29 @@ class Gemm(GemmBase):
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        row_tile, tCrA, tCrB, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         start, stride = self.consumer_tiles(group)
         for i in cutlass.range(cute.ceil_div(tiles - start, stride), unroll=1):
             tile = start + i * stride
             self.await_order(tile, group)
             m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
             if cutlass.const_expr(params.mBias is not None):
-                self.init_acc(params, acc, n_tile * self.columns, thread)
-            self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
+                self.init_acc(params, acc, n_tile * self.columns, row_tile, thread)
+            self.mainloop(tiled_mma, acc, tCrA, tCrB, pipeline, tile * k_tiles, k_tiles, thread)
             self.finish_mainloop(pipeline, acc, tile, tiles, k_tiles, group, thread)
-            first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + row_tile * self.consumer_m
-            self.epilogue(params, acc, sOut, group, thread, first_row, n_tile)
+            self.epilogue(params, acc, sOut, group, thread, m_tile * self.cluster + cta_rank, n_tile, row_tile)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def init_acc(self, params: GemmParams, acc: cute.Tensor, first_column: cutlass.Int32, thread: cutlass.Int32):
+    def init_acc(
+        self,
+        params: GemmParams,
+        acc: cute.Tensor,
+        first_column: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
+        thread: cutlass.Int32,
+    ):
         """Accumulators start with the bias of their columns: added in the epilogue, it would need more registers."""
         n = params.mOut.shape[1]
         for j in cutlass.range_constexpr(self.box_n // 8):
@@ -195,7 +207,7 @@ class Gemm(GemmBase):
                         acc[(a, row % 2, j + box * (self.box_n // 8)), row // 2, 0] = value
 
     def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
-        """(row_tile, tCrX, tCrW, acc): which rows of a tile a consumer has, its operands, and its accumulators."""
+        """(row_tile, tCrA, tCrB, acc): which rows of a tile a consumer has, its operands, and its accumulators."""
         thr_mma = tiled_mma.get_slice(thread)
         # Ping-pong: all of a tile's rows.
         row_tile = 0 if self.pingpong else group
@@ -207,7 +219,7 @@ class Gemm(GemmBase):
 
     def consumer_tiles(self, group):
         """(start, stride) of a consumer's tiles among those of its CTA."""
-        return (group if self.pingpong else 0), CONSUMERS // self.consumers_of_tile
+        return (group if self.pingpong else 0), self.consumers // self.consumers_of_tile
 
     @cute.jit
     def await_order(self, tile: cutlass.Int32, group: cutlass.Int32):
@@ -241,8 +253,8 @@ class Gemm(GemmBase):
         self,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tCrX: cute.Tensor,
-        tCrW: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
         pipeline: Pipeline,
         start: cutlass.Int32,
         k_tiles: cutlass.Int32,
@@ -258,8 +270,8 @@ class Gemm(GemmBase):
             stage = pipeline.stage(position)
             pipeline.consumer_wait(position)
             wgmma.fence()
-            for k_block in cutlass.range_constexpr(cute.size(tCrX, mode=[2])):
-                cute.gemm(tiled_mma, acc, tCrX[None, None, k_block, stage], tCrW[None, None, k_block, stage], acc)
+            for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                cute.gemm(tiled_mma, acc, tCrA[None, None, k_block, stage], tCrB[None, None, k_block, stage], acc)
                 tiled_mma.set(wgmma.Field.ACCUMULATE, True)
             wgmma.commit_group()
             # The k tile before this one is done.
@@ -269,12 +281,15 @@ class Gemm(GemmBase):
 
     def epilogue_copy(self, thread):
         """(copy_atom_r2s, thr_copy_r2s, tCrOut) of 64 rows of the output, from registers to shared memory."""
-        epi_tile = (MMA_M, self.columns)
         matrices = 4 if self.columns % 16 == 0 else 2
         copy_atom_r2s = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.out_dtype)
         epi_mma = self.tiled_mma(self.columns)
         thr_copy_r2s = cute.make_tiled_copy_C(copy_atom_r2s, epi_mma).get_slice(thread)
-        return copy_atom_r2s, thr_copy_r2s, cute.make_rmem_tensor(epi_mma.partition_shape_C(epi_tile), self.out_dtype)
+        return (
+            copy_atom_r2s,
+            thr_copy_r2s,
+            cute.make_rmem_tensor(epi_mma.partition_shape_C(self.epi_tile), self.out_dtype),
+        )
 
     @cute.jit
     def epilogue(
@@ -284,13 +299,14 @@ class Gemm(GemmBase):
         sOut: cute.Tensor,
         group: cutlass.Int32,
         thread: cutlass.Int32,
-        first_row: cutlass.Int32,
+        m_tile: cutlass.Int32,
         n_tile: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
     ):
-        """Accumulators to the output, 64 rows at a time, from row `first_row` on."""
+        """Accumulators of a consumer's rows of a CTA's tile to the output, 64 rows at a time."""
         copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
-        epi_tile = (MMA_M, self.columns)
-        gOut = cute.local_tile(params.mOut, epi_tile, (None, None))
+        first_row = m_tile * self.tile_m + row_tile * self.consumer_m
+        gOut = cute.local_tile(params.mOut, self.epi_tile, (None, None))
         tOsO, tOgO = cpasync.tma_partition(
             params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
