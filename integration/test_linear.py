@@ -29,12 +29,13 @@ LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
     "deepseek_v2": ("3", "Swiglu", "256", "512"),
     "compiled": ("3", "Swiglu", "256", "512"),
     "tensor parallel": ("3", "Swiglu", "256", "256"),
-    # The other projections are dsl's too.
+    # The other projections and the norms are dsl's too.
     "projections": ("3", "Swiglu", "256", "512"),
     "projections, compiled": ("3", "Swiglu", "256", "512"),
     "projections, tensor parallel": ("3", "Swiglu", "256", "256"),
 }
-PROJECTIONS: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl"}}}
+PROJECTIONS: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl", "norms": "dsl"}}}
+NORMS = re.compile(r"dsl serves (\d+) norms, RMSNorm of \d+ bfloat16, with residual")
 PROJECTED = re.compile(r"dsl serves (\d+) projections \((\w+)\), product of (\d+) to (\d+) bfloat16, for 1 to 64 rows")
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # vLLM 0.32.0 has no prompts' log-probabilities with LoRA on a CPU, where these prompts have none to give.
@@ -117,7 +118,9 @@ def test_log_says_which_projections_are_served(outcomes: Outcomes, name: str) ->
         ("RowParallelLinear", "3"),
         ("ParallelLMHead", "1"),
     }, outcomes[name].log[-4000:]
-    assert not re.search(r"vLLM serves \d+ projections", outcomes[name].log)
+    # Two in each layer, and the last one.
+    assert set(NORMS.findall(outcomes[name].log)) == {"7"}
+    assert not re.search(r"vLLM serves \d+ (projections|norms)", outcomes[name].log)
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,17 @@ def layer_specs(model: ModelShape) -> Iterator[NormSpec]:
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
     for spec in layer_specs(model):
-        if dispatch.cute(spec, target):
-            continue
-        # Imports CuTe DSL.
-        from dsl_backend.norm.cute import host
+        yield from precompile_specs_of(spec, target)
 
-        yield PrecompileSpec("norm", host.build, host.key_of(spec), target)
+
+def precompile_specs_of(spec: NormSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernel of a norm; none where no CuTe DSL kernel serves it."""
+    if dispatch.cute(spec, target):
+        return
+    # Imports CuTe DSL.
+    from dsl_backend.norm.cute import host
+
+    yield PrecompileSpec("norm", host.build, host.key_of(spec), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ configuration then; linear layers that turn out to be others are added when they
 it is needed is waited for, or compiled by the worker itself: nothing depends on a prediction.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
+from dsl_backend.norm import precompile as norm_precompile
+from dsl_backend.norm.spec import NormSpec
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model, precompile
 from dsl_backend.runtime import target as targets
@@ -79,6 +82,17 @@ def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:
     def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
         for spec in wanted:
             yield from experts_precompile.precompile_specs_of(spec, target)
+
+    begin(vllm_config, precompile_specs, "while the engine starts")
+
+
+def compile_norms(vllm_config: Any, specs: Iterable[NormSpec]) -> None:
+    """Start compiling what norms need, with the residual in front of them and without."""
+    wanted = set(specs)
+
+    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
+        for spec, residual in itertools.product(wanted, (False, True)):
+            yield from norm_precompile.precompile_specs_of(replace(spec, residual=residual), target)
 
     begin(vllm_config, precompile_specs, "while the engine starts")
 

@@ -11,6 +11,7 @@ from torch import nn
 from dsl_backend import __version__, envs
 from dsl_backend.log import logger
 from dsl_backend.vllm_plugin.fused_mlp import fuse
+from dsl_backend.vllm_plugin.norms import serve as serve_norms
 from dsl_backend.vllm_plugin.projections import serve as serve_projections
 from dsl_backend.vllm_plugin.routed_experts import serve
 
@@ -49,6 +50,7 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
         fuse.fuse_model(model, vllm_config)
         serve_projections.serve_projections(model, vllm_config)
         serve.serve_experts(model, vllm_config)
+        serve_norms.serve_norms(model, vllm_config)
         return function(model, *args, **kwargs)
 
     wrapper.wrapped_by_dsl = True  # type: ignore[attr-defined]
@@ -67,5 +69,5 @@ def extend_compilation_keys() -> None:
 
 def compilation_key() -> str:
     """The version of this package, and the changed layers of each model of this process."""
-    keys = (fuse.compilation_key(), serve_projections.compilation_key(), serve.compilation_key())
-    return " | ".join((__version__, *keys))
+    made = (fuse, serve_projections, serve, serve_norms)
+    return " | ".join((__version__, *(one.compilation_key() for one in made)))

@@ -16,6 +16,7 @@ from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import MOST_ROWS
 from dsl_backend.log import logger
+from dsl_backend.norm import precompile as norm_precompile
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model
 from dsl_backend.runtime import target as targets
@@ -24,6 +25,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
+from dsl_backend.vllm_plugin.norms.serve import served_specs as norm_specs
 from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
 from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
 
@@ -62,6 +64,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
             return []
         layers = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
         layers += [unit for spec in projection_specs() for unit in linear_units(spec, target, MOST_ROWS)]
+        layers += [unit for spec in norm_specs() for unit in norm_precompile.precompile_specs_of(spec, target)]
         layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
         wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the norms of models whose attention dsl serves: finds them, and replaces what their `forward` calls."""
+
+import math
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.log import logger
+from dsl_backend.norm import dispatch
+from dsl_backend.norm.spec import NormSpec
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import ahead, options
+from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
+from dsl_backend.vllm_plugin.options import ServedBy
+
+# vLLM's classes -> what they add to the weight.
+OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
+# For each model that dsl serves in this process, in order: name of a norm -> its spec.
+_served: list[dict[str, NormSpec]] = []
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no norm of an engine is served, whatever its model; empty where nothing is against it."""
+    served_by, reasons = options.of(vllm_config).norms, [sequence_parallelism(vllm_config)]
+    if served_by is ServedBy.VLLM:
+        reasons.append("additional_config['dsl']['norms'] is vllm")
+    if served_by is ServedBy.MEASURED:
+        reasons.append(
+            "nothing measured says that dsl is faster: "
+            """--additional-config '{"dsl": {"norms": "dsl"}}' has dsl serve them"""
+        )
+    if getattr(vllm_config, "quant_config", None) is not None:
+        reasons.append("the model is quantised, and vLLM fuses norms with the quantisation behind them")
+    passes = vllm_config.compilation_config.pass_config
+    if vllm_config.parallel_config.tensor_parallel_size > 1 and getattr(passes, "fuse_allreduce_rms", False):
+        reasons.append("vLLM fuses norms with the all-reduce in front of them (fuse_allreduce_rms)")
+    return "; ".join(filter(None, reasons))
+
+
+def norms(model: nn.Module, width: int) -> Iterator[tuple[str, Any]]:
+    """The norms of a model's hidden states, with their names; none of those that are served already.
+
+    Norms of heads and of latents are narrower: vLLM fuses them with their neighbours.
+    """
+    from vllm.model_executor.layers import layernorm
+
+    kinds = tuple(getattr(layernorm, name) for name in OFFSETS)
+    for name, module in model.named_modules():
+        if type(module) in kinds and module.weight.shape == (width,) and not hasattr(module, "dsl_weight_offset"):
+            yield name, module
+
+
+def judge(module: Any, dtype: torch.dtype, target: Target) -> NormSpec | str:
+    """The spec of a norm with a residual that is served, or why it stays vLLM's."""
+    method = getattr(module, "_forward_method", None)
+    if "forward" in vars(module) or getattr(method, "__self__", None) is not module:
+        return f"another forward was put into {type(module).__name__}"
+    if not isinstance(module.weight, nn.Parameter) or getattr(module, "variance_size_override", None) is not None:
+        return f"{type(module).__name__} has no weight, or the variance of a part of the row"
+    try:
+        spec = NormSpec(
+            width=module.weight.shape[0],
+            dtype=dtype,
+            out_dtype=dtype,
+            weight_dtype=module.weight.dtype,
+            residual=True,
+            weight_offset=OFFSETS[type(module).__name__],
+            vector=math.gcd(8, module.weight.shape[0]),
+        )
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return spec
+
+
+def serve_norms(model: nn.Module, vllm_config: Any) -> None:
+    """Serve every norm of a model's hidden states that can be served; log how many, and why others are not."""
+    if not options.serves_attention(vllm_config) or vllm_config.model_config is None:
+        return
+    target = targets.detect(torch.device(vllm_config.device_config.device))
+    against_engine = reasons_against_engine(vllm_config)
+    settings = vllm_config.model_config
+    served: dict[str, NormSpec] = {}
+    left: Counter[str] = Counter()
+    for name, module in norms(model, settings.get_hidden_size()):
+        found = against_engine or judge(module, settings.dtype, target)
+        if isinstance(found, str):
+            left[found] += 1
+        else:
+            replace(module, found)
+            served[name] = found
+    _served.append(served)
+    ahead.compile_norms(vllm_config, served.values())
+    for spec, count in Counter(served.values()).items():
+        by = dispatch.choose(spec, target).title
+        logger.info("dsl serves %d norms, %s, on %s: by %s", count, spec, target.arch, by)
+    for reason, count in left.items():
+        logger.info("vLLM serves %d norms: %s", count, reason)
+
+
+def replace(module: Any, spec: NormSpec) -> None:
+    """Have a norm's `forward` call this package's."""
+    from dsl_backend.vllm_plugin.norms.method import forward
+
+    module.dsl_weight_offset = spec.weight_offset
+    module._forward_method = types.MethodType(forward, module)
+
+
+def compilation_key() -> str:
+    """The served norms of each model of this process."""
+    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _served)
+
+
+def served_specs() -> set[NormSpec]:
+    """All kinds of norms that are served in this process."""
+    return {spec for served in _served for spec in served.values()}
