@@ -32,7 +32,8 @@ LOG_TAIL = 4000  # characters at the end of a failed engine's log that are kept
 ERROR_LINE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)\b: .+")
 # vLLM's log lines about the chosen backend and about the time of each part of the start.
 STARTUP_LINE = re.compile(
-    r"(Using \S+(?: attention)? backend.*|dsl serves attention.*|(?:dsl|vLLM) serves \d+ layers of routed experts.*"
+    r"(Using \S+(?: attention)? backend.*|dsl serves attention.*"
+    r"|(?:dsl|vLLM) serves \d+ (?:layers of routed experts|projections|norms).*"
     r"|Model loading took.*|torch\.compile took.*|Graph capturing finished.*|init engine .*|GPU KV cache size.*)"
 )
 

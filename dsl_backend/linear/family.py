@@ -40,6 +40,8 @@ FAMILY = Family(
     served_by_others=precompile.served_by_others,
     tuned_configs=TUNED_CONFIGS,
     checks={
-        "linear": Check("linear", (Benchmark("linear", r"^llama-8b-\d+$", r"^llama-8b-(16|1024)$"),)),
+        "linear": Check(
+            "linear", (Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),)
+        ),
     },
 )

@@ -248,6 +248,19 @@ def two_mlps(target: Target) -> Chain:
     return Chain(first.launches + second.launches, first.between + second.between, second.outputs)
 
 
+def split_k(target: Target) -> Chain:
+    """Products by clusters whose CTAs send each other sums, with norms between them: o, norm, a projection, o again."""
+    workspace, config = Workspace(CPU), replace(small_m(target), num_splits=2)
+    x, residual, hidden = normal(5, 328), normal(5, 136, seed=5), torch.empty(5, 136, dtype=BF16)
+    first = GemmOperands(x, normal(136, 328, seed=4, scale=0.1), None, None, hidden)
+    normed = norm(target, hidden, residual)
+    wide, out = torch.empty(5, 200, dtype=BF16), torch.empty(5, 136, dtype=BF16)
+    second = GemmOperands(normed.outputs[0], normal(200, 136, seed=6, scale=0.1), normal(200, seed=7), None, wide)
+    third = GemmOperands(wide, normal(136, 200, seed=8, scale=0.1), None, residual, out)
+    products = [linear(target, config, one, workspace) for one in (first, second, third)]
+    return Chain([products[0], *normed.launches, *products[1:]], [hidden, *normed.between, wide, out], [residual, out])
+
+
 def tall_mlp(target: Target) -> Chain:
     return mlp(target, many_rows(target), normal(150, 136), Workspace(CPU))
 
@@ -430,6 +443,7 @@ def verification(target: Target) -> Chain:
 # Each, and the architectures that have its kernels.
 CHAINS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "two_mlps": (two_mlps, ARCHS),
+    "split_k": (split_k, ARCHS),
     "tall_mlp": (tall_mlp, ARCHS),
     "decode": (decode, ARCHS),
     "latent": (latent, ARCHS),

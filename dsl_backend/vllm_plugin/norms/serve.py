@@ -59,8 +59,8 @@ def norms(model: nn.Module, width: int) -> Iterator[tuple[str, Any]]:
 
 def judge(module: Any, dtype: torch.dtype, target: Target) -> NormSpec | str:
     """The spec of a norm with a residual that is served, or why it stays vLLM's."""
-    method = getattr(module, "_forward_method", None)
-    if "forward" in vars(module) or getattr(method, "__self__", None) is not module:
+    bound_to: Any = getattr(getattr(module, "_forward_method", None), "__self__", None)
+    if "forward" in vars(module) or bound_to is not module:
         return f"another forward was put into {type(module).__name__}"
     if not isinstance(module.weight, nn.Parameter) or getattr(module, "variance_size_override", None) is not None:
         return f"{type(module).__name__} has no weight, or the variance of a part of the row"
