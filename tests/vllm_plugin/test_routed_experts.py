@@ -36,15 +36,26 @@ from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+# 0.26 has another name for it.
+FACTORY = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 BF16 = torch.bfloat16
 EXPERTS, TOPK, HIDDEN, WIDTH = 4, 2, 64, 32
 SERVED_BY_DSL = {"dsl": {"experts": "dsl"}}
+
+
+class Workspaces:
+    """In the place of vLLM's manager of scratch: new memory for each call."""
+
+    def get_simultaneous(self, *shapes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is served yet, and the reference serves: kernels are compared with it elsewhere."""
     monkeypatch.setattr(serve, "_served", [])
+    # vLLM for CUDA, and 0.26, ask a manager of a GPU's memory.
+    monkeypatch.setattr(modular_kernel, "current_workspace_manager", Workspaces)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with torch.no_grad():
         yield
@@ -54,7 +65,7 @@ def experts(*, experts: int = EXPERTS, hidden: int = HIDDEN, width: int = WIDTH,
     """A layer as vLLM's models make it, with weights."""
     options = {"top_k": TOPK, "params_dtype": BF16, "prefix": "experts", **options}
     with set_current_vllm_config(VllmConfig()):
-        runner = fused_moe.FusedMoEFactory(num_experts=experts, hidden_size=hidden, intermediate_size=width, **options)
+        runner = FACTORY(num_experts=experts, hidden_size=hidden, intermediate_size=width, **options)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in runner.routed_experts.named_parameters():
         scale = 0.5 if "bias" in name else 2 * parameter.shape[-1] ** -0.5
@@ -432,7 +443,9 @@ STAY: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lora": (lambda: changed(experts(), "moe_config.is_lora_enabled", True), "kernel does not support LoRA"),
     "exchange": (
-        lambda: changed(experts(), "moe_config.moe_parallel_config.all2all_backend", "passthrough"),
+        lambda: changed(
+            experts(), "moe_config.moe_parallel_config", SimpleNamespace(use_fi_nvl_two_sided_kernels=True)
+        ),
         "kernel does not support parallel config",
     ),
     "made": (
@@ -481,6 +494,7 @@ def test_batch_invariance(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_served(layer)
 
 
+@pytest.mark.skipif(not hasattr(vllm_utils, "is_weights_pre_processed"), reason="this vLLM shares no weights")
 def test_weights_of_another_process(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = experts()
     monkeypatch.setattr(vllm_utils, "is_weights_pre_processed", lambda: True)
@@ -523,6 +537,15 @@ def test_kernels_that_would_change_weights_are_not_asked_for(served: Any) -> Non
     assert layer.quant_method.unquantized_backend is backend.TRITON
     process(layer)
     judged(layer, SiluAndMul())
+
+
+def test_kernels_outside_of_these_classes(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.26 has them on a CPU."""
+    layer = experts()
+    monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
+    monkeypatch.setattr(layer.quant_method, "unquantized_backend", type(layer.quant_method.unquantized_backend).CPU)
+    assert "vLLM has no kernels to replace, or has made them already" in served(layer)[0]
+    assert not is_served(layer)
 
 
 def test_exchanges_with_wide_numbers() -> None:

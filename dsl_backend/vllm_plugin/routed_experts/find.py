@@ -76,7 +76,7 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     method, moe = layer.quant_method, layer.moe_config
     if type(method) is not UnquantizedFusedMoEMethod:
         return f"{type(method).__name__} is not vLLM's method of 16-bit weights"
-    if method.experts_cls is None or method.moe_kernel is not None:
+    if method.moe_kernel is not None or method.experts_cls is None or has_kernels_elsewhere(method):
         return "vLLM has no kernels to replace, or has made them already"
     served_by = options.of(vllm_config).experts
     if reason := reason_against_request(moe, served_by):
@@ -90,6 +90,11 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     spec = spec_of(layer, kernels)
     dispatch.choose(spec, target)
     return Service(spec, kernels) if served_by is ServedBy.DSL else measured(Service(spec, kernels), target)
+
+
+def has_kernels_elsewhere(method: Any) -> bool:
+    """Whether a method has its kernels outside of vLLM's classes for them, as 0.26's has them on a CPU."""
+    return bool(method.unquantized_backend.name == "CPU" and method.is_monolithic)
 
 
 def kernels_of(theirs: Any) -> Any:
