@@ -116,8 +116,11 @@ def choose(names: str | None, small: bool, quick: bool = False) -> list[Scenario
     return [scenario.small() for scenario in chosen] if small else chosen
 
 
-def prompts(requests: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts of random token ids. All prompts differ, so the prefix cache has no hits."""
+def prompts(requests: int, tokens: int, vocabulary: int, seed: int | str) -> list[list[int]]:
+    """Prompts of random token ids. Those of different seeds differ from their first tokens on.
+
+    An engine keeps prompts in its prefix cache: what is sent twice is computed once.
+    """
     generator = random.Random(seed)
     return [generator.choices(range(FIRST_ID, vocabulary), k=tokens) for _ in range(requests)]
 

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.engine import children, command, load, models, worker
 from benchmarks.engine.extension import WorkerFacts, objection
-from benchmarks.engine.scenarios import SCENARIOS, Figure, Scenario, choose, prompts, rates
-from benchmarks.engine.worker import Job, new_entries, orders
+from benchmarks.engine.scenarios import QUICK, SCENARIOS, Figure, Scenario, choose, prompts, rates
+from benchmarks.engine.worker import Events, Job, Measurement, new_entries, orders
 
 SETTINGS = {"shape": models.SHAPES["tiny"], "model": "tiny", "start_s": 20, "scenario_s": 20}
 READY = {"event": "ready", "at_s": 3.0, "facts": {"served_by": {"DSL": 2}, "graphs": "NONE", "page_size": 16}}
@@ -443,3 +443,16 @@ def test_mixed_lengths() -> None:
     assert max(lengths) <= 4096
     assert len(set(lengths)) > 40
     assert all(1 <= request.output <= 512 for request in requests)
+
+
+def test_no_prompt_begins_like_another(tmp_path: Path) -> None:
+    """The prefix cache would have it already: b256 and sampled differ in nothing else."""
+    chosen = [scenario for scenario in QUICK if scenario.id in ("b16", "b64", "b256", "sampled")]
+    job = Job(backend="dsl", engine={}, scenarios=chosen, vocabulary=1000)
+    found = [
+        tuple(prompt[:16])
+        for scenario in chosen
+        for turn in range(3)
+        for prompt in Measurement(None, scenario, job, Events(tmp_path / "events")).prompts(scenario.requests, turn)
+    ]
+    assert len(found) == len(set(found)) == 3 * (16 + 64 + 256 + 256)
