@@ -38,16 +38,17 @@ def render(records: Sequence[Record]) -> str:
         ValueError: the records have no row.
     """
     environments, sections = gather(records)
-    if not sections:
+    comparison = dsls_parts.of(records)
+    if not sections and not comparison:
         raise ValueError("no row was measured: there is nothing to show")
-    devices = list(dict.fromkeys(section.device for section in sections))
+    devices = list(dict.fromkeys(facts["device"] for facts in environments))
     title = f"Kernels on {', '.join(devices)}"
     parts = [f"<h1>{text(title)}</h1>", *map(facts_line, header(environments)), document.notes(complaints(records))]
     titles = [section.name if len(devices) > 1 else section.operator for section in sections]
     parts.append(summary(sections, titles))
     parts += [section_part(section, name) for section, name in zip(sections, titles, strict=True)]
     parts += [latencies(sections, device) for device in devices]
-    parts += dsls_parts.of(records)
+    parts += comparison
     parts.append(document.words(MEANING))
     return document.document(title, parts)
 

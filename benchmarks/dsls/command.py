@@ -14,17 +14,20 @@ from .. import command, measured, report
 from ..case import SMALLEST
 from ..command import Options, Selection
 from . import NAME, code_lines, compile_times, tables
-from .tables import Table
+from .tables import Choice, Table
 
-# Of the time limit: until when kernels are compiled ahead, and until when rows are measured; then compile times are.
-AHEAD_SHARE, ROWS_SHARE = 0.3, 0.75
+# Of the time limit: until when kernels are compiled ahead, and until when rows are measured if compile times follow.
+AHEAD_SHARE, ROWS_SHARE = 0.3, 0.6
+# With less time nothing is compiled ahead: 15 processes beside an H100 took 32 s for 26 of 130 launches, most of it to
+# import torch 2.14.
+AHEAD_SECONDS = 120.0
 
 
 def main(names: Sequence[str], json_path: pathlib.Path | None, options: Options, console: Console) -> int:
     """Measures tables.
 
     Args:
-        names: operators of `tables.TABLES`; all of them if there are none.
+        names: as `tables.chosen`.
 
     Returns:
         0 if this package's kernels were right in every row, else 1; 2 if an argument is not valid.
@@ -32,12 +35,14 @@ def main(names: Sequence[str], json_path: pathlib.Path | None, options: Options,
     try:
         chosen = tables.chosen(names)
         known = command.operators(options.page_size)
-        check(chosen, known, options)
+        check(chosen.tables, known, options)
         if options.sources:
             records = [record for source in options.sources for record in in_order(measured.read(source), known)]
             command.show_results(records, (), options, console)
             return 0
-        selections = [found for table in chosen if (found := selection(table, known[table.operator], options)).cases]
+        selections = [
+            found for table in chosen.tables if (found := selection(table, known[table.operator], options)).cases
+        ]
         if not selections:
             raise ValueError(f"no row of {NAME} matches {options.rows!r}")
         if options.only_list:
@@ -72,7 +77,7 @@ def selection(table: Table, operator: Any, options: Options) -> Selection:
 
 
 def measure(
-    chosen: Sequence[Table],
+    chosen: Choice,
     selections: Sequence[Selection],
     device: torch.device,
     options: Options,
@@ -84,14 +89,18 @@ def measure(
     gathered = command.begin(selections, device, options, lines)
     for record in code_lines.records([one.operator.name for one in selections]):
         lines.write(record)
-    if device.type == "cuda":
-        command.compile_all(selections, options, console, AHEAD_SHARE)
-    until = None if limit is None else start + ROWS_SHARE * limit
-    failed = command.measure_selections(selections, device, options, lines, gathered, console, until)
-    tasks = [task for one in selections for task in compile_tasks(one, chosen)]
-    for record in compile_times.run(tasks, device.type, None if limit is None else start + limit):
-        lines.write(record)
-        report.say(console, compile_line(record))
+    failed = False
+    if chosen.rows:
+        if device.type == "cuda" and (limit is None or limit >= AHEAD_SECONDS):
+            command.compile_all(selections, options, console, AHEAD_SHARE)
+        share = ROWS_SHARE if chosen.compile else 1.0
+        until = None if limit is None else start + share * limit
+        failed = command.measure_selections(selections, device, options, lines, gathered, console, until)
+    if chosen.compile:
+        tasks = [task for one in selections for task in compile_tasks(one, chosen.tables)]
+        for record in compile_times.run(tasks, device.type, None if limit is None else start + limit):
+            lines.write(record)
+            report.say(console, compile_line(record))
     known = {one.operator.name: one.operator for one in selections}
     command.show_results(in_order(lines.entries, known), selections, options, console)
     return 1 if failed else 0

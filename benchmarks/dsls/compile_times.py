@@ -25,7 +25,7 @@ from ..processes import stop_group
 
 KIND = "compile"
 # Cores for each process: compilers start threads and processes of their own.
-CORES_EACH = 4
+CORES_EACH = 2
 STOP_SECONDS = 2.0
 LAST_WORDS = 300
 

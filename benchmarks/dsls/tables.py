@@ -60,16 +60,37 @@ TABLES = (
 )
 
 
-def chosen(names: Sequence[str]) -> list[Table]:
-    """The tables of these operators; all of them without names.
+# Not a table of rows: the compile times of the chosen tables' kernels, or of all tables'.
+COMPILE = "compile"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to measure.
+
+    Attributes:
+        tables: whose kernels are compared.
+        rows: whether their rows are measured.
+        compile: whether their kernels' compile times are.
+    """
+
+    tables: tuple[Table, ...]
+    rows: bool
+    compile: bool
+
+
+def chosen(names: Sequence[str]) -> Choice:
+    """What names ask for: operators of tables, and `compile`. Without names, everything.
 
     Raises:
         ValueError: there is no such table.
     """
     known = [table.operator for table in TABLES]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no table {', '.join(unknown)} of DSLs: choose from {', '.join(known)}")
-    return [table for table in TABLES if not names or table.operator in names]
+    if unknown := [name for name in names if name not in (*known, COMPILE)]:
+        raise ValueError(f"no table {', '.join(unknown)} of DSLs: choose from {', '.join([*known, COMPILE])}")
+    asked = [name for name in names if name != COMPILE]
+    tables = tuple(table for table in TABLES if not asked or table.operator in asked)
+    return Choice(tables, rows=bool(asked) or not names, compile=COMPILE in names or not names)
 
 
 def spread(cases: Sequence[Case[Any]]) -> list[Case[Any]]:

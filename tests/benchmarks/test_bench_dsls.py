@@ -70,7 +70,7 @@ def test_a_cut_off_keeps_the_whole_range() -> None:
 
 def test_a_run(tmp_path: Path) -> None:
     lines, path = tmp_path / "rows.jsonl", tmp_path / "page.html"
-    status, text = run("softmax", json_path=lines, report_path=path, rows="3x40", peers="FlashInfer")
+    status, text = run("softmax", "compile", json_path=lines, report_path=path, rows="3x40", peers="FlashInfer")
     assert status == 0
     environment, *records = map(json.loads, lines.read_text().splitlines())
     assert environment["kind"] == "environment"
@@ -96,7 +96,7 @@ def test_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (("launches",), {}, "no table launches of DSLs: choose from launch, softmax, linear, prefill"),
+        (("launches",), {}, "no table launches of DSLs: choose from launch, softmax, linear, prefill, compile"),
         ((), {"held_out": True}, "has its own rows and columns"),
         ((), {"kernels": "cute"}, "has its own rows and columns"),
         ((), {"rows": "nothing"}, "no row of dsls matches 'nothing'"),
@@ -108,6 +108,20 @@ def test_what_means_nothing_is_refused(names: tuple[str, ...], options: Record, 
     status, text = run(*names, **options)
     assert status == 2
     assert message in text
+
+
+def test_rows_and_compile_times_are_chosen_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile times alone are of all tables; a page of them alone is one."""
+    monkeypatch.setattr(compile_times, "asked", lambda *arguments: {"seconds": 1.5})
+    assert tables.chosen([]) == tables.Choice(tables.TABLES, rows=True, compile=True)
+    found = {}
+    for names in (("compile",), ("launch",)):
+        lines, path = tmp_path / "rows.jsonl", tmp_path / "page.html"
+        assert run(*names, json_path=lines, report_path=path)[0] == 0
+        records = [json.loads(line) for line in lines.read_text().splitlines()]
+        found[names[0]] = {(one["kind"], one["operator"]) for one in records if one["kind"] in ("row", "compile")}
+        assert ("<h2>Compile times</h2>" in path.read_text()) == ("compile" in names)
+    assert found == {"compile": {("compile", table.operator) for table in tables.TABLES}, "launch": {("row", "launch")}}
 
 
 def test_a_list() -> None:
