@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own samplers with our draw inside: which engines get it, what comes out, and what it never does."""
 
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -25,15 +26,18 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 from vllm.v1.worker.gpu.states import RequestState
 
 from dsl_backend import log
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.reference import ReferenceSampler
-from dsl_backend.sampling.spec import Parameters
+from dsl_backend.sampling.spec import LogprobsMode, Parameters
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from dsl_backend.vllm_plugin.sampler import replace as sampler
+from dsl_backend.vllm_plugin.sampler import row_sampler
 from dsl_backend.vllm_plugin.sampler import v1 as sampler_v1
 from dsl_backend.vllm_plugin.sampler import v2 as sampler_v2
 from dsl_backend.vllm_plugin.sampler.replace import V1, V2
+from dsl_backend.vllm_plugin.sampler.row_sampler import Likeliest, Returned, likeliest_of
 
 VOCAB, MOST = 200, 16
 CPU = torch.device("cpu")
@@ -423,6 +427,71 @@ def test_v1_logprobs_are_vllms(mode: str, asked: int, monkeypatch: pytest.Monkey
         assert torch.equal(found.logprob_token_ids[finite], expected.logprob_token_ids[finite])
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_v1_16_bits_are_not_copied(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, and the likeliest with the lower id first of equal ones, from the model's logits as they are."""
+    runner = adopted(mode)
+    seen = []
+    run = row_sampler.api.run
+    monkeypatch.setattr(
+        row_sampler.api, "run", lambda plan, logits, *rest: (seen.append(logits), run(plan, logits, *rest))[1]
+    )
+    logits = some_logits(6).to(torch.bfloat16)
+    ours = runner.sampler(logits, step(6, max_num_logprobs=5))
+    assert seen[-1] is logits
+    assert ours.sampled_token_ids.dtype == torch.int32
+    # The last row has no seed.
+    assert torch.equal(ours.sampled_token_ids[:-1], runner.sampler(logits, step(6)).sampled_token_ids[:-1])
+    assert_likeliest(logits, ours.sampled_token_ids.view(-1), ours.logprobs_tensors, mode)
+    kept = [tensor.clone() for tensor in ours.logprobs_tensors[:3]]
+    runner.sampler(-logits, step(6, max_num_logprobs=5))
+    assert all(map(torch.equal, kept, ours.logprobs_tensors[:3])), "vLLM reads them while the next step draws"
+
+
+def assert_likeliest(logits: torch.Tensor, tokens: torch.Tensor, found: Any, mode: str, count: int = 5) -> None:
+    """VLLM's log-probabilities of the tokens and of the likeliest ones, and the tokens' ranks."""
+    values = logits.float() if mode == "raw_logits" else logits.float().log_softmax(-1)
+    chosen = tokens.long().unsqueeze(1)
+    ids = torch.cat([chosen, logits.float().sort(descending=True, stable=True).indices[:, :count]], 1)
+    assert torch.equal(found.logprob_token_ids.long(), ids)
+    torch.testing.assert_close(found.logprobs, values.gather(1, ids), rtol=1e-5, atol=1e-5)
+    assert found.selected_token_ranks.dtype == torch.int64
+    assert torch.equal(found.selected_token_ranks, (values >= values.gather(1, chosen)).sum(-1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_logprobs": 21},
+        {"max_num_logprobs": 2, "logprob_token_ids": {0: [3, 4]}},
+        {"max_num_logprobs": 2, "bad_words_token_ids": {0: [[3]]}, "output_token_ids": [[1]] * 4},
+        {"max_num_logprobs": 2, "allowed_token_ids_mask": torch.zeros(4, VOCAB, dtype=torch.bool)},
+        {"all_greedy": True, "temperature": None},
+    ],
+)
+def test_v1_what_vllm_still_returns(changes: dict[str, Any]) -> None:
+    """More than the engine allows, log-probabilities of given tokens, logits that it changes, all greedy."""
+    runner = adopted()
+    assert not runner.sampler.draws_from_given(step(4, **changes))
+    assert runner.sampler.draws_from_given(step(4, max_num_logprobs=2))
+    output = runner.sampler(some_logits(4), step(4, **changes))
+    assert (output.logprobs_tensors is None) == ("max_num_logprobs" not in changes)
+
+
+def test_what_may_be_asked_for() -> None:
+    model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    assert likeliest_of("raw_logprobs", model, CPU) == Likeliest(LogprobsMode.RAW_LOGPROBS, 20)
+    assert likeliest_of("processed_logprobs", model, CPU) is None
+    for allowed, count in ((-1, 128), (500, 128), (3, 3)):
+        model.max_logprobs = allowed
+        assert likeliest_of("raw_logits", model, CPU) == Likeliest(LogprobsMode.RAW_LOGITS, count)
+
+
+def test_triton_leaves_them_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_sampler.targets, "detect", lambda device: from_arch("sm_80"))
+    assert likeliest_of("raw_logprobs", SimpleNamespace(get_vocab_size=lambda: VOCAB), CPU) is None
+
+
 def test_v1_leaves_what_it_hands_out() -> None:
     """The next step overwrites nothing that vLLM may still read."""
     runner = adopted("processed_logprobs")
@@ -533,6 +602,46 @@ def test_v2_processed_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(v2_step(own, logits, [1, 2, 0], [3, 4, 5])[0], tokens)
 
 
+@pytest.mark.skipif(not hasattr(SamplerV2, "get_logprobs_dims"), reason="this vLLM has no such method")
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_v2_likeliest(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the launch that draws; vLLM's own, which needs a GPU, is not called."""
+    own = adopted_v2(monkeypatch, [SamplingParams(**one, logprobs=5) for one in REQUESTS], mode)
+    slots = torch.tensor([MOST - 1 - number for number in (3, 1, 0)], dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_reqs=3,
+        idx_mapping=slots,
+        idx_mapping_np=slots.numpy(),
+        expanded_idx_mapping=slots,
+        expanded_local_pos=torch.zeros(3, dtype=torch.int32),
+        cu_num_logits=torch.arange(4, dtype=torch.int32),
+        cu_num_logits_np=np.arange(4),
+        positions=torch.arange(3),
+        input_ids=torch.zeros(3, dtype=torch.int32),
+        logits_indices=torch.arange(3),
+        seq_lens=torch.ones(3, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.ones(3, dtype=torch.int32),
+    )
+    module = importlib.import_module(SamplerV2.__module__)
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", lambda counts, *rest: (counts, counts * 0))
+    monkeypatch.setattr(module, "compute_topk_scores", None)
+    logits = some_logits(3).to(torch.bfloat16)
+    output = own(logits, batch)
+    assert_likeliest(logits, output.sampled_token_ids.view(-1), output.logprobs_tensors, mode)
+    assert output.logprobs_tensors.cu_num_generated_tokens is None
+    kept = [tensor.clone() for tensor in output.logprobs_tensors[:3]]
+    own(-logits, batch)
+    assert all(map(torch.equal, kept, output.logprobs_tensors[:3])), "vLLM reads them while the next step draws"
+    # The kernel returns no more than an engine allows, and logits that vLLM changes are not the model's.
+    assert own.likeliest_of_step(batch.idx_mapping_np) == 5
+    assert own.get_logprobs_dims(batch.idx_mapping_np) == (5, 0)
+    own.needs_logits_processing[slots[1]] = True
+    assert own.likeliest_of_step(batch.idx_mapping_np) is None
+    assert own.likeliest_of_step(batch.idx_mapping_np[:1]) == 5
+    add_request(own, 3, SamplingParams(logprobs=21))
+    assert own.likeliest_of_step(batch.idx_mapping_np[:1]) is None
+
+
 def test_v2_needs_no_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature and filters alone are no reason for vLLM to process logits."""
     own = adopted_v2(monkeypatch, params())
@@ -614,13 +723,15 @@ def test_v2_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_plans_are_made_at_the_first_step(made: Any) -> None:
     """That is while vLLM warms up; whatever a batch asks for later compiles nothing."""
     module, make = made
-    runner = Runner(make(logprobs_mode="processed_logprobs"))
-    sampler.decide(runner, module)
-    rows = runner.sampler.rows
-    zero = torch.zeros(2, dtype=torch.int64)
-    rows.draw(some_logits(2).to(torch.bfloat16), zero, zero)
-    dtypes = {torch.bfloat16} | ({torch.float32} if module == V2 else set())
-    assert set(rows.plans) == {(VOCAB, dtype, kind) for dtype in dtypes for kind in (False, True)}
+    kinds = {"processed_logprobs": Returned.ALL_LOGPROBS, "raw_logprobs": Returned.LIKELIEST}
+    for mode, kind in kinds.items():
+        runner = Runner(make(logprobs_mode=mode))
+        sampler.decide(runner, module)
+        rows = runner.sampler.rows
+        zero = torch.zeros(2, dtype=torch.int64)
+        rows.draw(some_logits(2).to(torch.bfloat16), zero, zero)
+        dtypes = (torch.bfloat16, torch.float32)
+        assert set(rows.plans) == {(VOCAB, dtype, one) for dtype in dtypes for one in (Returned.NOTHING, kind)}
 
 
 def test_three_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,7 +743,7 @@ def test_three_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> N
     logits, zero = some_logits(2), torch.zeros(2, dtype=torch.int64)
     rows.draw(logits, zero, zero)
     seen = []
-    plan = rows.plan(logits, False)
+    plan = rows.plan(logits, Returned.NOTHING)
     launch = plan.kernel.launch
     monkeypatch.setattr(
         plan.kernel, "launch", lambda logits, given, out: (seen.append(given), launch(logits, given, out))

@@ -28,7 +28,17 @@ from dsl_backend.vllm_plugin.sampler import replace as sampler
 from dsl_backend.vllm_plugin.sampler import v1_verification, v2_verification
 from dsl_backend.vllm_plugin.sampler.replace import V1, V2
 from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
-from tests.vllm_plugin.test_sampler import MOST, VOCAB, Runner, add_request, some_logits, speculation, step, v2_sampler
+from tests.vllm_plugin.test_sampler import (
+    MOST,
+    VOCAB,
+    Runner,
+    add_request,
+    assert_likeliest,
+    some_logits,
+    speculation,
+    step,
+    v2_sampler,
+)
 
 DRAFTS = 3
 # Drafts of each request; one has none.
@@ -153,12 +163,18 @@ def test_v1_logprobs(mode: str) -> None:
     tokens, logprobs = reference.sample(logits, v1_parameters(metadata, REQUESTS))
     output = runner.rejection_sampler(v1_metadata(some_drafts(tokens)), None, logits.clone(), metadata)
     values = logits.log_softmax(-1) if mode == "raw_logprobs" else logprobs
+    ranks = output.logprobs_tensors.selected_token_ranks.view(len(COUNTS), -1)
+    ids = output.logprobs_tensors.logprob_token_ids.view(len(COUNTS), ranks.shape[1], 3)
     kept = output.sampled_token_ids >= 0
     found = output.logprobs_tensors.logprobs[:, 0].view(kept.shape)
     for request, first in enumerate(CU_ROWS[:-1]):
         n = int(kept[request].sum())
         rows = torch.arange(first, first + n)
-        torch.testing.assert_close(found[request, :n], values[rows, tokens[rows]], rtol=1e-5, atol=1e-5)
+        chosen = values[rows, tokens[rows]]
+        torch.testing.assert_close(found[request, :n], chosen, rtol=1e-5, atol=1e-5)
+        assert ids[request, :n, 0].tolist() == tokens[rows].tolist()
+        assert ranks[request, :n].tolist() == (values[rows] >= chosen.unsqueeze(1)).sum(-1).tolist()
+        assert ids[request, :n, 1:].tolist() == values[rows].topk(2).indices.tolist()
 
 
 def test_v1_processing_is_that_of_each_rows_text() -> None:
@@ -328,6 +344,19 @@ def test_v2_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, logprobs = reference.sample(logits, v2_parameters())
     values, *_ = v2_verify(own, logits, some_drafts(tokens), None)
     torch.testing.assert_close(values, logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not v2_verification.LOGPROBS_NAMES, reason="this vLLM passes rows in another way")
+def test_v2_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each row, from the launch that draws: the tokens that are returned are those that were drawn."""
+    own = v2_rejection_sampler(monkeypatch)
+    logits = some_logits(ROWS)
+    drawn = reference.sample(logits, v2_parameters())[0]
+    values, tokens, counts = v2_verify(own, logits, some_drafts(drawn), None)
+    assert values is logits
+    found = own._get_logprobs_tensors(tokens, counts, values, torch.from_numpy(CU_ROWS), CU_ROWS, 2)
+    assert_likeliest(logits, drawn, found, "raw_logprobs", 2)
+    assert found.cu_num_generated_tokens == CU_ROWS.tolist()
 
 
 # Which engines get it.

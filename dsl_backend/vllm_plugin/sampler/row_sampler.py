@@ -1,16 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling plans that both runners' samplers use, for all kinds of batches of an engine."""
 
+import enum
+from typing import Any, NamedTuple
+
 import torch
 
 from dsl_backend.log import info_once
-from dsl_backend.sampling import api
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.runtime import target as targets
+from dsl_backend.sampling import api, dispatch
+from dsl_backend.sampling.spec import MAX_LOGPROBS, LogprobsMode, Parameters, Sampled, SamplingSpec
 
 # The parameters that kernels get: without filters, with top-p alone, and with filters that bound a row's candidates.
 COMBINATIONS = (("temperature",), ("temperature", "top_p"), ("temperature", "top_p", "top_k", "min_p"))
 # What a plan's workspace and log-probabilities may take, 4 bytes for each logit of its rows; vLLM's bound too.
 PLAN_BYTES = 1 << 30
+
+
+class Returned(enum.Enum):
+    """What a step returns beside its tokens."""
+
+    NOTHING = enum.auto()
+    ALL_LOGPROBS = enum.auto()
+    LIKELIEST = enum.auto()
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens that an engine's steps may ask for.
+
+    Attributes:
+        mode: by which values.
+        count: of a row, at most.
+    """
+
+    mode: LogprobsMode
+    count: int
+
+
+def likeliest_of(logprobs_mode: str, model: Any, device: torch.device) -> Likeliest | None:
+    """The likeliest tokens that kernels return for an engine; None where vLLM finds them.
+
+    Triton's kernel reads a row once for each of them, and is not measured beside vLLM's.
+
+    Args:
+        logprobs_mode, model: of the engine; its configuration of the model.
+    """
+    vocab, allowed = model.get_vocab_size(), getattr(model, "max_logprobs", 20)
+    count = min(MAX_LOGPROBS, vocab) if allowed < 0 else min(allowed, MAX_LOGPROBS, vocab)
+    if logprobs_mode not in (LogprobsMode.RAW_LOGPROBS.value, LogprobsMode.RAW_LOGITS.value):
+        return None
+    found = Likeliest(LogprobsMode(logprobs_mode), count)
+    spec = SamplingSpec(vocab=vocab, logprobs_mode=found.mode, num_logprobs=count)
+    return None if dispatch.choose(spec, targets.detect(device)).name == "triton" else found
 
 
 def rows_at_once(max_requests: int, max_drafts: int, vocab: int) -> int:
@@ -29,21 +70,32 @@ class RowSampler:
     Args:
         max_rows: of a launch. Steps of more rows are drawn in parts.
         dtypes: that logits may have beside the first step's.
-        logprobs: whether log-probabilities may be asked for.
+        logprobs: whether all log-probabilities may be asked for.
+        likeliest: tokens that may be asked for.
     """
 
     def __init__(
-        self, max_rows: int, device: torch.device, dtypes: tuple[torch.dtype, ...] = (), logprobs: bool = False
+        self,
+        max_rows: int,
+        device: torch.device,
+        dtypes: tuple[torch.dtype, ...] = (),
+        logprobs: bool = False,
+        likeliest: Likeliest | None = None,
     ) -> None:
-        self.max_rows, self.device, self.dtypes = max_rows, device, dtypes
-        self.kinds = (False, True) if logprobs else (False,)
-        self.plans: dict[tuple[int, torch.dtype, bool], api.SamplingPlan] = {}
+        self.max_rows, self.device, self.dtypes, self.likeliest = max_rows, device, dtypes, likeliest
+        asked = {Returned.NOTHING: True, Returned.ALL_LOGPROBS: logprobs, Returned.LIKELIEST: likeliest is not None}
+        self.kinds = tuple(kind for kind, may_be in asked.items() if may_be)
+        self.plans: dict[tuple[int, torch.dtype, Returned], api.SamplingPlan] = {}
         self.off = {
             "temperature": torch.ones(max_rows, device=device),
             "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
             "top_p": torch.ones(max_rows, device=device),
             "min_p": torch.zeros(max_rows, device=device),
         }
+
+    def returns(self, num_logprobs: int) -> bool:
+        """Whether so many of the likeliest tokens may be asked for; -1 are all."""
+        return self.likeliest is not None and 0 <= num_logprobs <= self.likeliest.count
 
     def draw(
         self,
@@ -52,11 +104,14 @@ class RowSampler:
         positions: torch.Tensor,
         *,
         logprobs: bool = False,
+        num_logprobs: int | None = None,
         **filters: torch.Tensor | None,
     ) -> Sampled:
         """One token of each row of logits [rows, vocab].
 
         Args:
+            logprobs: return all log-probabilities.
+            num_logprobs: return so many of the likeliest tokens; None for none, and with logprobs.
             filters: temperature, top_k, top_p and min_p as in Parameters; None is off for all rows.
 
         Returns:
@@ -64,41 +119,51 @@ class RowSampler:
         """
         rows = logits.shape[0]
         if rows > self.max_rows:
-            return self.draw_in_parts(logits, {"seeds": seeds, "positions": positions, **filters}, logprobs)
+            given = {"seeds": seeds, "positions": positions, **filters}
+            return self.draw_in_parts(logits, given, logprobs=logprobs, num_logprobs=num_logprobs)
         used = {name: tensor for name, tensor in filters.items() if tensor is not None}
         names = next(names for names in COMBINATIONS if used.keys() <= set(names))
         given = {name: self.off[name][:rows] for name in names} | used
-        return api.run(self.plan(logits, logprobs), logits, Parameters(seeds=seeds, positions=positions, **given))
+        kind = Returned.NOTHING if num_logprobs is None else Returned.LIKELIEST
+        plan = self.plan(logits, Returned.ALL_LOGPROBS if logprobs else kind)
+        return api.run(plan, logits, Parameters(seeds=seeds, positions=positions, **given), num_logprobs)
 
     def draw_in_parts(
-        self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], logprobs: bool
+        self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], **returned: Any
     ) -> Sampled:
         parts = []
         for begin in range(0, logits.shape[0], self.max_rows):
             part = slice(begin, begin + self.max_rows)
             given = {name: tensor if tensor is None else tensor[part] for name, tensor in parameters.items()}
-            drawn = self.draw(logits[part], logprobs=logprobs, **given)  # type: ignore[arg-type]
+            drawn = self.draw(logits[part], **given, **returned)  # type: ignore[arg-type]
             # The next part overwrites them.
-            parts.append((drawn.tokens.clone(), None if drawn.logprobs is None else drawn.logprobs.clone()))
-        tokens, values = zip(*parts, strict=True)
-        return Sampled(torch.cat(tokens), torch.cat(values) if logprobs else None)
+            parts.append([None if tensor is None else tensor.clone() for tensor in drawn])
+        whole = (None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return Sampled(*whole)  # type: ignore[arg-type]
 
-    def plan(self, logits: torch.Tensor, logprobs: bool) -> api.SamplingPlan:
-        key = (logits.shape[1], logits.dtype, logprobs)
+    def plan(self, logits: torch.Tensor, kind: Returned) -> api.SamplingPlan:
+        key = (logits.shape[1], logits.dtype, kind)
         if key not in self.plans:
             for dtype in dict.fromkeys((logits.dtype, *self.dtypes)):
                 for kind in self.kinds:
                     self.prepare(key[0], dtype, kind, logits.stride(0))
         return self.plans[key]
 
-    def prepare(self, vocab: int, dtype: torch.dtype, logprobs: bool, stride: int) -> None:
+    def prepare(self, vocab: int, dtype: torch.dtype, kind: Returned, stride: int) -> None:
         """Make a plan and launch it with each combination, so that no later step compiles or allocates.
 
         Args:
             stride: elements between rows of logits, which may be padded: Triton compiles for multiples of 16.
         """
-        spec = SamplingSpec(vocab=vocab, dtype=dtype, logprobs=logprobs)
-        plan = self.plans[vocab, dtype, logprobs] = api.plan(spec, self.max_rows, self.device)
+        asked = self.likeliest if kind is Returned.LIKELIEST else None
+        spec = SamplingSpec(
+            vocab=vocab,
+            dtype=dtype,
+            logprobs=kind is Returned.ALL_LOGPROBS,
+            logprobs_mode=None if asked is None else asked.mode,
+            num_logprobs=0 if asked is None else min(asked.count, vocab),
+        )
+        plan = self.plans[vocab, dtype, kind] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         row = torch.zeros(1, max(vocab, stride), dtype=dtype, device=self.device)[:, :vocab]
         for names in COMBINATIONS:

@@ -11,7 +11,13 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import Distributions, Drafts, Known
 from dsl_backend.vllm_plugin import compat
-from dsl_backend.vllm_plugin.sampler.v1 import DSLSampler, min_p_of
+from dsl_backend.vllm_plugin.sampler.v1 import (
+    DSLSampler,
+    changes_logits,
+    has_thinking_budgets,
+    likeliest_tensors,
+    min_p_of,
+)
 from dsl_backend.vllm_plugin.sampler.verification import Verifier, draws_drafts
 
 
@@ -51,9 +57,12 @@ class DSLRejectionSampler(RejectionSampler):
         request = torch.searchsorted(metadata.cu_num_sampled_tokens, ids, right=True)
         parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
-        drawn = self.draw(
-            self.processed(logits, step, metadata), step, request, parameters, asked or draft_probs is not None
-        )
+        processed = self.processed(logits, step, metadata)
+        returned: dict[str, Any] = {"logprobs": asked or draft_probs is not None}
+        if draft_probs is None and processed is logits and self.returns_likeliest(step):
+            # Each token that is returned is the one that was drawn for its row.
+            returned = {"num_logprobs": step.max_num_logprobs}
+        drawn = self.draw(processed, step, request, parameters, **returned)
         inputs = torch.full_like(ids, -1).index_copy_(
             0, (metadata.target_logits_indices + 1).long(), metadata.draft_token_ids.to(ids.dtype)
         )
@@ -84,16 +93,20 @@ class DSLRejectionSampler(RejectionSampler):
         )
 
     def draw(
-        self, logits: torch.Tensor, step: Any, request: torch.Tensor, parameters: Parameters, logprobs: bool
+        self, logits: torch.Tensor, step: Any, request: torch.Tensor, parameters: Parameters, **returned: Any
     ) -> Sampled:
-        """A token for each row, as if there were no drafts."""
+        """A token for each row, as if there were no drafts.
+
+        Args:
+            returned: logprobs and num_logprobs as in `RowSampler.draw`.
+        """
         filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
         return self.sampler.rows.draw(
             logits,
             parameters.seeds,
             parameters.positions,
             temperature=parameters.temperature,
-            logprobs=logprobs,
+            **returned,
             **{name: None if values is None else values[request] for name, values in filters.items()},
         )
 
@@ -103,8 +116,7 @@ class DSLRejectionSampler(RejectionSampler):
         vLLM processes the last rows of requests apart from the others, as if they had no drafts before them. For a
         minimum length this is too strict. Here the last row is processed as one more draft's.
         """
-        holder = getattr(step, "thinking_budget_state_holder", None)
-        has_budgets = holder is not None and holder.has_tracked_requests()
+        has_budgets = has_thinking_budgets(step)
         if not has_budgets and not changes_logits(step):
             return logits
         logits = logits.to(torch.float32, copy=True)
@@ -118,8 +130,12 @@ class DSLRejectionSampler(RejectionSampler):
             dataclasses.replace(metadata, num_draft_tokens=counts),
         )
         if has_budgets:
-            apply_thinking_budgets(holder, logits, step, metadata)
+            apply_thinking_budgets(step.thinking_budget_state_holder, logits, step, metadata)
         return logits
+
+    def returns_likeliest(self, step: Any) -> bool:
+        """Whether the sampler's kernel returns the step's log-probabilities, if it draws from the model's logits."""
+        return step.max_num_logprobs is not None and self.sampler.rows.returns(step.max_num_logprobs)
 
     def logprobs_of(
         self, tokens: torch.Tensor, logits: torch.Tensor, drawn: Sampled, step: Any, metadata: Any
@@ -127,6 +143,11 @@ class DSLRejectionSampler(RejectionSampler):
         """Those of vLLM, from the model's logits or from the log-probabilities that the tokens were drawn with."""
         if step.max_num_logprobs is None:
             return None
+        if drawn.top_ids is not None:
+            first = metadata.cu_num_sampled_tokens.roll(1).index_fill(0, self.row_ids[:1].long(), 0)
+            rows = first.unsqueeze(1) + self.row_ids[: tokens.shape[1]]
+            # Those behind a request's last token are not read.
+            return likeliest_tensors(drawn, rows.flatten().clamp(max=len(logits) - 1).long())
         values = drawn.logprobs if self.is_processed_logprobs_mode else logits
         assert values is not None, "drawn with log-probabilities"
         return self._get_logprobs_tensors(
@@ -137,18 +158,6 @@ class DSLRejectionSampler(RejectionSampler):
             values[metadata.bonus_logits_indices],
             tokens,
         )
-
-
-def changes_logits(step: Any) -> bool:
-    """Whether vLLM changes a step's logits before the temperature, other than by thinking budgets."""
-    processors = step.logitsprocs.non_argmax_invariant
-    return (
-        not step.no_penalties
-        or bool(step.bad_words_token_ids)
-        or step.allowed_token_ids_mask is not None
-        # With speculation vLLM has only the one of minimum lengths.
-        or any(getattr(processor, "min_toks", True) for processor in processors)
-    )
 
 
 def padded(drafts: list[list[int]] | None, counts: list[int]) -> list[list[int]]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dsl_backend.sampling.spec import Sampled
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.sampler import verification
-from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
+from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler, likeliest_of
 
 # vLLM 0.26 passes fewer. `sample` and `apply_sampling_params` take what they share in the same order.
 NAMES = tuple(inspect.signature(Sampler.sample).parameters)[1:]
@@ -41,9 +42,13 @@ class DSLSampler(Sampler):
 
     Attributes:
         rows: draws the tokens.
+        num_logprobs: how many of the likeliest tokens the kernel returns in this step; None where it returns none.
+        drawn: of the last step; the next one overwrites it.
     """
 
     rows: RowSampler
+    num_logprobs: int | None = None
+    drawn: Sampled
 
     @classmethod
     def replace(cls, runner: Any) -> None:
@@ -58,20 +63,55 @@ class DSLSampler(Sampler):
             # Logits are as the model computes them, or in float32 where vLLM has processed them.
             dtypes=(torch.float32,),
             logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
+            likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config.model_config, runner.device),
         )
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
+        """As vLLM's; the likeliest tokens come from the launch that draws, where it draws from the model's logits."""
+        self.num_logprobs = self.likeliest_of_step(input_batch.idx_mapping_np)
+        if self.num_logprobs is None:
+            return super().__call__(logits, input_batch, *args)
+        try:
+            output = super().__call__(logits, input_batch, *args)
+        finally:
+            self.num_logprobs = None
+        cu_rows = input_batch.cu_num_logits_np
+        output.logprobs_tensors = likeliest_tensors(self.drawn, cu_rows)
+        return output
+
+    def likeliest_of_step(self, in_batch: np.ndarray) -> int | None:
+        """How many of the likeliest tokens the kernel is to return; None where vLLM finds them, or nobody asks."""
+        if not hasattr(Sampler, "get_logprobs_dims") or getattr(self, "trace_replay_state", None) is not None:
+            return None
+        asked = super().get_logprobs_dims(in_batch)
+        if asked is None or np.any(self.needs_logits_processing[in_batch]):
+            return None
+        count, token_ids = asked
+        return count if not token_ids and self.rows.returns(count) else None
+
+    def get_logprobs_dims(self, *args: Any, **kwargs: Any) -> tuple[int, int] | None:
+        """None while the kernel returns what is asked for."""
+        if self.num_logprobs is not None:
+            return None
+        found: tuple[int, int] | None = super().get_logprobs_dims(*args, **kwargs)
+        return found
 
     def sample(self, *args: Any, return_logprobs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [rows] int64; and the logits, or the log-probabilities that they were drawn by where asked for."""
         logprobs = return_logprobs and self.logprobs_mode == "processed_logprobs"
-        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs)
+        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs, self.num_logprobs)
+        self.drawn = drawn
         # The tokens are read on another stream while the next step draws.
         return drawn.tokens.clone(), logits if drawn.logprobs is None else drawn.logprobs
 
-    def draw(self, step: dict[str, Any], logprobs: bool) -> tuple[Sampled, torch.Tensor]:
+    def draw(
+        self, step: dict[str, Any], logprobs: bool, num_logprobs: int | None = None
+    ) -> tuple[Sampled, torch.Tensor]:
         """What was drawn for each row, in buffers that the next step overwrites, and the processed logits.
 
         Args:
             step: the arguments of `sample`, by name.
+            logprobs, num_logprobs: as in `RowSampler.draw`.
         """
         requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
         given = (step[name] for name in NAMES if name != "return_logprobs")
@@ -87,8 +127,25 @@ class DSLSampler(Sampler):
             top_p=top_p,
             min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
             logprobs=logprobs,
+            num_logprobs=num_logprobs,
         )
         return drawn, logits
+
+
+def likeliest_tensors(drawn: Sampled, cu_rows: np.ndarray) -> LogprobsTensors:
+    """The likeliest tokens of rows, in memory of their own, as vLLM has them.
+
+    Args:
+        cu_rows: of the rows of each request.
+    """
+    assert drawn.top_ids is not None, "drawn with the likeliest tokens"
+    assert drawn.top_logprobs is not None, "drawn with the likeliest tokens"
+    assert drawn.token_ranks is not None, "drawn with the likeliest tokens"
+    values = drawn.top_logprobs.clone(memory_format=torch.contiguous_format)
+    is_expanded = len(values) != len(cu_rows) - 1
+    return LogprobsTensors(
+        drawn.top_ids.long(), values, drawn.token_ranks.long(), cu_rows.tolist() if is_expanded else None
+    )
 
 
 def reasons_against(runner: Any) -> list[str]:

@@ -11,10 +11,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from dsl_backend.sampling.spec import Parameters
+from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import Distributions, Drafts, Known, Verified
 from dsl_backend.vllm_plugin import compat
-from dsl_backend.vllm_plugin.sampler.v2 import DSLSampler
+from dsl_backend.vllm_plugin.sampler.v2 import DSLSampler, likeliest_tensors
 from dsl_backend.vllm_plugin.sampler.verification import Verifier
 
 
@@ -24,10 +24,12 @@ class DSLRejectionSampler(RejectionSampler):
     Attributes:
         sampler: vLLM's sampler with this package's draw, which is in the runner too.
         verifier: verifies the drafts.
+        drawn: for the rows that were verified last, if with the likeliest tokens.
     """
 
     sampler: DSLSampler
     verifier: Verifier
+    drawn: Sampled | None = None
 
     @classmethod
     def replace(cls, runner: Any) -> None:
@@ -61,9 +63,14 @@ class DSLRejectionSampler(RejectionSampler):
         draft_logits = step["draft_logits"]
         asked = sampler.sampling_states.max_num_logprobs(step["idx_mapping_np"]) != NO_LOGPROBS
         returns_processed = asked and sampler.logprobs_mode == "processed_logprobs"
+        count = None
+        if draft_logits is None and LOGPROBS_NAMES:
+            # Each token that is returned is the one that was drawn for its row.
+            count = sampler.likeliest_of_step(step["idx_mapping_np"])
         drawn, processed = sampler.draw(
-            step | {"input_ids": step["draft_sampled"]}, returns_processed or draft_logits is not None
+            step | {"input_ids": step["draft_sampled"]}, returns_processed or draft_logits is not None, count
         )
+        self.drawn = None if count is None else drawn
         vocab = processed.shape[1]
         distributions = None
         if draft_logits is not None:
@@ -83,6 +90,13 @@ class DSLRejectionSampler(RejectionSampler):
             assert drawn.logprobs is not None, "drawn with log-probabilities"
             processed = drawn.logprobs
         return processed, verified.tokens, verified.counts
+
+    def _get_logprobs_tensors(self, *args: Any) -> Any:
+        """Those that were drawn with the rows verified last, or vLLM's. Of rejected rows they are not read."""
+        if self.drawn is None:
+            return super()._get_logprobs_tensors(*args)
+        step = dict(zip(LOGPROBS_NAMES, args, strict=True))
+        return likeliest_tensors(self.drawn, step["cu_num_logits_np"])
 
 
 class WholeBatchRejectionSampler(DSLRejectionSampler):
@@ -123,6 +137,10 @@ class WholeBatchRejectionSampler(DSLRejectionSampler):
         )
 
 
+# Empty where vLLM passes the rows of each request in another way.
+LOGPROBS_NAMES = tuple(inspect.signature(RejectionSampler._get_logprobs_tensors).parameters)[1:]
+if "cu_num_logits_np" not in LOGPROBS_NAMES:
+    LOGPROBS_NAMES = ()
 VERIFY_NAMES = (
     tuple(inspect.signature(RejectionSampler._verify).parameters)[1:] if compat.verification_is_a_method() else ()
 )
