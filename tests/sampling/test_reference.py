@@ -159,3 +159,38 @@ def test_probabilities_are_float64() -> None:
     found = reference.probabilities(x, parameters(1, temperature=torch.tensor([2.0])))
     assert found.dtype == torch.float64
     assert torch.allclose(found, (x.double() / 2).softmax(-1), rtol=1e-15)
+
+
+def fewer_of_the_likeliest(share: float, chance: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A share of all draws, taken from the likeliest token, is that of one with a chance of about one in a hundred."""
+    likeliest, other = chance.argmax(), (chance - 0.01).abs().argmin()
+    moved = torch.rand(len(tokens), generator=torch.Generator().manual_seed(1)) < share / chance[likeliest]
+    return torch.where((tokens == likeliest) & moved, other, tokens)
+
+
+@pytest.mark.parametrize(
+    ("draws", "share"),
+    [pytest.param(200_000, 0.01, id="200k"), pytest.param(5_000_000, 0.001, id="5M", marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_bias_of_a_thousandth_is_found(name: str, draws: int, share: float) -> None:
+    """Of five million draws with each filter; where nothing is wrong the same number is fair (above)."""
+    one = setting(name, 1, "seeds", 0, torch.device("cpu"))
+    found, chance = reference.rows_of(logits(), one), reference.probabilities(logits(), one)[0]
+
+    def biased(rows: torch.Tensor, drawn: Parameters) -> torch.Tensor:
+        return fewer_of_the_likeliest(share, chance, reference.draw(repeated(found, rows), drawn))
+
+    with pytest.raises(AssertionError):
+        assert_fair(name, "seeds", draws, one.seeds.device, biased)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_numbers_that_are_a_hundredth_too_small_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = reference.multiply_high
+    monkeypatch.setattr(reference, "multiply_high", lambda bits, total: (multiply(bits, total) * 0.99).long())
+    found = reference.rows_of(logits(), setting(name, 1, "seeds", 0, torch.device("cpu")))
+    with pytest.raises(AssertionError):
+        assert_fair(
+            name, "seeds", 200_000, logits().device, lambda rows, drawn: reference.draw(repeated(found, rows), drawn)
+        )
