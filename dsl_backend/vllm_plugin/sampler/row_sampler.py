@@ -30,11 +30,11 @@ class Likeliest(NamedTuple):
 
     Attributes:
         mode: by which values.
-        count: of a row, at most.
+        most: of a row.
     """
 
     mode: LogprobsMode
-    count: int
+    most: int
 
 
 def likeliest_of(logprobs_mode: str, model: Any, device: torch.device) -> Likeliest | None:
@@ -95,7 +95,7 @@ class RowSampler:
 
     def returns(self, num_logprobs: int) -> bool:
         """Whether so many of the likeliest tokens may be asked for; -1 are all."""
-        return self.likeliest is not None and 0 <= num_logprobs <= self.likeliest.count
+        return self.likeliest is not None and 0 <= num_logprobs <= self.likeliest.most
 
     def draw(
         self,
@@ -119,8 +119,8 @@ class RowSampler:
         """
         rows = logits.shape[0]
         if rows > self.max_rows:
-            given = {"seeds": seeds, "positions": positions, **filters}
-            return self.draw_in_parts(logits, given, logprobs=logprobs, num_logprobs=num_logprobs)
+            all_given = {"seeds": seeds, "positions": positions, **filters}
+            return self.draw_in_parts(logits, all_given, logprobs=logprobs, num_logprobs=num_logprobs)
         used = {name: tensor for name, tensor in filters.items() if tensor is not None}
         names = next(names for names in COMBINATIONS if used.keys() <= set(names))
         given = {name: self.off[name][:rows] for name in names} | used
@@ -161,7 +161,7 @@ class RowSampler:
             dtype=dtype,
             logprobs=kind is Returned.ALL_LOGPROBS,
             logprobs_mode=None if asked is None else asked.mode,
-            num_logprobs=0 if asked is None else min(asked.count, vocab),
+            num_logprobs=0 if asked is None else min(asked.most, vocab),
         )
         plan = self.plans[vocab, dtype, kind] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -100,14 +100,13 @@ class DSLRejectionSampler(RejectionSampler):
         Args:
             returned: logprobs and num_logprobs as in `RowSampler.draw`.
         """
-        filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
+        filters: dict[str, Any] = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
         return self.sampler.rows.draw(
             logits,
             parameters.seeds,
             parameters.positions,
             temperature=parameters.temperature,
-            **returned,
-            **{name: None if values is None else values[request] for name, values in filters.items()},
+            **returned | {name: None if values is None else values[request] for name, values in filters.items()},
         )
 
     def processed(self, logits: torch.Tensor, step: Any, metadata: Any) -> torch.Tensor:
