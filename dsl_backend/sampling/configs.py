@@ -152,9 +152,11 @@ def widest_vector(spec: SamplingSpec) -> int:
 
 def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
     """The configurations of batches of up to max_rows rows."""
+    # With so many rows each has as few CTAs as it may have.
+    most = min(max_rows, 2 * target.sm_count)
     configs = (
         ClusterConfig.default(spec, target, rows, vector, reread)
         for reread in ((False, True) if spec.logprobs_mode is None else (True,))
-        for rows in range(1, max_rows + 1)
+        for rows in range(1, most + 1)
     )
     return list(dict.fromkeys(configs))

@@ -11,7 +11,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import dispatch, verification_dispatch
 from dsl_backend.sampling.configs import cluster_configs, widest_vector
-from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
+from dsl_backend.sampling.spec import SamplingSpec
 from dsl_backend.sampling.verification_spec import VerificationSpec
 
 # vLLM's largest default of --max-num-seqs.
@@ -19,13 +19,9 @@ MAX_ROWS = 1024
 
 
 def layer_specs(model: ModelShape) -> Iterator[SamplingSpec]:
-    """The dtypes that vLLM samples from: float32 where it has processed the logits, else the model's.
-
-    Tokens alone, and with the likeliest tokens by vLLM's default mode.
-    """
+    """The dtypes that vLLM samples from: float32 where it has processed the logits, else the model's (V2)."""
     for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
-        for mode in (None, LogprobsMode.RAW_LOGPROBS):
-            yield SamplingSpec(vocab=model.vocab_size, dtype=dtype, logprobs_mode=mode)
+        yield SamplingSpec(vocab=model.vocab_size, dtype=dtype)
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
@@ -49,8 +45,4 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     """The objections of the CuTe DSL kernel, by what it would sample from."""
-    return {
-        f"{spec.vocab} logits, {short(spec.dtype)}": dispatch.cute(spec, target)
-        for spec in layer_specs(model)
-        if spec.logprobs_mode is None
-    }
+    return {f"{spec.vocab} logits, {short(spec.dtype)}": dispatch.cute(spec, target) for spec in layer_specs(model)}

@@ -29,6 +29,8 @@ class Options(BaseModel):
             that dsl cannot serve, and more rows, are vLLM's.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; none is measured to be
             faster.
+        logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of those that are drawn; none is
+            measured to be faster.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 
@@ -38,6 +40,7 @@ class Options(BaseModel):
     experts: ServedBy = ServedBy.MEASURED
     projections: ServedBy = ServedBy.MEASURED
     norms: ServedBy = ServedBy.MEASURED
+    logprobs: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
     mla_latent_queries: PositiveInt = 512

@@ -34,6 +34,13 @@ def test_small_vocabularies_have_small_clusters(vocab: int, cluster: int) -> Non
     assert ClusterConfig.default(SamplingSpec(vocab=vocab), H200, 1, 4).cluster == cluster
 
 
+@pytest.mark.parametrize("vocab", [2000, 50257, 151936])
+def test_no_batch_gets_another(vocab: int) -> None:
+    spec = SamplingSpec(vocab=vocab)
+    each = {ClusterConfig.default(spec, H200, rows, 1, again) for rows in range(1, 1000) for again in (False, True)}
+    assert set(cluster_configs(spec, H200, 100_000, 1)) == each
+
+
 def test_all_that_batches_get() -> None:
     assert {config.cluster for config in cluster_configs(QWEN, H200, 1024, 4)} == {1, 2, 4, 8, 16}
     assert {config.cluster for config in cluster_configs(QWEN, H200, 8, 4)} == {16}

@@ -48,7 +48,11 @@ class Runner:
 
     def __init__(self, own: Any, **changes: Any) -> None:
         model = {"logprobs_mode": own.logprobs_mode, "get_vocab_size": lambda: VOCAB}
-        config = {"speculative_config": None, "attention_config": SimpleNamespace(backend=ensure_member())}
+        config = {
+            "speculative_config": None,
+            "additional_config": {"dsl": {"logprobs": "dsl"}},
+            "attention_config": SimpleNamespace(backend=ensure_member()),
+        }
         self.sampler: Any = own
         self.device, self.max_num_reqs = CPU, MOST
         self.positions = torch.arange(100)
@@ -479,17 +483,20 @@ def test_v1_what_vllm_still_returns(changes: dict[str, Any]) -> None:
 
 
 def test_what_may_be_asked_for() -> None:
-    model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
-    assert likeliest_of("raw_logprobs", model, CPU) == Likeliest(LogprobsMode.RAW_LOGPROBS, 20)
-    assert likeliest_of("processed_logprobs", model, CPU) is None
+    config = Runner(SimpleNamespace(logprobs_mode="")).vllm_config
+    assert likeliest_of("raw_logprobs", config, CPU) == Likeliest(LogprobsMode.RAW_LOGPROBS, 20)
+    assert likeliest_of("processed_logprobs", config, CPU) is None
     for allowed, count in ((-1, 128), (500, 128), (3, 3)):
-        model.max_logprobs = allowed
-        assert likeliest_of("raw_logits", model, CPU) == Likeliest(LogprobsMode.RAW_LOGITS, count)
+        config.model_config.max_logprobs = allowed
+        assert likeliest_of("raw_logits", config, CPU) == Likeliest(LogprobsMode.RAW_LOGITS, count)
+    for served_by in ("measured", "vllm"):
+        config.additional_config = {"dsl": {"logprobs": served_by}}
+        assert likeliest_of("raw_logprobs", config, CPU) is None
 
 
 def test_triton_leaves_them_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_sampler.targets, "detect", lambda device: from_arch("sm_80"))
-    assert likeliest_of("raw_logprobs", SimpleNamespace(get_vocab_size=lambda: VOCAB), CPU) is None
+    assert likeliest_of("raw_logprobs", Runner(SimpleNamespace(logprobs_mode="")).vllm_config, CPU) is None
 
 
 def test_v1_leaves_what_it_hands_out() -> None:

@@ -10,6 +10,8 @@ from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
 from dsl_backend.sampling.spec import MAX_LOGPROBS, LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.vllm_plugin import options
+from dsl_backend.vllm_plugin.options import ServedBy
 
 # The parameters that kernels get: without filters, with top-p alone, and with filters that bound a row's candidates.
 COMBINATIONS = (("temperature",), ("temperature", "top_p"), ("temperature", "top_p", "top_k", "min_p"))
@@ -37,14 +39,14 @@ class Likeliest(NamedTuple):
     most: int
 
 
-def likeliest_of(logprobs_mode: str, model: Any, device: torch.device) -> Likeliest | None:
+def likeliest_of(logprobs_mode: str, vllm_config: Any, device: torch.device) -> Likeliest | None:
     """The likeliest tokens that kernels return for an engine; None where vLLM finds them.
 
-    Triton's kernel reads a row once for each of them, and is not measured beside vLLM's.
-
-    Args:
-        logprobs_mode, model: of the engine; its configuration of the model.
+    Triton's kernel reads a row once for each of them.
     """
+    if options.of(vllm_config).logprobs is not ServedBy.DSL:
+        return None
+    model = vllm_config.model_config
     vocab, allowed = model.get_vocab_size(), getattr(model, "max_logprobs", 20)
     count = min(MAX_LOGPROBS, vocab) if allowed < 0 else min(allowed, MAX_LOGPROBS, vocab)
     if logprobs_mode not in (LogprobsMode.RAW_LOGPROBS.value, LogprobsMode.RAW_LOGITS.value):

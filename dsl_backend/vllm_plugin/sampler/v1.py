@@ -84,7 +84,7 @@ class DSLSampler(Sampler):
             # Logits are as the model computes them, or in float32 where vLLM processes them.
             dtypes=(torch.float32,),
             logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
-            likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config.model_config, runner.device),
+            likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config, runner.device),
         )
         sampler.seeds = RowSeeds(runner.max_num_reqs, runner.device)
 
