@@ -133,7 +133,9 @@ class Measurement:
         self.seconds.append(self.timed("timed", asked, scenario.output))
 
     def prompts(self, count: int, turn: int) -> list[list[int]]:
-        return prompts(count, self.scenario.prompt, self.job.vocabulary, self.job.seed * 1000 + turn)
+        """Of no other turn or scenario: the prefix cache has no hits."""
+        seed = f"{self.scenario.id} {self.job.seed} {turn}"
+        return prompts(count, self.scenario.prompt, self.job.vocabulary, seed)
 
     def timed(self, kind: str, asked: list[list[int]], output: int) -> float:
         seconds = generate(self.llm, asked, output, self.scenario.sampled)

@@ -22,6 +22,7 @@ from benchmarks import sweep, timing, tune
 from benchmarks.attention import tune as attention
 from benchmarks.case import Reference
 from benchmarks.experts import tune as experts
+from benchmarks.experts.problems import Problem as ExpertsProblem
 from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
@@ -426,6 +427,27 @@ def test_experts_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
             assert [spec.family for spec in of_end.precompile_specs] == ["experts"]
     monkeypatch.setattr(experts, "vllm_objections", lambda problem: ["vllm is not installed"])
     assert experts.classes(TARGET, torch.device("cpu"), None) == []
+
+
+def test_a_kernel_with_memory_of_its_own_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's experts return a new tensor: what was written into the layers' outputs is not theirs."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    problem = ExpertsProblem(m=5, experts=4, hidden=64, width=40, topk=2)
+
+    def theirs(problem: ExpertsProblem, inputs: Any) -> Callable[[int], torch.Tensor]:
+        run = experts.ours(problem, inputs)
+
+        def of_their_own(index: int) -> torch.Tensor:
+            made = run(index).clone()
+            inputs.layers[index].out.fill_(torch.nan)
+            return made
+
+        return of_their_own
+
+    monkeypatch.setattr(experts, "vllm_triton", theirs)
+    of_layer = experts.contest(problem, from_arch("cpu"), torch.device("cpu"))
+    found = sweep.timed(of_layer, 0.0, lambda launch, layers, device: Clock(launch, layers, [1.0]))
+    assert [(one.config, one.error) for one in found] == [(Theirs(), ""), (Ours(), "")]
 
 
 def test_experts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
