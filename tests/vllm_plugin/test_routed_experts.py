@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import Batche
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader import reload
 
+import emulator
 from dsl_backend.errors import InvalidInput
-from dsl_backend.experts import tuned
+from dsl_backend.experts import ops, tuned
 from dsl_backend.gemm.activation import SWIGLU_OAI, Swiglu
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
@@ -710,3 +712,24 @@ def test_gpt_oss_is_recognised(served: Any) -> None:
     served(layer)
     (spec,) = serve.served_specs()
     assert (spec.activation, spec.interleaved, spec.w13_bias, spec.w2_bias) == (SWIGLU_OAI, True, True, True)
+
+
+@pytest.mark.parametrize("tokens", [3, pytest.param(150, marks=pytest.mark.rest)])
+def test_by_the_kernels_of_a_gpu(tokens: int, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's kernel object launches CuTe DSL's kernels on the emulator, with padding behind the tokens."""
+    pytest.importorskip("cutlass")
+    gpu = replace(targets.from_arch("sm_90a"), sm_count=4)
+    layer = experts()
+    served(layer)
+    process(layer)
+    monkeypatch.setattr(ops.api.targets, "detect", lambda device: gpu)
+    ops.plan_of.cache_clear()
+    x, (weights, ids) = x_of(tokens), routing(tokens)
+    ids[-1] = -1
+    with emulator.device(arch="sm_90a", sms=4, strict=True) as device:
+        out = layer.forward_modular(x, weights, ids)
+        assert device.launches > 1
+    ops.plan_of.cache_clear()
+    assert not out[-1].any()
+    want = [expected(layer, x, weights, ids, SiluAndMul(), dtype) for dtype in (torch.float64, BF16)]
+    assert_within_budget(out, *want)
