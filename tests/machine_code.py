@@ -29,6 +29,7 @@ from dsl_backend import checks
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.sm90.configs import SwapABConfig
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime import registry
@@ -193,19 +194,23 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
 
 
 def linear_subjects() -> Iterator[Subject]:
-    """All configurations of a layer each."""
+    """All configurations of a layer each, those with swapped operands apart."""
     for arch in ARCHS:
         for name, facts in LINEAR_LAYERS.items():
             yield Subject(id=f"{arch}-{name}", arch=arch, kernels=partial(linear_kernels, arch, LinearSpec(**facts)))
+    spec = LinearSpec(**LINEAR_LAYERS["swiglu"])
+    yield Subject(id="sm_90a-swapped", arch="sm_90a", kernels=partial(linear_kernels, "sm_90a", spec, swapped=True))
 
 
-def linear_kernels(arch: str, spec: LinearSpec) -> Iterator[Made]:
+def linear_kernels(arch: str, spec: LinearSpec, swapped: bool = False) -> Iterator[Made]:
     from dsl_backend.gemm import host
     from dsl_backend.gemm.configs import fitting
     from dsl_backend.runtime.target import from_arch
 
     target = from_arch(arch)
     for config in fitting(spec, target):
+        if isinstance(config, SwapABConfig) != swapped:
+            continue
         build = partial(host.build, host.key_of(spec, config), target)
         yield Made(config, build)
 

@@ -45,7 +45,7 @@ class ArchKernels:
 
 # By `registry.Arch.kernel_arch`.
 ARCH_KERNELS = {
-    "sm90": ArchKernels("dsl_backend.gemm.sm90", sm90.SMALL_M, sm90.GEMMS, sm90.tried, SM90_RATES),
+    "sm90": ArchKernels("dsl_backend.gemm.sm90", sm90.SMALL_M, (*sm90.GEMMS, *sm90.SWAP_AB), sm90.tried, SM90_RATES),
     "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES),
 }
 # Rows that the only kernel of a batch-invariant problem is chosen for.

@@ -52,10 +52,10 @@ SM90_RATES = ArchRates(memory=0.9439, l2=52.73, flops=2914.0)
 # From public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 SM100_RATES = ArchRates(memory=1.0, l2=102.8, flops=7735.0)
 # The persistent GEMM: the share of memory's rate that it reaches; what a k tile takes beyond its products for each row
-# of the tile; the least that a k tile takes, alone and in a cluster; what one of its TMA copies takes; elements that a
-# CTA stores in a nanosecond; the rest of a launch.
+# of the tile; the least that a k tile takes, alone and in a cluster; what one of its TMA copies takes, and each of its
+# rows beyond the end of x; elements that a CTA stores in a nanosecond; the rest of a launch.
 GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.91, 0.3, 10.73, 1409.0
-STEP_NS, CLUSTER_STEP_NS, COPY_NS = 176.0, 181.0, 38.4
+STEP_NS, CLUSTER_STEP_NS, COPY_NS, OUTSIDE_NS = 176.0, 181.0, 38.4, 2.5
 # The GEMM for few rows: the share of the rate of products, which are small; how much faster than weights x comes; what
 # 1024 bytes of partial sums take that a CTA stores, and those of another CTA that it waits for; the rest of a launch.
 SMALL_M_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, SMALL_M_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
@@ -125,6 +125,14 @@ def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, cta
     return products_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
 
 
+def tail_copies_ns(config: GemmTiles, rows: int) -> float:
+    """Of the copies of a k tile of x's last tile, and of both boxes of weights."""
+    if not config.tail_boxes:
+        return 3 * COPY_NS + -rows % config.tile_m * OUTSIDE_NS
+    boxes = ceil_div(rows % config.tile_m, TAIL_ROWS)
+    return COPY_NS * (2 + (boxes if 0 < boxes * TAIL_ROWS < config.tile_m else 1))
+
+
 def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int) -> float:
     """Of the persistent GEMM."""
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
@@ -133,9 +141,7 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
     box_bytes = 2 * config.box_n * BLOCK_K * spec.dtypes.weight.itemsize
     x_bytes = config.tile_m * BLOCK_K * spec.dtypes.x.itemsize
     flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
-    # Both boxes of weights, and x, whose last tile comes in smaller boxes.
-    tail_boxes = ceil_div(rows % config.tile_m, TAIL_ROWS)
-    copies = 2 + (tail_boxes if 0 < tail_boxes * TAIL_ROWS < config.tile_m else 1)
+    copies_ns = tail_copies_ns(config, rows)
 
     def step_ns(active: int) -> float:
         """Of a k tile while so many clusters run."""
@@ -147,7 +153,7 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
             # Tiles of a column have the same weights.
             box_bytes * max(active / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
             STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
-            copies * COPY_NS,
+            copies_ns,
         )
 
     last = tiles - (waves - 1) * clusters

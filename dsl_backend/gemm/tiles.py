@@ -40,6 +40,14 @@ class GemmTiles:
         raise NotImplementedError
 
     @property
+    def tail_boxes(self) -> bool:
+        """Whether x's last tile comes in boxes of TAIL_ROWS, of which all have rows that exist.
+
+        Else it is one box, and TMA fills its rows beyond the end of x with zeros.
+        """
+        return True
+
+    @property
     def overlaps_epilogue(self) -> bool:
         """Whether a tile's epilogue runs while the next tile's products do."""
         raise NotImplementedError

@@ -181,6 +181,12 @@ CASES = [
         config=replace(SWAP_AB, cluster=2, stages=3),
     ),
     Emulated(
+        id="swap-ab-whole",
+        why="one copy of the last tile, of which one row is inside, and none of a tile outside",
+        case=replace(GATED, rows=97),
+        config=replace(SWAP_AB, cluster=2, tail_boxes=False),
+    ),
+    Emulated(
         id="swap-ab-cluster-pingpong",
         why="both, with a bias, in bands of one",
         case=replace(GATED, rows=300, n=136, k=264, interleaved=True, bias=True),

@@ -53,7 +53,8 @@ def test_every_candidate_serves_something(activation: Swiglu | None, target: Tar
 def test_shared_memory_is_filled(target: Target) -> None:
     arch = arch_kernels(target)
     for spec in (LLAMA, replace(LLAMA, activation=None)):
-        assert len(fitting(spec, target)) == len(arch.small_m) + len(arch.gemms)
+        swapped = sum(isinstance(config, SwapABConfig) for config in arch.gemms) if spec.activation is None else 0
+        assert len(fitting(spec, target)) == len(arch.small_m) + len(arch.gemms) - swapped
         for config in fitting(spec, target):
             deeper = replace(config, stages=config.stages + 1)
             assert config.stages >= 3, config

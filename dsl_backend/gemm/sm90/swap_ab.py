@@ -35,7 +35,14 @@ class SwapABGemm(Gemm):
         config = key.config
         self.epi_tokens, self.mma_n = config.epi_tokens, config.tokens
         self.epi_tile = (self.epi_tokens, MMA_OUT)
-        self.box_octets = self.box_n // (2 * OCTET)
+        self.box_octets, self.tail_boxes = self.box_n // (2 * OCTET), config.tail_boxes
+
+    def rows_loaded(self, params: GemmParams, m_tile):
+        """The same; without `tail_boxes` all rows of a tile that has some."""
+        if self.tail_boxes:
+            return super().rows_loaded(params, m_tile)
+        rows = params.mX.shape[0] - m_tile * self.tile_m
+        return cutlass.min(cutlass.max(rows, 0), 1) * self.tile_m
 
     def weight_copy(self, operands: GemmOperands, weight_op):
         """(tma_atom_w, mW): the copy of a box of weights, and coordinates [8, 2, n / 8, k]."""
