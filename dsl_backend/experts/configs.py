@@ -10,9 +10,10 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import arch_kernels, deepest
 from dsl_backend.gemm.cost import small_m_ns
 from dsl_backend.gemm.sizes import BLOCK_K, ceil_div
-from dsl_backend.gemm.sm90.configs import GemmConfig
+from dsl_backend.gemm.sm90 import configs as sm90
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import MOST, Dtypes, GemmSpec
-from dsl_backend.gemm.tiles import SmallMTiles
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 from dsl_backend.runtime.target import Target
 
 
@@ -24,14 +25,17 @@ class Kind(enum.Enum):
 
 
 # Architectures with these kernels.
-KERNEL_ARCHS = {Kind.GROUPED: ("sm90",), Kind.DECODE: ("sm90", "sm100")}
+KERNEL_ARCHS = ("sm90", "sm100")
 # Pairs that a CTA sorts, unless there are more for each SM. Not measured.
 SORTED_PAIRS = 4096
 # Tiles to choose among, as many stages as fit; not measured. Those of 64 rows are for experts with few rows.
-TILES = (
-    GemmConfig(tile_m=128, box_n=128),
-    *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (96, 64, 48, 32, 16)),
-)
+TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
+    "sm90": (
+        sm90.GemmConfig(tile_m=128, box_n=128),
+        *(sm90.GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (96, 64, 48, 32, 16)),
+    ),
+    "sm100": tuple(sm100.GemmConfig(box_n=box_n) for box_n in (128, 96, 64, 32)),
+}
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_TOKENS = tuple(1 << i for i in range(18))
 # Bytes that an SM loads in a ns at most, and what a tile takes beside its products, in ns. Not measured.
@@ -53,8 +57,8 @@ class ExpertsConfig:
         first, second: tiles of the products, of equally many rows.
     """
 
-    first: GemmConfig
-    second: GemmConfig
+    first: GemmTiles
+    second: GemmTiles
 
     @property
     def tile_m(self) -> int:
@@ -125,10 +129,10 @@ def products(spec: ExpertsSpec) -> tuple[GemmSpec, GemmSpec]:
     return first, GemmSpec(n=hidden, k=width, dtypes=dtypes, bias=True)
 
 
-def fitting(gemm: GemmSpec, target: Target) -> list[GemmConfig]:
+def fitting(gemm: GemmSpec, target: Target) -> list[GemmTiles]:
     """Tiles that fit, each with as many stages as do."""
-    found = (deepest(tiles, gemm, target.smem_bytes) for tiles in TILES)
-    return [config for config in found if isinstance(config, GemmConfig)]
+    found = (deepest(tiles, gemm, target.smem_bytes) for tiles in target.by_kernel_arch(TILES))
+    return [config for config in found if isinstance(config, GemmTiles)]
 
 
 def chosen_experts(spec: ExpertsSpec, tokens: int) -> float:
@@ -136,7 +140,7 @@ def chosen_experts(spec: ExpertsSpec, tokens: int) -> float:
     return spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens)
 
 
-def estimated_ns(config: GemmConfig, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target) -> float:
+def estimated_ns(config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target) -> float:
     """Of a product, tokens routed evenly: the CTA with the most tiles. From rates of dense GEMMs; not measured."""
     rates = arch_kernels(target).rates.of(target.chips[0])
     hit = chosen_experts(spec, tokens)
@@ -193,7 +197,7 @@ def layer_ns(config: Config, spec: ExpertsSpec, tokens: int, target: Target) -> 
 @cache
 def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, ...]:
     """Configurations of a kind that fit; none where the target has no such kernels."""
-    if target.kernel_arch not in KERNEL_ARCHS[kind]:
+    if target.kernel_arch not in KERNEL_ARCHS:
         return ()
     if kind is Kind.GROUPED:
         return pairs_of_tiles(spec, target)

@@ -18,7 +18,7 @@ ALIGNMENT = {"cute": 16, "cute-grouped": 16, "cute-decode": 16}
 
 def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[str]:
     """What the CuTe DSL kernels need; those for any number of tokens, or those of a kind."""
-    if reasons := target.arch_objections(*KERNEL_ARCHS[kind or Kind.GROUPED]):
+    if reasons := target.arch_objections(*KERNEL_ARCHS):
         return reasons
     reasons = [*toolkit.missing()]
     for name in ("hidden_size", "intermediate_size"):
@@ -35,18 +35,18 @@ def triton(spec: ExpertsSpec, target: Target) -> list[str]:
 
 
 TABLE = (
-    Entry("cute", "experts sm90", "dsl_backend.experts.cute.host:bind", cute),
+    Entry("cute", "experts sm90/sm100", "dsl_backend.experts.cute.host:bind", cute),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
     # By name only: the default chooses between them by the number of tokens.
-    Entry(
-        "cute-grouped",
-        "experts grouped sm90",
-        "dsl_backend.experts.cute.host:bind_grouped",
-        partial(cute, kind=Kind.GROUPED),
-    ),
-    Entry(
-        "cute-decode", "experts decode", "dsl_backend.experts.cute.host:bind_decode", partial(cute, kind=Kind.DECODE)
+    *(
+        Entry(
+            f"cute-{kind.value}",
+            f"experts {kind.value}",
+            f"dsl_backend.experts.cute.host:bind_{kind.value}",
+            partial(cute, kind=kind),
+        )
+        for kind in Kind
     ),
 )
 

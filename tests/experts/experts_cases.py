@@ -34,6 +34,16 @@ CONFIGS: dict[str, Config] = {
     "tall": ExpertsConfig(first=replace(SPLIT, tile_m=256, box_n=24), second=replace(SPLIT, tile_m=256, stages=3)),
 }
 
+# Of the same names.
+CONFIGS_SM100: dict[str, Config] = {
+    "split": ExpertsConfig(first=sm100.GemmConfig(box_n=16, stages=2), second=sm100.GemmConfig(box_n=16, stages=2)),
+    "pingpong": ExpertsConfig(first=sm100.GemmConfig(box_n=32, stages=2), second=sm100.GemmConfig(box_n=16, stages=3)),
+    "narrow": ExpertsConfig(
+        first=sm100.GemmConfig(box_n=48, stages=3), second=sm100.GemmConfig(box_n=32, stages=2, band=2)
+    ),
+    "tall": ExpertsConfig(first=sm100.GemmConfig(box_n=64, stages=2), second=sm100.GemmConfig(box_n=96, stages=2)),
+}
+
 
 def decode(first: SmallMTiles, second: SmallMTiles | None = None) -> DecodeConfig:
     return DecodeConfig(first=first, second=second or first)
@@ -78,7 +88,9 @@ class Emulated:
     def tiles(self, arch: str = "sm_90a") -> Config:
         if not isinstance(self.config, str):
             return self.config
-        return DECODE_CONFIGS[arch][self.config] if self.decodes else CONFIGS[self.config]
+        if self.decodes:
+            return DECODE_CONFIGS[arch][self.config]
+        return (CONFIGS if arch == "sm_90a" else CONFIGS_SM100)[self.config]
 
     def ctas(self, arch: str = "sm_90a") -> tuple[int, ...]:
         config, spec, target = self.tiles(arch), self.case.spec, TARGETS[arch]

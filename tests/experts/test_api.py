@@ -201,7 +201,8 @@ needs_cute = pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not
 @needs_cute
 def test_an_sm90_gets_the_cute_kernels() -> None:
     assert dispatch.choose(PLAIN.spec, H200).name == "cute"
-    for other in ("sm_80", "sm_100a"):
+    assert dispatch.choose(PLAIN.spec, from_arch("sm_100a")).name == "cute"
+    for other in ("sm_80", "sm_120a"):
         assert dispatch.choose(PLAIN.spec, from_arch(other)).name == "triton"
     for name in ("hidden_size", "intermediate_size"):
         odd = spec(**{name: 84})
@@ -264,6 +265,13 @@ def test_experts_of_a_rank_that_has_whole_ones() -> None:
     )
 
 
+def of_sm100(shape: model.ModelShape) -> list[Any]:
+    found = list(precompile.precompile_specs(shape, from_arch("sm_100a")))
+    assert any(unit.key.decodes for unit in found)
+    assert not all(unit.key.decodes for unit in found)
+    return found
+
+
 @needs_cute
 def test_a_models_kernels_are_compiled_ahead() -> None:
     shape = model.shape_of(QWEN)
@@ -272,9 +280,11 @@ def test_a_models_kernels_are_compiled_ahead() -> None:
     assert {unit.key.first.tile_tokens for unit in found if unit.key.decodes} <= {8, 16, 32, 64, 80, 96, 128}
     assert any(unit.key.decodes for unit in found)
     assert precompile.served_by_others(shape, H200) == {}
-    assert list(precompile.precompile_specs(shape, from_arch("sm_100a"))) == []
-    reason = "serves GPUs of sm_90a, this is sm_100a"
-    assert precompile.served_by_others(shape, from_arch("sm_100a")) == {precompile.LAYER: [reason]}
+    assert all(unit.key.decodes or unit.key.first.tile_m == 128 for unit in of_sm100(shape))
+    assert list(precompile.precompile_specs(shape, from_arch("sm_120a"))) == []
+    ((layer, (reason,)),) = precompile.served_by_others(shape, from_arch("sm_120a")).items()
+    assert layer == precompile.LAYER
+    assert reason.startswith("serves GPUs of sm_90a, sm_100a")
 
 
 def test_a_model_without_experts_has_none() -> None:

@@ -51,7 +51,7 @@ def test_the_bits_are_the_same_in_any_order_of_events() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", range(len(TILES)))
+@pytest.mark.parametrize("place", range(len(TILES["sm90"])))
 def test_every_tile_that_is_chosen(place: int) -> None:
     """At full size, on two and a half rounds of the stages of each product; experts of several tiles and of a row."""
     case = ExpertsCase(tokens=1, num_experts=3, hidden=8, width=8, topk=2, routing="zipf", biases=place % 2 == 0)

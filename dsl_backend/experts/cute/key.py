@@ -7,8 +7,7 @@ import torch
 
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.activation import Activation
-from dsl_backend.gemm.sm90.configs import GemmConfig
-from dsl_backend.gemm.tiles import SmallMTiles
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class ProductKey:
     interleaved: bool
     bias: bool
     scaled: bool
-    config: GemmConfig
+    config: GemmTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,8 @@ class ExpertsKey:
     w2_bias: bool
     router_weights: RouterWeights
     mapped: bool
-    first: GemmConfig | SmallMTiles
-    second: GemmConfig | SmallMTiles
+    first: GemmTiles | SmallMTiles
+    second: GemmTiles | SmallMTiles
     prefetches: bool = False
 
     @property
@@ -64,8 +63,8 @@ class ExpertsKey:
     @property
     def products(self) -> tuple[ProductKey, ProductKey]:
         """Of the grouped GEMMs."""
-        assert isinstance(self.first, GemmConfig)
-        assert isinstance(self.second, GemmConfig)
+        assert isinstance(self.first, GemmTiles)
+        assert isinstance(self.second, GemmTiles)
         return (
             ProductKey(
                 dtype=self.dtype,

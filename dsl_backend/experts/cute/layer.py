@@ -10,13 +10,12 @@ from dsl_backend.experts.cute.args import DecodeArgs, ExpertsArgs
 from dsl_backend.experts.cute.combine import Combine
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.routing import Routing
-from dsl_backend.experts.cute.sm90.grouped import GroupedGemm
 from dsl_backend.experts.spec import RouterWeights
 
 
 def layer_of(key: ExpertsKey, kernel_arch: str) -> Any:
     """The function of x and the arguments of a launch."""
-    return DecodeLayer(key, kernel_arch) if key.decodes else ExpertsLayer(key)
+    return (DecodeLayer if key.decodes else ExpertsLayer)(key, kernel_arch)
 
 
 class DecodeLayer:
@@ -36,9 +35,10 @@ class DecodeLayer:
 class ExpertsLayer:
     """Routing, grouped GEMMs, and the sum over a token's experts. Writes operands.out; at least one token."""
 
-    def __init__(self, key: ExpertsKey):
-        self.routing = Routing(key.num_experts, key.first.tile_m)
-        self.first, self.second = (GroupedGemm(product) for product in key.products)
+    def __init__(self, key: ExpertsKey, kernel_arch: str):
+        product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.grouped").GroupedGemm
+        self.first, self.second = (product(of_product) for of_product in key.products)
+        self.routing = Routing(key.num_experts, self.first.tile_m)
         self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
 
     @cute.jit

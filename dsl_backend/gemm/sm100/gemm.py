@@ -168,6 +168,21 @@ class Gemm(GemmBase):
         """The MMA warp, with two_cta that of the leader."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
         _, _, tiles = self.schedule(m_tiles, n_tiles)
+        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles)
+
+    @cute.jit
+    def issue(
+        self,
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        pipeline: Pipeline,
+        acc_pipeline: Pipeline,
+        tmem_ptr: cute.Pointer,
+        tiles: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+    ):
+        """Issue the products of so many tiles."""
         tCrX = tiled_mma.make_fragment_A(cute.tiled_divide(sX, (MMA_M, MMA_K)))
         tCrW = tiled_mma.make_fragment_B(cute.tiled_divide(sW, (self.weight_rows, MMA_K)))
         shape = tiled_mma.get_slice(0).partition_shape_C((MMA_M * self.cluster, 2 * self.box_n))

@@ -1,140 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM on SM90: products of experts' rows with their weights, over a list of work tiles on the device.
-
-The first product gathers each row of x by its pair's token, with cp.async by four warps, and writes the activation's
-result for the rows in order. The second one loads these rows by TMA and writes each row to its pair's place. Weights
-come by TMA; consumers, pipeline and staging of the output are those of `gemm/sm90/gemm.py`.
-
-Rows of a tile beyond those of its expert hold what was there before: rows do not mix, and they are not stored.
-"""
-
-from dataclasses import dataclass
+"""The grouped GEMM on SM90; consumers, pipeline and staging of the output are those of `gemm/sm90/gemm.py`."""
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
+from dsl_backend.experts.cute.grouped import VECTOR, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
-from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP
-from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS
+from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
+from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
-from dsl_backend.gemm.spec import Dtypes
-from dsl_backend.gemm.tiled import box_layout
-from dsl_backend.gemm.views import bias_of, expert_parts_view
+from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector, store_vector
-from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
-from dsl_backend.primitives.schedule import raster
-
-VECTOR = 8
-# 16-byte copies of a row in a stage.
-ROW_VECTORS = BLOCK_K // VECTOR
+from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.pipeline import Pipeline
 
 
-@dataclass(frozen=True)
-class GroupedParams:
-    """What the kernel's warps work with.
-
-    Attributes:
-        tma_atom_x, tma_atom_x_tail: copies of [tile_m, 64] and [TAIL_ROWS, 64]; missing where x is gathered.
-        mX: [tokens, k], or coordinates [rows, k].
-        tma_atom_w, mW: copies of [box_n, 64]; coordinates [n, k, parts, E].
-        mBias: [E, parts * n]. mScale: float32 [pairs]. Either may be missing.
-        mOut: [pairs, n].
-        mPairs, mTiles, mTileCount: see `args.ExpertsScratch`.
-    """
-
-    tma_atom_x: cute.CopyAtom
-    tma_atom_x_tail: cute.CopyAtom
-    mX: cute.Tensor
-    tma_atom_w: cute.CopyAtom
-    mW: cute.Tensor
-    mBias: cute.Tensor
-    mScale: cute.Tensor
-    mOut: cute.Tensor
-    mPairs: cute.Tensor
-    mTiles: cute.Tensor
-    mTileCount: cute.Tensor
-
-
-@dataclass(frozen=True)
-class WorkTile:
-    """Up to tile_m rows of an expert, and a tile of columns."""
-
-    expert: cutlass.Int32
-    first_row: cutlass.Int32
-    rows: cutlass.Int32
-    n_tile: cutlass.Int32
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A CTA's tiles: every `stride`th of m_tiles x n_tiles from `first` on, `count` of them."""
-
-    m_tiles: cutlass.Int32
-    n_tiles: cutlass.Int32
-    first: cutlass.Int32
-    stride: cutlass.Int32
-    count: cutlass.Int32
-
-
-class GroupedGemm(Gemm):
-    """One of the two products of experts. The first one has an activation, and gathers; the second one scatters."""
+class GroupedGemm(GroupedProduct, Gemm):
+    """See `experts/cute/grouped.py`."""
 
     def __init__(self, key: ProductKey):
-        super().__init__(
-            GemmKey(
-                dtypes=Dtypes.of(key.dtype),
-                activation=key.activation,
-                interleaved=key.interleaved,
-                bias=False,
-                residual=False,
-                config=key.config,
-            )
-        )
-        self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
-        self.pairs_per_row = key.pairs_per_row
-        if self.gathers:
-            self.load_edge = Edge("gathered x, and weights", cp_async(WARPGROUP), self.load_edge.consumers, self.stages)
+        assert isinstance(key.config, GemmConfig)
+        Gemm.__init__(self, gemm_key(key, key.config))
+        self.set_up(key)
 
-    @cute.jit
-    def launch(self, args: ExpertsArgs, stream):
-        """Launch at most the given number of CTAs."""
-        operands, scratch = args.operands, args.scratch
-        first = cutlass.const_expr(self.gathers)
-        x, weight, bias, out, ctas = (
-            (operands.x, operands.w13, operands.w13_bias, scratch.hidden, args.first_ctas)
-            if first
-            else (scratch.hidden, operands.w2, operands.w2_bias, scratch.made, args.second_ctas)
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        weights = expert_parts_view(weight, self.parts, self.interleaved)
-        tma_atom_w, mW = cpasync.make_tiled_tma_atom(load, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
-        tma_atom_x, tma_atom_x_tail, mX = None, None, x
-        if cutlass.const_expr(not first):
-            tma_atom_x_tail, _ = cpasync.make_tiled_tma_atom(load, x, box_layout(TAIL_ROWS), (TAIL_ROWS, BLOCK_K))
-            tma_atom_x, mX = cpasync.make_tiled_tma_atom(load, x, box_layout(self.tile_m), (self.tile_m, BLOCK_K))
-        scale = None
-        if cutlass.const_expr(self.scaled):
-            scale = cute.make_tensor(operands.topk_weights.iterator, cute.make_layout(cute.size(operands.topk_weights)))
-        params = GroupedParams(
-            tma_atom_x,
-            tma_atom_x_tail,
-            mX,
-            tma_atom_w,
-            mW,
-            bias if cutlass.const_expr(self.has_bias) else None,
-            scale,
-            out,
-            scratch.pairs,
-            scratch.tiles,
-            scratch.tile_count,
-        )
-        sOut_layout = self.sOut_layout()
-        tiled_mma = self.tiled_mma(2 * self.box_n)
-        self.kernel(params, tiled_mma, *self.smem_layouts(2 * self.box_n), sOut_layout).launch(
+    def launch_kernel(self, params: GroupedParams, ctas, stream):
+        """Launch so many CTAs."""
+        weight_rows = 2 * self.box_n
+        tiled_mma = self.tiled_mma(weight_rows)
+        self.kernel(params, tiled_mma, *self.smem_layouts(weight_rows), self.sOut_layout()).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -157,15 +50,8 @@ class GroupedGemm(Gemm):
             with cute.arch.elect_one():
                 pipeline.init()
             cute.arch.mbarrier_init_fence()
-            cpasync.prefetch_descriptor(params.tma_atom_w)
-            if cutlass.const_expr(not self.gathers):
-                cpasync.prefetch_descriptor(params.tma_atom_x)
-                cpasync.prefetch_descriptor(params.tma_atom_x_tail)
-        # Rows of tiles that no expert fills are multiplied too. Products of what was never written would be NaN at
-        # best; a launch does this while the one before it ends.
-        for stage in cutlass.range_constexpr(self.stages):
-            clear_rows(sX[None, None, stage], 0, self.tile_m, cute.arch.thread_idx()[0], self.threads)
-        cute.arch.fence_proxy("async.shared", space="cta")
+            self.prefetch_descriptors(params)
+        self.clear_stages(sX, self.threads)
         cute.arch.sync_threads()
         dependent_launch.launch_dependents()
         dependent_launch.wait()
@@ -173,127 +59,14 @@ class GroupedGemm(Gemm):
         if group == CONSUMERS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if cutlass.const_expr(self.gathers):
-                self.gather(params, sX, sW, pipeline, warp == CONSUMERS * (WARPGROUP // 32))
+                thread = cute.arch.thread_idx()[0] % WARPGROUP
+                self.gather(params, sX, sW, pipeline, thread, warp == CONSUMERS * (WARPGROUP // 32))
             else:
                 if warp == CONSUMERS * (WARPGROUP // 32):
                     self.load(params, sX, sW, pipeline)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
-
-    def tiles_of_cta(self, params: GroupedParams) -> Schedule:
-        """Static persistent scheduler over tiles whose number the device knows."""
-        m_tiles = params.mTileCount[0]
-        n_tiles = cute.ceil_div(params.mOut.shape[1], self.columns)
-        first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        count = cute.ceil_div(cutlass.max(m_tiles * n_tiles - first, 0), stride)
-        return Schedule(m_tiles, n_tiles, first, stride, count)
-
-    def work_tile(self, params: GroupedParams, schedule: Schedule, tile) -> WorkTile:
-        """A CTA's tile of a place in its list: bands of rows of tiles share weights in the L2 cache."""
-        m_tile, n_tile = raster(schedule.first + tile * schedule.stride, schedule.m_tiles, schedule.n_tiles, self.band)
-        rRecord = cute.make_rmem_tensor(RECORD, cutlass.Int32)
-        load_vector(params.mTiles.iterator, cutlass.Int64(m_tile) * RECORD, rRecord)
-        expert, first_row, rows = (cute.arch.make_warp_uniform(rRecord[i]) for i in range(3))
-        return WorkTile(expert, first_row, rows, n_tile)
-
-    def partition_weights(self, params: GroupedParams, sW: cute.Tensor):
-        """(tWsW, tWgW) of TMA copies: [copy, box, stage] and [copy, n, k, part, expert]."""
-        gW = cute.local_tile(params.mW, (self.box_n, BLOCK_K), (None, None, None, None))
-        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
-        return cpasync.tma_partition(
-            params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
-        )
-
-    def load_weights(self, params: GroupedParams, tWgW: cute.Tensor, tWsW: cute.Tensor, work, k_tile, stage, mbar):
-        """Both boxes of a tile's weights."""
-        of_expert = tWgW[None, None, None, None, work.expert]
-        for i in range(2):
-            cute.copy(
-                params.tma_atom_w, self.box(of_expert, work.n_tile, k_tile, i), tWsW[None, i, stage], tma_bar_ptr=mbar
-            )
-
-    @cute.jit
-    def gather(
-        self,
-        params: GroupedParams,
-        sX: cute.Tensor,
-        sW: cute.Tensor,
-        pipeline: Pipeline,
-        loads_weights: cutlass.Boolean,
-    ):
-        """Four load warps: each thread copies the same 16 bytes of every 16th row; one warp loads the weights too."""
-        schedule = self.tiles_of_cta(params)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        vector, row = thread % ROW_VECTORS, thread // ROW_VECTORS
-        step = cutlass.const_expr(WARPGROUP // ROW_VECTORS)
-        copies = cutlass.const_expr(self.tile_m // step)
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
-        tWsW, tWgW = self.partition_weights(params, sW)
-        # The widest swizzle: vectors of a row of 128 bytes are permuted by the row's place among 8. Rows of a thread
-        # are 16 apart, which leaves its vector where it is.
-        target = sX.iterator.toint() + row * (BLOCK_K * 2) + (vector ^ (row % 8)) * 16
-        sources = cute.make_rmem_tensor(copies, cutlass.Int64)
-        for tile in cutlass.range(schedule.count, unroll=1):
-            work = self.work_tile(params, schedule, tile)
-            for i in cutlass.range_constexpr(copies):
-                place = cutlass.min(row + i * step, work.rows - 1)
-                token = params.mPairs[work.first_row + place] // self.pairs_per_row
-                element = cutlass.Int64(token) * params.mX.stride[0] + vector * VECTOR
-                sources[i] = params.mX.iterator.toint() + element * 2
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                position = tile * k_tiles + k_tile
-                stage = pipeline.stage(position)
-                pipeline.producer_acquire(position)
-                if loads_weights:
-                    pipeline.producer_expect(position, self.weight_bytes)
-                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, pipeline.full(position))
-                inside = k_tile * BLOCK_K + vector * VECTOR < params.mX.shape[1]
-                count = cutlass.Int32(16) if inside else cutlass.Int32(0)
-                to = target + stage * (self.tile_m * BLOCK_K * 2)
-                offset = cutlass.Int64(k_tile * (BLOCK_K * 2)) if inside else cutlass.Int64(0)
-                for i in cutlass.range_constexpr(copies):
-                    if row + i * step < work.rows:
-                        cp_async_zfill(to + i * (step * BLOCK_K * 2), sources[i] + offset, count)
-                cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(position))
-
-    @cute.jit
-    def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
-        """The load warp: rows that lie in order, and weights."""
-        schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
-        tWsW, tWgW = self.partition_weights(params, sW)
-        sX_tail = cute.local_tile(sX, (TAIL_ROWS, BLOCK_K), (None, 0, None))
-        for tile in cutlass.range(schedule.count, unroll=1):
-            work = self.work_tile(params, schedule, tile)
-            mX = cute.domain_offset((work.first_row, 0), params.mX)
-            gX = cute.local_tile(mX, (self.tile_m, BLOCK_K), (None, None))
-            gX_tail = cute.local_tile(mX, (TAIL_ROWS, BLOCK_K), (None, None))
-            tXsX, tXgX = cpasync.tma_partition(
-                params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-            )
-            tXsX_tail, tXgX_tail = cpasync.tma_partition(
-                params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
-            )
-            boxes = cute.ceil_div(work.rows, TAIL_ROWS)
-            tx_bytes = self.weight_bytes + boxes * (TAIL_ROWS * self.x_row_bytes)
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                position = tile * k_tiles + k_tile
-                stage = pipeline.stage(position)
-                mbar_full = pipeline.full(position)
-                pipeline.producer_acquire(position)
-                pipeline.producer_expect(position, tx_bytes)
-                if boxes == self.tile_m // TAIL_ROWS:
-                    cute.copy(params.tma_atom_x, tXgX[None, 0, k_tile], tXsX[None, stage], tma_bar_ptr=mbar_full)
-                else:
-                    for i in cutlass.range(boxes, unroll=1):
-                        cute.copy(
-                            params.tma_atom_x_tail,
-                            tXgX_tail[None, i, k_tile],
-                            tXsX_tail[None, i, stage],
-                            tma_bar_ptr=mbar_full,
-                        )
-                self.load_weights(params, tWgW, tWsW, work, k_tile, stage, mbar_full)
 
     @cute.jit
     def mma(

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped GEMM on SM100: roles, tensor memory and arithmetic are those of `gemm/sm100/gemm.py`.
+
+An epilogue thread has a row of the tile, and writes it where it belongs by itself: rows of a tile beyond those of its
+expert are the next expert's, which a TMA store of the tile would overwrite.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.utils import blackwell_helpers
+
+from dsl_backend.experts.cute.grouped import VECTOR, GroupedParams, GroupedProduct, WorkTile, gemm_key
+from dsl_backend.experts.cute.key import ProductKey
+from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
+from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_M, MMA_WARP, GemmConfig
+from dsl_backend.gemm.sm100.gemm import Gemm
+from dsl_backend.gemm.views import bias_of
+from dsl_backend.primitives import dependent_launch, tmem
+from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.pipeline import Pipeline
+
+
+class GroupedGemm(GroupedProduct, Gemm):
+    """See `experts/cute/grouped.py`. Where x is gathered, the load warp is the first of four."""
+
+    def __init__(self, key: ProductKey):
+        assert isinstance(key.config, GemmConfig)
+        Gemm.__init__(self, gemm_key(key, key.config))
+        self.set_up(key)
+        if self.gathers:
+            self.threads += WARPGROUP - WARP
+
+    def launch_kernel(self, params: GroupedParams, ctas, stream):
+        """Launch so many CTAs."""
+        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+            self.x_dtype,
+            self.weight_dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            tcgen05.CtaGroup.ONE,
+            (MMA_M, 2 * self.box_n),
+        )
+        self.kernel(params, tiled_mma, *self.smem_layouts(self.weight_rows)).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        params: GroupedParams,
+        tiled_mma: cute.TiledMma,
+        sX_layout: cute.ComposedLayout,
+        sW_layout: cute.ComposedLayout,
+    ):
+        smem = cutlass.utils.SmemAllocator()
+        sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
+        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        pipeline = self.load_edge.allocate(smem)
+        acc_pipeline = self.acc_edge.allocate(smem)
+        tmem_address = smem.allocate_array(cutlass.Int32, 1)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        role = warp - WARPGROUP // WARP
+        if role == LOAD_WARP:
+            with cute.arch.elect_one():
+                pipeline.init()
+                acc_pipeline.init()
+            cute.arch.mbarrier_init_fence()
+            self.prefetch_descriptors(params)
+        if role == MMA_WARP:
+            cute.arch.alloc_tmem(self.tmem_columns, tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        self.clear_stages(sX, self.threads)
+        cute.arch.sync_threads()
+        tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
+        # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
+        if role < 0:
+            self.epilogue(params, acc_pipeline, tmem_ptr, warp)
+        if role == MMA_WARP:
+            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
+        if role >= LOAD_WARP:
+            if cutlass.const_expr(self.gathers):
+                thread = cute.arch.thread_idx()[0] - WARPGROUP - LOAD_WARP * WARP
+                self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
+            else:
+                self.load(params, sX, sW, pipeline)
+        cute.arch.sync_threads()
+        if role == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
+
+    @cute.jit
+    def mma(
+        self,
+        params: GroupedParams,
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        pipeline: Pipeline,
+        acc_pipeline: Pipeline,
+        tmem_ptr: cute.Pointer,
+    ):
+        """The MMA warp."""
+        tiles = self.tiles_of_cta(params).count
+        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
+        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles)
+
+    @cute.jit
+    def epilogue(self, params: GroupedParams, acc_pipeline: Pipeline, tmem_ptr: cute.Pointer, warp: cutlass.Int32):
+        """An epilogue warp: its 32 rows of every tile, as far as there are any."""
+        schedule = self.tiles_of_cta(params)
+        place = warp * WARP + cute.arch.lane_idx()
+        for tile in cutlass.range(schedule.count, unroll=1):
+            work = self.work_tile(params, schedule, tile)
+            # A row of the output, or any where there is none: nothing is stored there.
+            row = work.first_row + cutlass.min(place, work.rows - 1)
+            scale = cutlass.Float32(1.0)
+            if cutlass.const_expr(self.scaled):
+                scale = params.mScale[params.mPairs[row]]
+            if cutlass.const_expr(not self.gathers):
+                row = params.mPairs[row]
+            acc_pipeline.consumer_wait(tile)
+            tmem.after_sync()
+            tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
+            for start in cutlass.range(0, self.columns, self.register_columns, unroll=1):
+                self.store_columns(params, tmem_ptr, tmem_column + start, work, row, start, scale, place < work.rows)
+            tmem.before_sync()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(acc_pipeline.empty(tile))
+
+    @cute.jit
+    def store_columns(
+        self,
+        params: GroupedParams,
+        tmem_ptr: cute.Pointer,
+        tmem_column: cutlass.Int32,
+        work: WorkTile,
+        row: cutlass.Int32,
+        start: cutlass.Int32,
+        scale: cutlass.Float32,
+        exists: cutlass.Boolean,
+    ):
+        """Neighbouring columns of a row, from `start` of the tile on, through scale, bias and activation to memory."""
+        thread = cute.arch.thread_idx()[0]
+        acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
+        for part in cutlass.range_constexpr(self.parts):
+            tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
+        cute.arch.fence_view_async_tmem_load()
+        rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+        n = params.mOut.shape[1]
+        for i in cutlass.range_constexpr(self.register_columns // VECTOR):
+            column = work.n_tile * self.columns + start + i * VECTOR
+            values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
+            if cutlass.const_expr(self.scaled):
+                values = [[value * scale for value in of_part] for of_part in values]
+            if cutlass.const_expr(self.has_bias):
+                values = self.with_expert_bias(params, values, work.expert, column)
+            found = self.activate(*values) if cutlass.const_expr(self.gated) else values[0]
+            for j in cutlass.range_constexpr(VECTOR):
+                rOut[j] = found[j].to(self.out_dtype)
+            if exists:
+                if column < n:
+                    store_vector(rOut, params.mOut.iterator, cutlass.Int64(row) * params.mOut.stride[0] + column)
+
+    def with_expert_bias(self, params: GroupedParams, values: list, expert, column) -> list:
+        """8 neighbouring columns of each part plus the bias of an expert; any values past the last column."""
+        mBias, n = params.mBias[expert, None], params.mOut.shape[1]
+        return [
+            [value + bias_of(mBias, column + j, part, n, self.interleaved) for j, value in enumerate(of_part)]
+            for part, of_part in enumerate(values)
+        ]
