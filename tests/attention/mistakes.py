@@ -3,9 +3,12 @@
 
 import importlib.util
 import inspect
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -30,3 +33,17 @@ def spoilt(mistake: Mistake, folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def spoil_methods(right: type, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a class that others inherit from the methods that it has in a spoilt module.
+
+    Other classes of the module stay the right ones: kernels check the types of their arguments.
+    """
+    wrong = getattr(module, right.__name__)
+    for name, value in vars(sys.modules[right.__module__]).items():
+        if isinstance(value, type) and value.__module__ == right.__module__:
+            setattr(module, name, value)
+    for name, method in vars(wrong).items():
+        if not name.startswith("__"):
+            monkeypatch.setattr(right, name, method)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in the kernels of experts for few tokens, each of which a case on the emulator finds."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 
 KNOWN = {one.id: one for one in DECODED}
 # Two tiles of an expert's columns for a CTA, tokens without an expert, biases.
@@ -237,19 +235,7 @@ def test_the_cases_pass(one: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_found(one: Emulated, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = spoilt(mistake, tmp_path)
     if mistake.module is decode:
-        methods: dict[str, Callable[..., Any]] = vars(module.DecodeProduct)
-        for name in (
-            "begin",
-            "list_experts",
-            "range_of_cta",
-            "weight_box",
-            "x_box",
-            "scale_tokens",
-            "biases_of",
-            "store_hidden",
-            "store_out",
-        ):
-            monkeypatch.setattr(decode.DecodeProduct, name, methods[name])
+        spoil_methods(decode.DecodeProduct, module, monkeypatch)
     else:
         monkeypatch.setattr(sm90_decode, "DecodeGemm", module.DecodeGemm)
     with pytest.raises((EmulatorError, AssertionError)):

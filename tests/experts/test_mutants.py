@@ -12,15 +12,15 @@ from cutlass.cute.runtime import make_fake_stream
 from experts_cases import EMULATED, MANY, SMS, TARGET, Emulated
 
 import emulator
-from dsl_backend.experts.cute import combine, host, layer, routing
+from dsl_backend.experts.cute import combine, grouped, host, layer, routing
 from dsl_backend.experts.cute.key import ExpertsKey
-from dsl_backend.experts.cute.sm90 import grouped
+from dsl_backend.experts.cute.sm90 import grouped as sm90_grouped
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import judge, tensors
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 
 KNOWN = {one.id: one for one in EMULATED}
 # Three experts whose rows end within a tile, one k tile that is not whole, four that are.
@@ -59,17 +59,20 @@ MISTAKES = [
             "weights of the first expert", grouped, "None, None, None, None, work.expert]", "None, None, None, None, 0]"
         ),
     ),
-    (RAGGED, Mistake("bias of the first expert", grouped, "params.mBias[work.expert, None]", "params.mBias[0, None]")),
-    (RAGGED, Mistake("bias of the next column", grouped, "column + 8 * j + a, part", "column + 8 * j, part")),
+    (
+        RAGGED,
+        Mistake("bias of the first expert", sm90_grouped, "params.mBias[work.expert, None]", "params.mBias[0, None]"),
+    ),
+    (RAGGED, Mistake("bias of the next column", sm90_grouped, "column + 8 * j + a, part", "column + 8 * j, part")),
     (
         RAGGED,
         Mistake("hidden rows of the first expert", grouped, "(work.first_row, 0), params.mX", "(0, 0), params.mX"),
     ),
     (RAGGED, Mistake("bytes of whole tiles", grouped, "boxes * (TAIL_ROWS", "8 * (TAIL_ROWS")),
-    (RAGGED, Mistake("a row too many", grouped, "top + row < work.rows and", "top + row <= work.rows and")),
-    (RAGGED, Mistake("results in the order of rows", grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
-    (RAGGED, Mistake("columns beyond the end", grouped, " and column < params.mOut.shape[1]:", ":")),
-    (ORDER, Mistake("consumers out of order", grouped, "self.await_order(tile, group)", "pass")),
+    (RAGGED, Mistake("a row too many", sm90_grouped, "top + row < work.rows and", "top + row <= work.rows and")),
+    (RAGGED, Mistake("results in the order of rows", sm90_grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
+    (RAGGED, Mistake("columns beyond the end", sm90_grouped, " and column < params.mOut.shape[1]:", ":")),
+    (ORDER, Mistake("consumers out of order", sm90_grouped, "self.await_order(tile, group)", "pass")),
     (
         ORDER,
         Mistake(
@@ -83,7 +86,7 @@ MISTAKES = [
         TALL,
         Mistake(
             "staged rows are overwritten",
-            grouped,
+            sm90_grouped,
             f"# All threads have read what was staged last.\n                {BARRIER}",
             "",
         ),
@@ -92,17 +95,17 @@ MISTAKES = [
         TALL,
         Mistake(
             "staged rows are not awaited",
-            grouped,
+            sm90_grouped,
             f"{BARRIER}\n                self.store_rows",
             "self.store_rows",
         ),
     ),
-    (KNOWN["input-weights"], Mistake("scales of other rows", grouped, "scales[i // 2]", "scales[i % 2]")),
+    (KNOWN["input-weights"], Mistake("scales of other rows", sm90_grouped, "scales[i // 2]", "scales[i % 2]")),
     (
         KNOWN["input-weights"],
         Mistake(
             "scales of rows, not of pairs",
-            grouped,
+            sm90_grouped,
             "params.mScale[params.mPairs[work.first_row + place]]",
             "params.mScale[work.first_row + place]",
         ),
@@ -165,7 +168,7 @@ MISTAKES = [
         Mistake("rows of out lie side by side", combine, "mOut.stride[0] + column", "mOut.shape[1] + column"),
     ),
 ]
-CLASSES = {grouped: "GroupedGemm", routing: "Routing", combine: "Combine"}
+CLASSES = {grouped: "GroupedProduct", sm90_grouped: "GroupedGemm", routing: "Routing", combine: "Combine"}
 
 
 def build(key: ExpertsKey) -> Function:
@@ -195,7 +198,10 @@ def test_the_cases_pass(one: Emulated) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("one", "mistake"), MISTAKES, ids=[mistake.id for _, mistake in MISTAKES])
 def test_it_is_found(one: Emulated, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = CLASSES[mistake.module]
-    monkeypatch.setattr(layer, name, getattr(spoilt(mistake, tmp_path), name))
+    module, name = spoilt(mistake, tmp_path), CLASSES[mistake.module]
+    if mistake.module is grouped:
+        spoil_methods(grouped.GroupedProduct, module, monkeypatch)
+    else:
+        monkeypatch.setattr(sm90_grouped if mistake.module is sm90_grouped else layer, name, getattr(module, name))
     with pytest.raises((EmulatorError, AssertionError)):
         emulate(one)
