@@ -205,7 +205,7 @@ def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, 
     fit = (
         deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))
         for tiles in arch_kernels(target).small_m
-        if isinstance(tiles, SmallMTiles) and tiles.tile_tokens <= DECODE_TOKENS
+        if isinstance(tiles, SmallMTiles) and tiles.stream_k and tiles.tile_tokens <= DECODE_TOKENS
     )
     return tuple(DecodeConfig(first=one, second=one) for one in fit if isinstance(one, SmallMTiles))
 

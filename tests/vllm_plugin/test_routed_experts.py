@@ -375,7 +375,9 @@ def test_every_layer_of_a_model(served: Any) -> None:
     lines = served(*layers, experts(prefix="other", width=48), nn.Linear(3, 3))
     assert len(lines) == 2
     what = f"dsl serves 3 layers of routed experts, {Swiglu()} of 4 experts of 64 to 32, top 2, bfloat16, on cpu: by "
-    assert lines[0].startswith(what + "experts reference (not by experts sm90/sm100: serves GPUs of sm_90a, sm_100a, sm_103a, this is cpu")
+    assert lines[0].startswith(
+        what + "experts reference (not by experts sm90/sm100: serves GPUs of sm_90a, sm_100a, sm_103a, this is cpu"
+    )
     assert lines[1].startswith("dsl serves 1 layers of routed experts")
     assert all(map(is_served, layers))
 
