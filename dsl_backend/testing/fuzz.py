@@ -262,6 +262,8 @@ def source(value: object) -> str:
     """Python that rebuilds a case: the fields that differ from their defaults."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
+    if type(value) is tuple:
+        return f"({''.join(f'{source(one)}, ' for one in value)})"
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     arguments = []

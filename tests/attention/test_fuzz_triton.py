@@ -11,6 +11,7 @@ from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import Scaling
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.spec import LogprobsMode
 from dsl_backend.sampling.verification_spec import Known
 from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.testing import fuzz
@@ -78,7 +79,12 @@ def test_source_rebuilds_a_case() -> None:
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"VerificationCase": VerificationCase, "Known": Known}
-    names |= {"SamplingCase": SamplingCase, "ClusterConfig": ClusterConfig, "ExpertsCase": ExpertsCase}
+    names |= {
+        "SamplingCase": SamplingCase,
+        "LogprobsMode": LogprobsMode,
+        "ClusterConfig": ClusterConfig,
+        "ExpertsCase": ExpertsCase,
+    }
     names |= {"RouterWeights": RouterWeights, "Activation": Activation}
     for family in fuzz.FAMILIES:
         for case in fuzz.problems(family, 30, 4, fuzz.TINY, 30):
