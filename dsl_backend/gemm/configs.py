@@ -52,7 +52,7 @@ ARCH_KERNELS = {
 INVARIANT_FOR = 1024
 MOST_STAGES = 12
 # Rows that candidates are chosen for; what is best in between is best for one of these, or nearly.
-PROBED_ROWS = (*range(1, 65, 7), *range(64, 1025, 32), *range(1536, 8193, 512))
+PROBED_ROWS = (*range(1, 65, 7), *range(64, 513, 16), *range(544, 1025, 32), *range(1536, 8193, 512))
 # Rows of tiles that a tuned GEMM for few rows has at most.
 MOST_M_TILES = 3
 
