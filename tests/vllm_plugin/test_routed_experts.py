@@ -594,9 +594,25 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tuned.is_faster.cache_clear()
 
 
+def by_triton(layer: Any) -> Any:
+    """A layer for which vLLM would choose its Triton kernels, as it does on SM90."""
+    layer.quant_method.unquantized_backend = type(layer.quant_method.unquantized_backend).TRITON
+    layer.quant_method.experts_cls = Triton
+    return layer
+
+
+@pytest.mark.usefixtures("measured")
+def test_others_than_triton_were_not_measured(served: Any) -> None:
+    layer = experts()
+    theirs = layer.quant_method.experts_cls.__name__
+    (line,) = served(layer, additional_config={})
+    assert line.endswith(f"dsl was measured to be faster than vLLM's Triton kernels, and not than {theirs}")
+    assert not is_served(layer)
+
+
 @pytest.mark.usefixtures("measured")
 def test_measured_tokens(served: Any) -> None:
-    layer = experts()
+    layer = by_triton(experts())
     lines = served(layer, additional_config={})
     assert lines[0].startswith("dsl serves 1 layers of routed experts")
     assert lines[1:] == ["dsl's serve routed experts for 3 to 5, 9 to 100 tokens, vLLM's Triton kernels do for others"]

@@ -89,7 +89,8 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
         return reason
     spec = spec_of(layer, kernels)
     dispatch.choose(spec, target)
-    return Service(spec, kernels) if served_by is ServedBy.DSL else measured(Service(spec, kernels), target)
+    service = Service(spec, kernels)
+    return service if served_by is ServedBy.DSL else measured(service, method, target)
 
 
 def has_kernels_elsewhere(method: Any) -> bool:
@@ -175,8 +176,11 @@ def check_weights(moe: Any, experts: int, w13: torch.Tensor, w2: torch.Tensor) -
             raise InvalidInput(f"{name} is {tensor.dtype} and tokens are {moe.in_dtype}: one dtype is needed")
 
 
-def measured(service: Service, target: Target) -> Service | str:
-    """The service for the tokens that it was measured to be faster for; a reason where there are none."""
+def measured(service: Service, method: Any, target: Target) -> Service | str:
+    """The service for the tokens that it was measured to be faster for; a reason where there are none.
+
+    Measurements compare with vLLM's Triton kernels, and say nothing where vLLM has others, as on SM100.
+    """
     from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts, MeasuredExperts
 
     ranges = tuple(tuned.faster(service.spec, target)) if service.kernels is DSLExperts else ()
@@ -185,4 +189,6 @@ def measured(service: Service, target: Target) -> Service | str:
             f"nothing measured says that dsl is faster for {service.spec}: "
             """--additional-config '{"dsl": {"experts": "dsl"}}' has dsl serve them"""
         )
+    if method.unquantized_backend.name != "TRITON":
+        return f"dsl was measured to be faster than vLLM's Triton kernels, and not than {method.experts_cls.__name__}"
     return Service(service.spec, MeasuredExperts, ranges)
