@@ -23,8 +23,11 @@ class Outputs(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """Pointers to ids int32 and values float32 [rows, 1 + num_logprobs], the token first, and to ranks int32 [rows]."""
+    """Pointers to ids int32 and values float32 [rows, 1 + num_logprobs], the token first, and to ranks int32 [rows].
+
+    Triton's own tuples have an attribute `values`.
+    """
 
     ids: Any
-    values: Any
+    logprobs: Any
     ranks: Any

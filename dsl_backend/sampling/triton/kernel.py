@@ -224,7 +224,7 @@ def rank_row(values_ptr, stride, tokens_ptr, outputs, out_stride, V, TOP, NORMAL
     """
     row = tl.program_id(0).to(tl.int64)
     values = values_ptr + row * stride
-    ids_ptr, found_ptr = outputs.ids + row * out_stride, outputs.values + row * out_stride
+    ids_ptr, found_ptr = outputs.ids + row * out_stride, outputs.logprobs + row * out_stride
     row_max, log_sum = 0.0, 0.0
     if NORMALIZE:
         row_max, log_sum = log_sum_exp(values, V, BLOCK)
