@@ -120,7 +120,7 @@ def test_they_can_be_asked_for_by_name() -> None:
 def test_few_tokens_get_them() -> None:
     """Where weights of many experts are read for few rows; never where each expert has a tile of rows."""
     spec = replace(PLAIN.spec, num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
-    assert isinstance(choose(spec, 8, from_arch("sm_90a")), DecodeConfig)
+    assert all(isinstance(choose(spec, tokens, from_arch("sm_90a")), DecodeConfig) for tokens in (1, 8, 32))
     assert not isinstance(choose(spec, 2048, from_arch("sm_90a")), DecodeConfig)
 
 
