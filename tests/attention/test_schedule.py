@@ -369,12 +369,16 @@ GROUPED = {
 )
 def test_row_groups(name: str, row_group: int, clusters: int, cluster: int) -> None:
     """Every key tile once, also where a row group has more clusters than row tiles are left, or clusters are left."""
+    assert_row_groups(name, row_group, clusters, cluster)
+
+
+def assert_row_groups(name: str, row_group: int, clusters: int, cluster: int = 1) -> None:
+    """Every key tile once, in row groups of so many clusters, whatever they cost."""
     q_lens, lengths = GROUPED[name]
     found, split_ranges = balanced_schedule(
         lengths, clusters * cluster, q_lens, cluster, row_group=row_group, row_group_iters=10**6
     )
     if clusters < row_group:
-        row_group = 1
         found, _ = balanced_schedule(lengths, clusters * cluster, q_lens, cluster)
     assert_balanced(found, split_ranges, lengths, q_lens)
 
@@ -395,6 +399,37 @@ def test_row_groups_may_cost_too_much(row_group_iters: int, grouped: bool) -> No
     lengths = [64 * TILE] * 4
     found, _ = balanced_schedule(lengths, 8, row_group=4, row_group_iters=row_group_iters)
     assert sum(not works for works in found) == (4 if grouped else 0)
+
+
+ROW_GROUP_MISTAKES = (
+    Mistake(
+        "all clusters have the same row tile", balanced, "partition.row_group + share.group_rank", "partition.row_group"
+    ),
+    Mistake("partial results in another order", balanced, "* num_groups + group_idx", "+ group_idx * self.cluster"),
+    Mistake(
+        "row tiles that no request has", balanced, "if tile_idx < tiles.num_tiles else tiles.seqlen_q", "if True else 0"
+    ),
+    Mistake(
+        "shares of clusters, not of row groups",
+        balanced,
+        "                num_ctas = quotient(num_ctas, row_group)\n",
+        "",
+    ),
+    Mistake(
+        "row groups rounded down",
+        balanced,
+        "quotient(num_tiles + row_group - 1, row_group)",
+        "quotient(num_tiles, row_group)",
+    ),
+)
+
+
+@pytest.mark.parametrize("mistake", ROW_GROUP_MISTAKES, ids=lambda mistake: mistake.id)
+def test_mistakes_in_row_groups(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = spoilt(mistake, tmp_path).BalancedSplitKVTileScheduler
+    monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
+    with pytest.raises((EmulatorError, AssertionError)):
+        assert_row_groups("ragged", 4, 12)
 
 
 def assert_balanced(

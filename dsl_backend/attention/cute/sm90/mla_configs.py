@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
@@ -100,5 +100,9 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
             cluster=cluster,
             min_split_tiles=min_split_tiles,
         )
+        if not config.objections(spec, smem_bytes):
+            yield config
+    for row_groups, many_rows in ((True, False), (False, True), (True, True)):
+        config = replace(default_mla_config(spec), row_groups=row_groups, combine_many_rows=many_rows)
         if not config.objections(spec, smem_bytes):
             yield config
