@@ -194,7 +194,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
 
 
 def linear_subjects() -> Iterator[Subject]:
-    """All configurations of a layer each, those with swapped operands apart."""
+    """All configurations of a layer each, of products also those of split-K; those with swapped operands apart."""
     for arch in ARCHS:
         for name, facts in LINEAR_LAYERS.items():
             yield Subject(id=f"{arch}-{name}", arch=arch, kernels=partial(linear_kernels, arch, LinearSpec(**facts)))
@@ -204,11 +204,16 @@ def linear_subjects() -> Iterator[Subject]:
 
 def linear_kernels(arch: str, spec: LinearSpec, swapped: bool = False) -> Iterator[Made]:
     from dsl_backend.gemm import host
-    from dsl_backend.gemm.configs import fitting
+    from dsl_backend.gemm.configs import deepest, fitting
+    from dsl_backend.gemm.tiles import SmallMTiles
     from dsl_backend.runtime.target import from_arch
 
     target = from_arch(arch)
-    for config in fitting(spec, target):
+    configs = fitting(spec, target)
+    if spec.activation is None:
+        split = (replace(one, num_splits=4) for one in configs if isinstance(one, SmallMTiles) and one.stream_k)
+        configs += [config for one in split if (config := deepest(one, spec, target.smem_bytes)) is not None]
+    for config in dict.fromkeys(configs):
         if isinstance(config, SwapABConfig) != swapped:
             continue
         build = partial(host.build, host.key_of(spec, config), target)

@@ -119,7 +119,7 @@ class SmallMGemmBase:
         self.cluster = None if self.stream_k else (self.num_splits, 1, 1)
         # Of each box, that a thread finishes.
         self.finished = self.accumulators // 2 // self.num_splits
-        self.sent_at_once = min(2, self.finished)
+        self.sent_at_once = 1 if self.finished % 2 else 2
         self.parts = 2 if self.gated else 1
         self.columns = 2 * self.box // self.parts
         # Other CTAs' partial sums are loaded together, as many as 64 registers hold.

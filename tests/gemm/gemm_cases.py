@@ -280,6 +280,12 @@ CASES = [
         sms=8,
     ),
     Emulated(
+        id="split-k-odd",
+        why="a thread finishes three accumulators of each box",
+        case=replace(GATED, rows=40, n=72, k=264),
+        config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=4),
+    ),
+    Emulated(
         id="split-k-groups",
         why="consumers with rows of weights of their own, NaN and infinities through partial sums",
         case=replace(GATED, rows=12, k=520, special=True),
