@@ -27,6 +27,7 @@ class ArchKernels:
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
         rates: of its GPUs, for the cost model.
+        split_k: more for few rows, for products without an activation.
     """
 
     package: str
@@ -34,6 +35,7 @@ class ArchKernels:
     gemms: tuple[Config, ...]
     tried: Callable[[], Iterator[Config]]
     rates: ArchRates
+    split_k: tuple[Config, ...] = ()
 
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
@@ -45,7 +47,9 @@ class ArchKernels:
 
 # By `registry.Arch.kernel_arch`.
 ARCH_KERNELS = {
-    "sm90": ArchKernels("dsl_backend.gemm.sm90", sm90.SMALL_M, (*sm90.GEMMS, *sm90.SWAP_AB), sm90.tried, SM90_RATES),
+    "sm90": ArchKernels(
+        "dsl_backend.gemm.sm90", sm90.SMALL_M, (*sm90.GEMMS, *sm90.SWAP_AB), sm90.tried, SM90_RATES, sm90.SPLIT_K
+    ),
     "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES),
 }
 # Rows that the only kernel of a batch-invariant problem is chosen for.
@@ -71,7 +75,8 @@ def deepest(tiles: Config, spec: GemmSpec, smem_bytes: int) -> Config | None:
 def fitting(spec: GemmSpec, target: Target, *, gemms_alone: bool = False) -> list[Config]:
     """The target's configurations that fit a problem, each with as many stages as fit."""
     arch = arch_kernels(target)
-    tiles = arch.gemms if gemms_alone else (*arch.small_m, *arch.gemms)
+    split_k = arch.split_k if spec.parts == 1 else ()
+    tiles = arch.gemms if gemms_alone else (*arch.small_m, *split_k, *arch.gemms)
     return [config for one in tiles if (config := deepest(one, spec, target.smem_bytes)) is not None]
 
 
@@ -85,11 +90,14 @@ def candidates(spec: GemmSpec, target: Target) -> tuple[Config, ...]:
     """
     found = fitting(spec, target, gemms_alone=spec.batch_invariant)
     probed = (INVARIANT_FOR,) if spec.batch_invariant else PROBED_ROWS
+    # Split-K serves no problem for all rows: where SMs are spared its clusters may not run at once.
+    always = [config for config in found if not isinstance(config, SmallMTiles) or config.stream_k]
     best = {
-        min(found, key=lambda config: estimate_us(config, spec, rows, of_chip))
+        min(group, key=lambda config: estimate_us(config, spec, rows, of_chip))
         for of_chip in (replace(target, chip=chip) for chip in target.chips)
         for rows in probed
-        if found
+        for group in (found, always)
+        if group
     }
     return tuple(config for config in found if config in best)
 
@@ -113,7 +121,7 @@ def variants(spec: GemmSpec, rows: int, target: Target) -> Iterator[Config]:
     arch = arch_kernels(target)
     fewest = min(tile.tile_tokens for tile in arch.small_m if isinstance(tile, SmallMTiles))
     seen = set()
-    for tile in (*arch.small_m, *arch.gemms, *arch.tried()):
+    for tile in (*arch.small_m, *arch.split_k, *arch.gemms, *arch.tried()):
         if not worth_trying(tile, rows, fewest) or not runs_at_once(tile, spec, rows, target):
             continue
         most = deepest(tile, spec, target.smem_bytes)

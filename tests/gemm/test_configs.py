@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles serve a problem, and why others cannot."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,8 +54,10 @@ def test_every_candidate_serves_something(activation: Swiglu | None, target: Tar
 def test_shared_memory_is_filled(target: Target) -> None:
     arch = arch_kernels(target)
     for spec in (LLAMA, replace(LLAMA, activation=None)):
-        swapped = sum(isinstance(config, SwapABConfig) for config in arch.gemms) if spec.activation is None else 0
-        assert len(fitting(spec, target)) == len(arch.small_m) + len(arch.gemms) - swapped
+        plain = spec.activation is None
+        swapped = sum(isinstance(config, SwapABConfig) for config in arch.gemms) if plain else 0
+        few = len(arch.small_m) + (len(arch.split_k) if plain else 0)
+        assert len(fitting(spec, target)) == few + len(arch.gemms) - swapped
         for config in fitting(spec, target):
             deeper = replace(config, stages=config.stages + 1)
             assert config.stages >= 3, config
@@ -74,8 +77,8 @@ def test_spared_sms_have_no_ctas() -> None:
 
 
 def test_split_k_serves_where_all_clusters_run_at_once() -> None:
-    """A tile has 128 rows of weights and 16 of x: 32 clusters of 4 here, with 4 SMs to spare, or none."""
-    spec = replace(LLAMA, n=4096, activation=None)
+    """A tile has 128 rows of weights and 16 of x: 28 clusters of 4 here, which 128 SMs run at once for sure."""
+    spec = replace(LLAMA, n=3584, activation=None)
     config = SmallMConfig(tokens=16, num_splits=4)
     assert runs_at_once(config, spec, 16, H200.sparing(4))
     assert not runs_at_once(config, spec, 16, H200.sparing(5))
@@ -83,7 +86,12 @@ def test_split_k_serves_where_all_clusters_run_at_once() -> None:
     assert runs_at_once(replace(config, num_splits=1), spec, 8192, H200)
     tried = [one for one in variants(spec, 16, H200) if isinstance(one, SmallMConfig) and not one.stream_k]
     assert {one.num_splits for one in tried} == {2, 4}
-    assert max_ctas(config, 16, H200) == 132
+    assert estimate_us(config, spec, 17, H200) == math.inf
+    two = replace(config, num_splits=2)
+    assert [max_ctas(one, 16, H200) for one in (config, two, replace(config, num_splits=8))] == [112, 132, 112]
+    assert getattr(choose(spec, 16, H200), "num_splits", 1) == 4, "measured to be faster"
+    assert getattr(choose(spec, 16, H200.sparing(100)), "num_splits", 1) == 1, "its clusters do not run at once"
+    assert all(one.stream_k for one in fitting(LLAMA, H200) if isinstance(one, SmallMConfig)), "not timed with SwiGLU"
 
 
 def test_sparing_sms_takes_no_other_kernels() -> None:

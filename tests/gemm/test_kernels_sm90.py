@@ -8,7 +8,7 @@ from gemm_cases import CASES, Emulated, emulate, random_emulated, spec_of
 
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import fitting
-from dsl_backend.gemm.sm90.configs import GEMMS, SMALL_M, SWAP_AB, SmallMConfig
+from dsl_backend.gemm.sm90.configs import GEMMS, SMALL_M, SPLIT_K, SWAP_AB, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 
@@ -42,14 +42,15 @@ def test_fuzz(seed: int) -> None:
     ("activation", "place"),
     [
         *((Swiglu(), place) for place in range(len(SMALL_M) + len(GEMMS) + len(SWAP_AB))),
-        *((None, place) for place in range(len(SMALL_M) + len(GEMMS))),
+        *((None, place) for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))),
     ],
 )
 def test_every_kernel_that_is_chosen(activation: Swiglu | None, place: int) -> None:
     """At full size, on two and a half rounds of its stages."""
     target = from_arch("sm_90a")
     case = LinearCase(rows=1, n=200, k=8, activation=activation)
-    config = fitting(spec_of(case), target)[place]
+    # A k that any number of splits divides.
+    config = fitting(replace(spec_of(case), k=4096), target)[place]
     if isinstance(config, SmallMConfig):
         case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
     else:

@@ -250,6 +250,17 @@ SMALL_M = (
     *(SmallMConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
     *(SmallMConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in range(32, 113, 8)),
 )
+# For products without an activation: on an H100 these were faster than stream-K in 29 of 32 that they serve, of 1 to 64
+# rows of models' projections (docs/performance.md).
+SPLIT_K = (
+    *(SmallMConfig(tokens=8, tile_k=128, num_splits=num_splits) for num_splits in (2, 4)),
+    *(
+        SmallMConfig(tokens=tokens, tile_k=128, num_splits=num_splits)
+        for tokens in (16, 32)
+        for num_splits in (2, 4, 8)
+    ),
+    *(SmallMConfig(tokens=64, num_splits=num_splits) for num_splits in (2, 4, 8)),
+)
 GEMMS = (
     GemmConfig(tile_m=128, box_n=128, cluster=2),
     GemmConfig(tile_m=128, box_n=112, cluster=2),
