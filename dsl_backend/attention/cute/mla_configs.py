@@ -28,7 +28,6 @@ class MlaTileConfig:
         min_split_tiles: key tiles of a split, at least: with fewer, combining costs more than it saves.
         row_groups: neighbouring clusters process the row tiles of a request side by side, where row_groups.py finds
             that it pays; not with fixed splits.
-        combine_many_rows: as `many_rows` of SplitKVCombine.
     """
 
     tile_n: int = 64
@@ -37,7 +36,6 @@ class MlaTileConfig:
     dequant_stages: int = 0
     min_split_tiles: int = 2
     row_groups: bool = False
-    combine_many_rows: bool = False
 
     @property
     def least_stages(self) -> int:

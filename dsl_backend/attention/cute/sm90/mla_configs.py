@@ -26,10 +26,12 @@ class MlaConfig(MlaTileConfig):
         scores_first: the second warpgroup issues QK of its tile before PV of the first one's tile, so that PV runs
             during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
         speculative_max: as in `DenseConfig`.
+        combine_many_rows: as `many_rows` of SplitKVCombine.
     """
 
     scores_first: bool = False
     speculative_max: bool = False
+    combine_many_rows: bool = False
 
     @property
     def threads(self) -> int:
