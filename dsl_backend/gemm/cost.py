@@ -52,11 +52,59 @@ class ArchRates:
 SM90_RATES = ArchRates(memory=0.9439, l2=52.73, flops=2914.0)
 # From public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 SM100_RATES = ArchRates(memory=1.0, l2=102.8, flops=7735.0)
-# The persistent GEMM: the share of memory's rate that it reaches; what a k tile takes beyond its products for each row
-# of the tile; the least that a k tile takes, alone and in a cluster; what one of its TMA copies takes, and each of its
-# rows beyond the end of x; elements that a CTA stores in a nanosecond; the rest of a launch.
-GEMM_MEMORY, STEP_NS_PER_ROW, STORED_PER_NS, GEMM_NS = 0.91, 0.3, 10.73, 1409.0
-STEP_NS, CLUSTER_STEP_NS, COPY_NS, OUTSIDE_NS = 176.0, 181.0, 38.4, 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmCosts:
+    """What a persistent GEMM reaches of a GPU's rates, and what does not follow from them.
+
+    Attributes:
+        power: how causes of a k tile's time add up; see `combined`.
+        flops, l2: shares of these rates.
+        outside: the share of their products' time that rows beyond the end of x take: zeros need less power.
+        row_ns: what a k tile takes beyond its products for each row of wgmma's M.
+        step_ns, cluster_step_ns: the least that a k tile takes, alone and in a cluster.
+        copy_ns: of one of its TMA copies.
+        stored_per_ns: elements that a CTA stores in a nanosecond.
+        launch_ns: the rest of a launch.
+    """
+
+    power: float
+    flops: float = 1.0
+    l2: float = 1.0
+    outside: float = 1.0
+    row_ns: float
+    step_ns: float
+    cluster_step_ns: float
+    copy_ns: float
+    stored_per_ns: float
+    launch_ns: float
+
+
+GEMM = GemmCosts(
+    power=4.16,
+    row_ns=0.3,
+    step_ns=176.0,
+    cluster_step_ns=181.0,
+    copy_ns=38.4,
+    stored_per_ns=10.73,
+    launch_ns=1409.0,
+)
+# Fitted to 252 timings of 26 layers with 72 to 2000 rows on an H100: 5.3 % off (docs/performance.md).
+SWAP_AB = GemmCosts(
+    power=3.425,
+    flops=1.069,
+    l2=0.909,
+    outside=0.727,
+    row_ns=0.074,
+    step_ns=176.0,
+    cluster_step_ns=200.0,
+    copy_ns=45.4,
+    stored_per_ns=5.225,
+    launch_ns=269.0,
+)
+# The share of memory's rate that a persistent GEMM reaches; what a row of a TMA copy beyond the end of x takes.
+GEMM_MEMORY, OUTSIDE_NS = 0.91, 2.5
 # The GEMM for few rows: the share of the rate of products, which are small; how much faster than weights x comes; what
 # 1024 bytes of partial sums take that a CTA stores, and those of another CTA that it waits for; the rest of a launch.
 SMALL_M_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, SMALL_M_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
@@ -67,8 +115,8 @@ SPLIT_K_STEP_NS, RECEIVED_NS, SPLIT_K_NS, SPLIT_K_POWER = 211.0, 38.4, 1623.0, 2
 # The part of the SMs that clusters of 4 or 8 fill for sure: GPCs differ in their SMs. On an H100 with 132, 28 clusters
 # of 4 ran at once, and 32 did not: 4096 x 4096 took 16.9 us with 32 clusters of 4, and 12.9 with 32 of 2.
 CLUSTERED = 0.875
-# How causes of a time add up: about the slowest one, and more where another is about as slow.
-GEMM_POWER, SMALL_M_POWER = 4.16, 7.0
+# How causes of its time add up: about the slowest one, and more where another is about as slow.
+SMALL_M_POWER = 7.0
 
 
 def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
@@ -135,34 +183,36 @@ def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, cta
     return products_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
 
 
-def tail_copies_ns(config: GemmTiles, rows: int) -> float:
+def tail_copies_ns(config: GemmTiles, rows: int, copy_ns: float) -> float:
     """Of the copies of a k tile of x's last tile, and of both boxes of weights."""
     if not config.tail_boxes:
-        return 3 * COPY_NS + -rows % config.tile_m * OUTSIDE_NS
+        return 3 * copy_ns + -rows % config.tile_m * OUTSIDE_NS
     boxes = ceil_div(rows % config.tile_m, TAIL_ROWS)
-    return COPY_NS * (2 + (boxes if 0 < boxes * TAIL_ROWS < config.tile_m else 1))
+    return copy_ns * (2 + (boxes if 0 < boxes * TAIL_ROWS < config.tile_m else 1))
 
 
 def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int) -> float:
     """Of the persistent GEMM."""
+    costs = SWAP_AB if config.swaps_operands else GEMM
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
     tiles, clusters = m_tiles * ceil_div(spec.n, config.columns(spec.parts)), ctas // config.cluster
     waves = ceil_div(tiles, clusters)
     box_bytes = 2 * config.box_n * BLOCK_K * spec.dtypes.weight.itemsize
     x_bytes = config.tile_m * BLOCK_K * spec.dtypes.x.itemsize
-    flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K
-    copies_ns = tail_copies_ns(config, rows)
+    inside = rows / (m_tiles * config.tile_m * config.cluster)
+    flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K * (inside + (1 - inside) * costs.outside)
+    copies_ns = tail_copies_ns(config, rows, costs.copy_ns)
 
     def step_ns(active: int) -> float:
         """Of a k tile while so many clusters run."""
         return combined(
-            GEMM_POWER,
-            flops / rates.flops + config.tile_m * STEP_NS_PER_ROW,
+            costs.power,
+            flops / (costs.flops * rates.flops) + config.mma_rows * costs.row_ns,
             # A cluster reads its weights once.
-            (x_bytes + box_bytes / config.cluster) * active * config.cluster / (rates.l2 * sms),
+            (x_bytes + box_bytes / config.cluster) * active * config.cluster / (costs.l2 * rates.l2 * sms),
             # Tiles of a column have the same weights.
             box_bytes * max(active / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
-            STEP_NS if config.cluster == 1 else CLUSTER_STEP_NS,
+            costs.step_ns if config.cluster == 1 else costs.cluster_step_ns,
             copies_ns,
         )
 
@@ -171,5 +221,5 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
     # All weights come from memory once.
     weights_ns = spec.weight_rows * spec.k * spec.dtypes.weight.itemsize / (GEMM_MEMORY * rates.memory * sms)
     epilogues = 1 if config.overlaps_epilogue else waves
-    stored_ns = epilogues * config.tile_m * config.columns(spec.parts) / STORED_PER_NS
-    return max(products_ns, weights_ns) + stored_ns + GEMM_NS
+    stored_ns = epilogues * config.tile_m * config.columns(spec.parts) / costs.stored_per_ns
+    return max(products_ns, weights_ns) + stored_ns + costs.launch_ns

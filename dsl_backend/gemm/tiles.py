@@ -40,6 +40,16 @@ class GemmTiles:
         raise NotImplementedError
 
     @property
+    def swaps_operands(self) -> bool:
+        """Whether weights are the M of matrix products, and x their N."""
+        return False
+
+    @property
+    def mma_rows(self) -> int:
+        """Rows of a CTA's tile that are the M of matrix products."""
+        return self.tile_m
+
+    @property
     def tail_boxes(self) -> bool:
         """Whether x's last tile comes in boxes of TAIL_ROWS, of which all have rows that exist.
 

@@ -39,11 +39,6 @@ class ConsumerTiles(GemmTiles):
         return self.pingpong
 
     @property
-    def mma_rows(self) -> int:
-        """Of a tile: those of wgmma's M."""
-        raise NotImplementedError
-
-    @property
     def mma_columns(self) -> int:
         """Of a tile: wgmma's N."""
         raise NotImplementedError
@@ -105,10 +100,6 @@ class GemmConfig(ConsumerTiles):
     tile_m: int = 128
 
     @property
-    def mma_rows(self) -> int:
-        return self.tile_m
-
-    @property
     def mma_columns(self) -> int:
         return 2 * self.box_n
 
@@ -145,6 +136,10 @@ class SwapABConfig(ConsumerTiles):
         """Whether no smaller tile makes as few rows of tiles."""
         tiles = ceil_div(rows, self.tokens)
         return ceil_div(rows, self.tokens - TAIL_ROWS) > tiles if self.tokens > TAIL_ROWS else True
+
+    @property
+    def swaps_operands(self) -> bool:
+        return True
 
     @property
     def tile_m(self) -> int:
