@@ -211,7 +211,9 @@ def linear_kernels(arch: str, spec: LinearSpec, swapped: bool = False) -> Iterat
     target = from_arch(arch)
     configs = fitting(spec, target)
     if spec.activation is None:
-        split = (replace(one, num_splits=4) for one in configs if isinstance(one, SmallMTiles) and one.stream_k)
+        # Of no more rows than are tried.
+        few = [one for one in configs if isinstance(one, SmallMTiles) and one.stream_k and one.tile_tokens <= 64]
+        split = (replace(one, num_splits=4) for one in few)
         configs += [config for one in split if (config := deepest(one, spec, target.smem_bytes)) is not None]
     for config in dict.fromkeys(configs):
         if isinstance(config, SwapABConfig) != swapped:
