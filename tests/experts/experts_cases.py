@@ -185,6 +185,13 @@ DECODED = [
         decodes=True,
     ),
     Emulated(id="one", why="fewer iterations than CTAs", case=CASES["one"], config="few", decodes=True),
+    Emulated(
+        id="short",
+        why="fewer iterations than CTAs, in one tile",
+        case=replace(LONG, tokens=3, num_experts=1, topk=1, hidden=136, width=8),
+        config="few",
+        decodes=True,
+    ),
     Emulated(id="all-padding", why="no expert is chosen", case=CASES["all-padding"], config="few", decodes=True),
     Emulated(
         id="special",

@@ -161,12 +161,6 @@ MISTAKES = [
     (
         KNOWN["one"],
         Mistake(
-            "workers without work", decode, "cutlass.min(total, cute.arch.grid_dim()[0])", "cute.arch.grid_dim()[0]"
-        ),
-    ),
-    (
-        KNOWN["one"],
-        Mistake(
             "a range before the beginning",
             decode,
             "share(total, workers, cutlass.max(worker, 0))",
