@@ -38,7 +38,8 @@ class Options(BaseModel):
 
     attention_kernel: str | None = None
     experts: ServedBy = ServedBy.MEASURED
-    projections: ServedBy = ServedBy.MEASURED
+    # Kernels were timed; a served model with them was not.
+    projections: ServedBy = ServedBy.VLLM
     norms: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but

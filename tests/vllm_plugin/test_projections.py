@@ -188,8 +188,8 @@ def test_torch_compile_sees_one_node(served: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"additional_config": {}}, "nothing measured says that dsl is faster"),
-        ({"additional_config": {"dsl": {"projections": "vllm"}}}, "additional_config['dsl']['projections'] is vllm"),
+        ({"additional_config": {"dsl": {"projections": "measured"}}}, "nothing measured says that dsl is faster"),
+        ({"additional_config": {}}, "additional_config['dsl']['projections'] is vllm"),
         ({"lora_config": object()}, "LoRA (lora_config) adds to what a projection returns"),
         ({"kernel_config": SimpleNamespace(linear_backend="torch")}, "--linear-backend torch asks for vLLM's kernels"),
         (
@@ -287,7 +287,7 @@ def test_measured_layers_alone_are_served(served: Any, monkeypatch: pytest.Monke
     begun: list[Any] = []
     monkeypatch.setattr(ahead, "begin", lambda config, units, beside: begun.extend(units(TARGET)))
     model = Attention()
-    lines = served(model, additional_config={})
+    lines = served(model, additional_config={"dsl": {"projections": "measured"}})
     assert is_served(model.o_proj)
     assert not any(is_served(layer) for layer in (model.qkv_proj, model.gate, model.lm_head))
     assert any(", for 1 to 8 rows on sm_90a" in line for line in lines), lines
