@@ -36,9 +36,7 @@ def triton(spec: ExpertsSpec, target: Target) -> list[str]:
 
 TABLE = (
     Entry("cute", "experts sm90/sm100", "dsl_backend.experts.cute.host:bind", cute),
-    Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
-    Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
-    # By name only: the default chooses between them by the number of tokens.
+    # By name only: the one above chooses between them by the number of tokens, and serves what they serve.
     *(
         Entry(
             f"cute-{kind.value}",
@@ -48,6 +46,8 @@ TABLE = (
         )
         for kind in Kind
     ),
+    Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
+    Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
 )
 
 
