@@ -6,6 +6,7 @@ real server. What it leaves is marked `rest` here, by file and by name, and coun
 """
 
 import fnmatch
+import os
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ REST: tuple[str, ...] = (
     "tests/attention/test_two_cta_mla_mistakes.py::*",
     "tests/attention/test_widening_mistakes.py::*",
     "tests/benchmarks/test_bench_report.py::*",
+    "tests/benchmarks/test_bench_verification.py::*",
     "tests/emulator/mutants/*",
     "tests/emulator/thirdparty/*",
     "tests/gemm/test_machine_code.py::*",
@@ -40,6 +42,7 @@ REST: tuple[str, ...] = (
     "tests/loadtests/test_remote.py::*",
     "tests/norm/test_kernel.py::*",
     "tests/sampling/test_compile.py::*",
+    "tests/sampling/test_machine_code.py::*",
 )
 KEPT: tuple[str, ...] = (
     "integration/test_serving.py::*",
@@ -72,6 +75,8 @@ KEPT: tuple[str, ...] = (
     "tests/norm/test_kernel.py::test_ids*",
 )
 LEFT = pytest.StashKey[int]()
+# Processes that share a machine's cores wait for each other's threads. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def is_rest(nodeid: str) -> bool:
