@@ -36,13 +36,14 @@ def triton(spec: ExpertsSpec, target: Target) -> list[str]:
 
 TABLE = (
     Entry("cute", "experts sm90/sm100", "dsl_backend.experts.cute.host:bind", cute),
-    # By name only: the one above chooses between them by the number of tokens, and serves what they serve.
+    # The one above chooses between them by the number of tokens.
     *(
         Entry(
             f"cute-{kind.value}",
             f"experts {kind.value}",
             f"dsl_backend.experts.cute.host:bind_{kind.value}",
             partial(cute, kind=kind),
+            by_name=True,
         )
         for kind in Kind
     ),

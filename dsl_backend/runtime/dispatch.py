@@ -58,6 +58,7 @@ class Entry(Generic[Spec]):
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
         variants: the compiled kernels that it launches, and for which batches; empty if they are not listed.
+        by_name: only who asks for it gets it, and only he is told of it: another entry serves the same problems.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Entry(Generic[Spec]):
     kernel: str
     objections: Callable[[Spec, Target], list[str]]
     variants: Callable[[Spec, Target], list[Variant]] = no_variants
+    by_name: bool = False
 
     def load(self) -> Any:
         module, _, name = self.kernel.partition(":")
@@ -92,8 +94,8 @@ Judged = list[tuple[Entry[Spec], list[str]]]
 
 
 def judge(table: Sequence[Entry[Spec]], spec: Spec, target: Target) -> Judged[Spec]:
-    """Every entry with its objections, best entry first."""
-    return [(entry, entry.objections(spec, target)) for entry in table]
+    """Every entry that nobody has to ask for with its objections, best entry first."""
+    return [(entry, entry.objections(spec, target)) for entry in table if not entry.by_name]
 
 
 def choose(
@@ -113,7 +115,9 @@ def choose(
     if kernel is not None and kernel not in names:
         raise InvalidInput(f"{operation} has no kernel {kernel!r}: choose one of {', '.join(names)}")
     objections: dict[str, list[str]] = {}
-    for entry, reasons in judge([entry for entry in table if kernel in (None, entry.name)], spec, target):
+    asked = [entry for entry in table if (not entry.by_name if kernel is None else entry.name == kernel)]
+    for entry in asked:
+        reasons = entry.objections(spec, target)
         if not reasons:
             return entry
         known = objections.setdefault(entry.title, [])

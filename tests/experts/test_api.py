@@ -298,3 +298,14 @@ def test_a_model_whose_experts_are_unusual_says_why() -> None:
     assert precompile.served_by_others(shape, from_arch("sm_90a")) == {
         precompile.LAYER: ["num_experts is 1024: an integer from 1 to 512 is needed"]
     }
+
+
+def test_kernels_by_name_are_chosen_by_nothing_else() -> None:
+    """What chooses between them serves the same layers: nobody has to read why they do not."""
+    names = [entry.name for entry, _ in dispatch.judge(PLAIN.spec, H200)]
+    assert names == ["cute", "triton", "reference"]
+    assert dispatch.choose(PLAIN.spec, H200).name == "cute"
+    assert dispatch.choose(PLAIN.spec, H200, "cute-grouped").name == "cute-grouped"
+    with pytest.raises(Unsupported) as error:
+        dispatch.choose(PLAIN.spec, from_arch("sm_80"), "cute-decode")
+    assert list(error.value.objections) == ["experts decode"]
