@@ -2,7 +2,7 @@
 """For which numbers of tokens this package's experts were measured to be faster than vLLM's Triton kernels."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -68,10 +68,9 @@ def faster(spec: ExpertsSpec, target: Target) -> list[ProblemShape]:
 
     With an expert map, most rows of a step may be other ranks': nothing that was measured without one tells of that.
     """
-    if target.gpu is None or spec.global_experts is not None:
+    if spec.global_experts is not None:
         return []
-    asked = problem_of(spec, target.sm_count)
-    return [record.problem for record in TUNED_CONFIGS.on(target) if record.problem.of_rows(1, 1) == asked]
+    return [problem for problem, _ in tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, spec))]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -112,20 +112,14 @@ def configs_of(spec: LinearSpec, target: Target, most_rows: int | None = None) -
 
 def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemShape]:
     """Ranges of rows for which a gated layer is measured to be faster as a product and an activation after it."""
-    if target.gpu is None:
-        return []
-    asked = problem_of(n, k, True, dtype, target.sm_count)
-    found = (record.problem for record in TUNED_CONFIGS.on(target) if isinstance(record.config, Unfused))
-    return [problem for problem in found if problem.of_rows(1, 1) == asked]
+    found = tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, n, k, True, dtype))
+    return [problem for problem, config in found if isinstance(config, Unfused)]
 
 
 def faster(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemShape]:
     """Ranges of rows for which a product without an activation is measured to be faster than cuBLAS."""
-    if target.gpu is None:
-        return []
-    asked = problem_of(n, k, False, dtype, target.sm_count)
-    found = (record.problem for record in TUNED_CONFIGS.on(target) if not isinstance(record.config, Unfused))
-    return [problem for problem in found if problem.of_rows(1, 1) == asked]
+    found = tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, n, k, False, dtype))
+    return [problem for problem, config in found if not isinstance(config, Unfused)]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -11,7 +11,7 @@ import datetime
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -313,6 +313,20 @@ class TunedConfigs(Generic[ProblemShapeT]):
         mine.sort(key=lambda one: (one["gpu"], json.dumps(one["problem"])))
         write(path, [one for one in raw if one["family"] != self.family] + mine)
         return len(mine)
+
+
+def ranges(
+    configs: TunedConfigs[RowsProblemShapeT], target: Target, problem_of: Callable[[int], RowsProblemShapeT]
+) -> list[tuple[RowsProblemShapeT, Any]]:
+    """Ranges of rows that a layer has records for on GPUs like the target's, with the configurations.
+
+    Args:
+        problem_of: the layer's problem for one row, on so many SMs.
+    """
+    if target.gpu is None:
+        return []
+    asked = problem_of(target.sm_count)
+    return [(one.problem, one.config) for one in configs.on(target) if one.problem.of_rows(1, 1) == asked]
 
 
 def write(path: Path, records: Sequence[Any]) -> None:

@@ -6,10 +6,10 @@ configuration then; linear layers that turn out to be others are added when they
 it is needed is waited for, or compiled by the worker itself: nothing depends on a prediction.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
 from dsl_backend.vllm_plugin.options import ServedBy
 
+SpecT = TypeVar("SpecT")
 # (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
 _begun: set[tuple[Any, ...]] = set()
 
@@ -66,35 +67,30 @@ def compile_attention(
 
 def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec], *, most_rows: int | None = None) -> None:
     """Start compiling what linear layers need and was not predicted, for any number of rows or up to so many."""
-    wanted = set(specs)
-
-    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
-        for spec in wanted:
-            yield from linear_precompile.precompile_specs_of(spec, target, most_rows)
-
-    begin(vllm_config, precompile_specs, "while the engine starts")
+    compile_each(vllm_config, specs, partial(linear_precompile.precompile_specs_of, most_rows=most_rows))
 
 
 def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:
     """Start compiling what routed experts need and was not predicted."""
-    wanted = set(specs)
-
-    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
-        for spec in wanted:
-            yield from experts_precompile.precompile_specs_of(spec, target)
-
-    begin(vllm_config, precompile_specs, "while the engine starts")
+    compile_each(vllm_config, specs, experts_precompile.precompile_specs_of)
 
 
 def compile_norms(vllm_config: Any, specs: Iterable[NormSpec]) -> None:
     """Start compiling what norms need, with the residual in front of them and without."""
+    both = {replace(spec, residual=residual) for spec in specs for residual in (False, True)}
+    compile_each(vllm_config, both, norm_precompile.precompile_specs_of)
+
+
+def compile_each(
+    vllm_config: Any, specs: Iterable[SpecT], precompile_specs_of: Callable[[SpecT, Target], Iterable[PrecompileSpec]]
+) -> None:
+    """Start compiling what layers of these specs need."""
     wanted = set(specs)
-
-    def precompile_specs(target: Target) -> Iterator[PrecompileSpec]:
-        for spec, residual in itertools.product(wanted, (False, True)):
-            yield from norm_precompile.precompile_specs_of(replace(spec, residual=residual), target)
-
-    begin(vllm_config, precompile_specs, "while the engine starts")
+    begin(
+        vllm_config,
+        lambda target: (unit for spec in wanted for unit in precompile_specs_of(spec, target)),
+        "while the engine starts",
+    )
 
 
 def first_time(vllm_config: Any, *facts: Any) -> bool:

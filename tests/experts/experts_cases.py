@@ -2,9 +2,11 @@
 """Problems for the CuTe DSL kernels of experts, with tiles small enough for the emulator."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack, make_fake_stream
 from router import Router
@@ -21,6 +23,7 @@ from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import ACTIVATIONS, CASES, PLAIN, ExpertsCase, judge, random_case, tensors
 
+SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
 TARGET: Target = replace(from_arch("sm_90a"), sm_count=SMS)
 # Two stages, so that the pipeline comes round within a tile.
@@ -258,3 +261,26 @@ def random_emulated(seed: int) -> Emulated:
     return Emulated(
         id=f"fuzz-{seed}", why="any", case=random_case(draw, 150), config=config, routing_ctas=draw.choice((1, 1, 2, 5))
     )
+
+
+def in_turn(cases: Sequence[Emulated], quick: Sequence[str]) -> list[Any]:
+    """Parameters (one, schedule): each case under one schedule; under the others where there is time.
+
+    Args:
+        quick: ids of those that `make test` runs.
+    """
+
+    def marks(one: Emulated, other_schedule: bool) -> tuple[pytest.MarkDecorator, ...]:
+        if other_schedule:
+            return (pytest.mark.full,)
+        return () if one.id in quick else (pytest.mark.rest,)
+
+    return [
+        pytest.param(one, schedule, id=f"{one.id}-{schedule}", marks=marks(one, (i + j) % 3 != 0))
+        for i, one in enumerate(cases)
+        for j, schedule in enumerate(SCHEDULES)
+    ]
+
+
+# Of random problems: a few, and more where there is time.
+SEEDS = [pytest.param(seed, marks=() if seed < 6 else (pytest.mark.full,)) for seed in range(106)]

@@ -5,7 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_cases import DECODE_CONFIGS, DECODED, LONG, TARGETS, Emulated, after_router, emulate, random_decoded
+from experts_cases import (
+    DECODE_CONFIGS,
+    DECODED,
+    LONG,
+    SCHEDULES,
+    SEEDS,
+    TARGETS,
+    Emulated,
+    after_router,
+    emulate,
+    in_turn,
+    random_decoded,
+)
 
 from dsl_backend.errors import Unsupported
 from dsl_backend.experts import api, dispatch, reference
@@ -14,40 +26,20 @@ from dsl_backend.experts.cute import host
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.experts import PLAIN, ExpertsCase, judge, tensors
 
-SCHEDULES = ("eager", "lazy", "random")
 ARCHS = tuple(DECODE_CONFIGS)
-FUZZED, FUZZED_IN_FULL = 6, 100
-QUICK = ("plain",)
 # Of the architecture that has the most.
 TILES = 8
 
 
-def marks(one: Emulated, other_schedule: bool) -> tuple[pytest.MarkDecorator, ...]:
-    if other_schedule:
-        return (pytest.mark.full,)
-    return () if one.id in QUICK else (pytest.mark.rest,)
-
-
-# Each case under one schedule; under the others where there is time.
-IN_TURN = [
-    pytest.param(one, schedule, id=f"{one.id}-{schedule}", marks=marks(one, (i + j) % 3 != 0))
-    for i, one in enumerate(DECODED)
-    for j, schedule in enumerate(SCHEDULES)
-]
-
-
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("one", "schedule"), IN_TURN)
+@pytest.mark.parametrize(("one", "schedule"), in_turn(DECODED, ("plain",)))
 def test_case(one: Emulated, schedule: str, arch: str) -> None:
     emulate(one, schedule, seed=1, arch=arch)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=() if seed < FUZZED else (pytest.mark.full,)) for seed in range(FUZZED + FUZZED_IN_FULL)],
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_fuzz(seed: int, arch: str) -> None:
     emulate(random_decoded(seed, arch), SCHEDULES[seed % 3], seed, arch)
 

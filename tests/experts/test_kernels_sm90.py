@@ -5,40 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_cases import EMULATED, TARGET, Emulated, emulate, random_emulated
+from experts_cases import EMULATED, SCHEDULES, SEEDS, TARGET, Emulated, emulate, in_turn, random_emulated
 
 from dsl_backend.experts.configs import TILES, ExpertsConfig, fitting, products
 from dsl_backend.testing.experts import ExpertsCase
 
-SCHEDULES = ("eager", "lazy", "random")
-FUZZED, FUZZED_IN_FULL = 6, 100
-QUICK = ("split", "pingpong")
 
-
-def marks(one: Emulated, other_schedule: bool) -> tuple[pytest.MarkDecorator, ...]:
-    if other_schedule:
-        return (pytest.mark.full,)
-    return () if one.id in QUICK else (pytest.mark.rest,)
-
-
-# Each case under one schedule; under the others where there is time.
-IN_TURN = [
-    pytest.param(one, schedule, id=f"{one.id}-{schedule}", marks=marks(one, (i + j) % 3 != 0))
-    for i, one in enumerate(EMULATED)
-    for j, schedule in enumerate(SCHEDULES)
-]
-
-
-@pytest.mark.parametrize(("one", "schedule"), IN_TURN)
+@pytest.mark.parametrize(("one", "schedule"), in_turn(EMULATED, ("split", "pingpong")))
 def test_case(one: Emulated, schedule: str) -> None:
     emulate(one, schedule, seed=1)
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=() if seed < FUZZED else (pytest.mark.full,)) for seed in range(FUZZED + FUZZED_IN_FULL)],
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_fuzz(seed: int) -> None:
     emulate(random_emulated(seed), SCHEDULES[seed % 3], seed)
 

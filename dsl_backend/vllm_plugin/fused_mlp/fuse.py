@@ -19,6 +19,7 @@ from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations, match, reasons_against_engine
+from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # For each model that dsl serves in this process, in order: name of a fused activation -> spec of its layer.
 _fused: list[dict[str, LinearSpec]] = []
@@ -31,22 +32,18 @@ def fuse_model(model: nn.Module, vllm_config: Any) -> None:
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     owners = Counter(id(child) for module in model.modules() for child in module.children())
-    served: dict[str, LinearSpec] = {}
-    left: Counter[str] = Counter()
-    for name, parent, activation in gated_activations(model):
-        found = against_engine or match(parent, activation, owners, target)
-        if isinstance(found, str):
-            left[found] += 1
-            continue
-        projection, spec = found
-        replace(parent, projection, activation, spec)
-        served[name] = spec
+    found, left = serve_each(
+        ((name, (parent, activation)) for name, parent, activation in gated_activations(model)),
+        lambda pair: against_engine or match(*pair, owners, target),
+        lambda pair, how: replace(*pair, *how),
+    )
+    served = {name: spec for name, (_, spec) in found.items()}
     _fused.append(served)
     ahead.compile_linear(vllm_config, served.values())
     report(Counter(served.values()), left, target)
 
 
-def replace(parent: nn.Module, projection: str, activation: str, spec: LinearSpec) -> None:
+def replace(parent: nn.Module, activation: str, projection: str, spec: LinearSpec) -> None:
     """Replace the method of a module's projection, and the activation behind it."""
     from dsl_backend.vllm_plugin.fused_mlp.method import FusedActivation, GatedLinearMethod
 
@@ -65,15 +62,14 @@ def report(served: Counter[LinearSpec], left: Counter[str], target: Target) -> N
         for rows in slower:
             limits = (rows.least_rows, rows.most_rows)
             logger.info("vLLM serves these linear layers for %d to %d rows: it was measured to be faster", *limits)
-    for reason, count in left.items():
-        logger.info("vLLM serves %d gated linear layers: %s", count, reason)
+    report_left("gated linear layers", left)
     if not served and not left:
         logger.info("vLLM serves all linear layers: the model has no gated activation")
 
 
 def compilation_key() -> str:
     """The fused layers of each model of this process."""
-    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _fused)
+    return key_of(_fused)
 
 
 def fused_specs() -> set[LinearSpec]:

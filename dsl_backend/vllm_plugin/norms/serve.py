@@ -19,6 +19,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
 from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # vLLM's classes -> what they add to the weight.
 OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
@@ -87,22 +88,17 @@ def serve_norms(model: nn.Module, vllm_config: Any) -> None:
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     settings = vllm_config.model_config
-    served: dict[str, NormSpec] = {}
-    left: Counter[str] = Counter()
-    for name, module in norms(model, settings.get_hidden_size()):
-        found = against_engine or judge(module, settings.dtype, target)
-        if isinstance(found, str):
-            left[found] += 1
-        else:
-            replace(module, found)
-            served[name] = found
+    served, left = serve_each(
+        norms(model, settings.get_hidden_size()),
+        lambda module: against_engine or judge(module, settings.dtype, target),
+        replace,
+    )
     _served.append(served)
     ahead.compile_norms(vllm_config, served.values())
     for spec, count in Counter(served.values()).items():
         by = dispatch.choose(spec, target).title
         logger.info("dsl serves %d norms, %s, on %s: by %s", count, spec, target.arch, by)
-    for reason, count in left.items():
-        logger.info("vLLM serves %d norms: %s", count, reason)
+    report_left("norms", left)
 
 
 def replace(module: Any, spec: NormSpec) -> None:
@@ -115,7 +111,7 @@ def replace(module: Any, spec: NormSpec) -> None:
 
 def compilation_key() -> str:
     """The served norms of each model of this process."""
-    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _served)
+    return key_of(_served)
 
 
 def served_specs() -> set[NormSpec]:

@@ -47,8 +47,8 @@ def applied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, me
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
-class LinearMethod(UnquantizedLinearMethod):
-    """The method of a linear layer.
+class FewRows:
+    """The method of a layer whose few rows this package multiplies, over the method of vLLM that it stands in for.
 
     The weight stays vLLM's parameter in vLLM's layout. It is looked up at each call, since it may have been reloaded.
     """
@@ -64,15 +64,9 @@ class LinearMethod(UnquantizedLinearMethod):
         return applied(x, layer.weight, bias, self.measured)
 
 
-class EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """The method of the projection to logits, whose weight may be the embedding's."""
+class LinearMethod(FewRows, UnquantizedLinearMethod):
+    """Of a linear layer."""
 
-    def __init__(self, measured: bool) -> None:
-        super().__init__()
-        self.measured = measured
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Does nothing; see `LinearMethod`."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return applied(x, layer.weight, bias, self.measured)
+class EmbeddingMethod(FewRows, UnquantizedEmbeddingMethod):
+    """Of the projection to logits, whose weight may be the embedding's."""

@@ -20,6 +20,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.projections.find import judge, projections, reasons_against_engine
+from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # For each model that dsl serves in this process, in order: name of a layer -> its spec.
 _served: list[dict[str, LinearSpec]] = []
@@ -32,19 +33,14 @@ def serve_projections(model: nn.Module, vllm_config: Any) -> None:
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     measured = options.of(vllm_config).projections is ServedBy.MEASURED
-    served: dict[str, LinearSpec] = {}
-    kinds: Counter[tuple[str, LinearSpec]] = Counter()
-    left: Counter[str] = Counter()
-    for name, layer in projections(model):
-        found = against_engine or judge(layer, vllm_config, target)
-        if isinstance(found, str):
-            left[found] += 1
-            continue
-        replace(layer, measured)
-        served[name] = found
-        kinds[type(layer).__name__, found] += 1
+    served, left = serve_each(
+        projections(model),
+        lambda layer: against_engine or judge(layer, vllm_config, target),
+        lambda layer, _: replace(layer, measured),
+    )
     _served.append(served)
     ahead.compile_linear(vllm_config, served.values(), most_rows=MOST_ROWS)
+    kinds = Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items())
     report(kinds, left, target, measured)
 
 
@@ -66,13 +62,12 @@ def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: T
         logger.info(
             "dsl serves %d projections (%s), %s, for %s rows on %s: by %s", count, kind, spec, rows, target.arch, by
         )
-    for reason, count in left.items():
-        logger.info("vLLM serves %d projections: %s", count, reason)
+    report_left("projections", left)
 
 
 def compilation_key() -> str:
     """The served layers of each model of this process."""
-    return " | ".join("; ".join(f"{name}: {spec}" for name, spec in served.items()) for served in _served)
+    return key_of(_served)
 
 
 def served_specs() -> set[LinearSpec]:

@@ -19,6 +19,7 @@ from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.routed_experts.find import Service, judge, reasons_against_engine, routed_experts
+from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # vLLM's backends that leave weights as they are loaded.
 LEAVE_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -32,15 +33,11 @@ def serve_experts(model: nn.Module, vllm_config: Any) -> None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
-    served: dict[str, Service] = {}
-    left: Counter[str] = Counter()
-    for name, layer in routed_experts(model):
-        found = against_engine or judge(layer, vllm_config, target)
-        if isinstance(found, str):
-            left[found] += 1
-            continue
-        replace(layer, found.kernels)
-        served[name] = found
+    served, left = serve_each(
+        routed_experts(model),
+        lambda layer: against_engine or judge(layer, vllm_config, target),
+        lambda layer, service: replace(layer, service.kernels),
+    )
     if served or left:
         _served.append(served)
         ahead.compile_experts(vllm_config, {service.spec for service in served.values()})
@@ -65,8 +62,7 @@ def report(served: Counter[Service], left: Counter[str], target: Target) -> None
         if service.ranges:
             tokens = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in service.ranges)
             logger.info("dsl's serve routed experts for %s tokens, vLLM's Triton kernels do for others", tokens)
-    for reason, count in left.items():
-        logger.info("vLLM serves %d layers of routed experts: %s", count, reason)
+    report_left("layers of routed experts", left)
 
 
 def served_specs() -> set[ExpertsSpec]:
@@ -76,5 +72,4 @@ def served_specs() -> set[ExpertsSpec]:
 
 def compilation_key() -> str:
     """The served layers of each model of this process."""
-    models = ("; ".join(f"{name}: {one.spec} {one.kernels.__name__}" for name, one in each.items()) for each in _served)
-    return " | ".join(models)
+    return key_of({name: f"{one.spec} {one.kernels.__name__}" for name, one in served.items()} for served in _served)

@@ -147,8 +147,8 @@ class RowSampler:
         key = (logits.shape[1], logits.dtype, kind)
         if key not in self.plans:
             for dtype in dict.fromkeys((logits.dtype, *self.dtypes)):
-                for kind in self.kinds:
-                    self.prepare(key[0], dtype, kind, logits.stride(0))
+                for each in self.kinds:
+                    self.prepare(key[0], dtype, each, logits.stride(0))
         return self.plans[key]
 
     def prepare(self, vocab: int, dtype: torch.dtype, kind: Returned, stride: int) -> None:
