@@ -121,7 +121,7 @@ class SwapABConfig(ConsumerTiles):
     """The persistent GEMM with swapped operands: weights are wgmma's M, rows of x (tokens) its N.
 
     A tile may have any multiple of 16 tokens, so that it fits their number: 320 are two tiles of 160, where a sixth of
-    three tiles of 128 rows is nobody's. In a box of weights, 8 gate rows and the up rows of the same columns alternate.
+    three tiles of 128 rows is padding. In a box of weights, 8 gate rows and the up rows of the same columns alternate.
 
     Attributes:
         tokens: rows of x; a multiple of 16 up to 256.
