@@ -432,7 +432,7 @@ def verification(target: Target) -> Chain:
     return Chain(
         [
             linear(target, config, head, Workspace(CPU)),
-            lambda: sample(*SampleArgs(logits=logits, **parameters, tokens=sampled)),
+            lambda: sample(*SampleArgs(logits=logits, **parameters, tokens=sampled).tensors),
             lambda: verify(*VerifyArgs(sampled, step.drafts.inputs, step.drafts.cu_rows, tokens, counts)),
         ],
         [logits, sampled, tokens, counts],
