@@ -165,7 +165,7 @@ def attention_subjects() -> Iterator[Subject]:
                         kinds += ["longest"] if long_query_config(case.spec) else []
                         # On SM100 it is the kernel for short queries.
                         kinds += ["extend"] if extend_config(case.spec) else []
-                    if kernel_arch == "sm100" and short and not case.spec.latent:
+                    if kernel_arch == "sm100" and short and not case.spec.mla:
                         smem_bytes = from_arch(arch).smem_bytes
                         kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
                     if arch == "sm_100a" and not short and not sm100.default_config(case.spec).two_cta:
@@ -190,7 +190,7 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     sinks = torch.float32 if case.sinks else None
     config = kernel.config
     columns = config.tmem_columns(spec) if kernel.target.tcgen05 else None
-    yield Made(config, lambda: kernel.function(spec.latent, sinks), config.smem_bytes(spec), columns)
+    yield Made(config, lambda: kernel.function(spec.mla, sinks), config.smem_bytes(spec), columns)
 
 
 def linear_subjects() -> Iterator[Subject]:

@@ -142,7 +142,7 @@ Engine = Callable[[Target], Iterator[None]]
 def serve_attention(spec: AttentionSpec, target: Target) -> Iterator[None]:
     """Prepare as vLLM's metadata builders do; then steps of all sizes, lengths and widths of page tables."""
     draw = random.Random(0)
-    lse, sinks = spec.latent or spec.page_size is None, spec.dtype if spec.sinks else None
+    lse, sinks = spec.mla or spec.page_size is None, spec.dtype if spec.sinks else None
     planner = Planner(spec, target, Workspace(CPU), "triton")
     planner.prepare(lse, sinks)
     write = attention.writer(spec, CPU, "triton")

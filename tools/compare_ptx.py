@@ -67,7 +67,7 @@ def dense(words: str, heads: tuple[int, int], dim: int, *, quick: bool = False, 
 
 
 def latent(words: str, heads: int, dims: tuple[int, int] = (576, 512), *, quick: bool = False, **facts: Any) -> Layer:
-    return Layer("attention", words, {"heads": (heads, 1), "dims": dims, "page": 64, "latent": True, **facts}, quick)
+    return Layer("attention", words, {"heads": (heads, 1), "dims": dims, "page": 64, "mla": True, **facts}, quick)
 
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

@@ -9,7 +9,7 @@ from dsl_backend.attention.dispatch import Operation
 from ..operator import RowsOperator
 
 # The columns are in the order of these imports.
-from . import flashinfer_peers, inputs, oracle, ours, rows, torch_sdpa, vllm_dense, vllm_latent, vllm_writes, writes  # noqa: F401
+from . import flashinfer_peers, inputs, oracle, ours, rows, torch_sdpa, vllm_dense, vllm_mla, vllm_writes, writes  # noqa: F401
 from .writes import WriteInputs
 
 

@@ -106,14 +106,14 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int = 0) ->
 def cache_shape(problem: Problem, pages: int) -> tuple[int, ...]:
     if problem.page_size is None:
         return sum(problem.kv_lens), problem.heads_kv, problem.head_dim + problem.head_dim_v
-    if problem.latent:
+    if problem.mla:
         return pages, problem.page_size, problem.head_dim
     return pages, problem.page_size, problem.heads_kv, problem.head_dim + problem.head_dim_v
 
 
 def split(problem: Problem, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a cache."""
-    if problem.latent:
+    if problem.mla:
         keys = cache.unsqueeze(2)
         return keys, keys[..., : problem.head_dim_v]
     keys, values = cache[..., : problem.head_dim], cache[..., problem.head_dim :]

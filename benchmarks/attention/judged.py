@@ -30,7 +30,7 @@ class Attention(OneOutput):
         def lengths(shortest: int = 1) -> list[int]:
             return [draw.randint(shortest, longest) for _ in range(draw.randint(2, count))]
 
-        make = {"decode": self.decode, "prefill": self.prefill, "mla-decode": self.latent}[self.operator]
+        make = {"decode": self.decode, "prefill": self.prefill, "mla-decode": self.mla}[self.operator]
         found = make(draw, lengths)
         return [Trial(id=name, why=why, problem=problem) for name, why, problem in (found[:3] if emulated else found)]
 
@@ -65,7 +65,7 @@ class Attention(OneOutput):
             ("pages", "another page size", of(HEADS[0], lengths(), page_size=32)),
         ]
 
-    def latent(self, draw: random.Random, lengths: Any) -> list[tuple[str, str, Problem]]:
+    def mla(self, draw: random.Random, lengths: Any) -> list[tuple[str, str, Problem]]:
         def of(heads: int, keys: list[int], queries: int = 1, **more: Any) -> Problem:
             return latent(heads, [queries] * len(keys), keys, **more)
 

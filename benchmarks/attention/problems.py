@@ -37,7 +37,7 @@ class Problem:
     window_left: int | None = None
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
-    latent: bool = False
+    mla: bool = False
     scale: float
     batch_invariant: bool = False
 
@@ -53,7 +53,7 @@ class Problem:
             page_size=self.page_size,
             scale=self.scale,
             window_left=self.window_left,
-            latent=self.latent,
+            mla=self.mla,
             batch_invariant=self.batch_invariant,
         )
 
@@ -83,7 +83,7 @@ class Problem:
     def traffic_bytes(self) -> int:
         """Keys and values that at least one query sees are read once, queries are read, outputs are written."""
         keys = sum(keys_seen(q, kv, self.window_left) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
-        row = self.head_dim if self.latent else self.head_dim + self.head_dim_v
+        row = self.head_dim if self.mla else self.head_dim + self.head_dim_v
         stored = keys * self.heads_kv * row * self.kv_dtype.itemsize
         return stored + self.tokens * self.heads_q * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
 
@@ -178,7 +178,7 @@ def latent(
         q_lens=tuple(q_lens),
         kv_lens=tuple(kv_lens),
         page_size=page_size,
-        latent=True,
+        mla=True,
         kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
         scale=192**-0.5,
@@ -204,7 +204,7 @@ class WriteProblem:
     """New keys and values to write to the cache.
 
     Attributes:
-        latent: MLA: one row of head_dim + head_dim_v elements (512 + 64) instead of a key and a value.
+        mla: one row of head_dim + head_dim_v elements (512 + 64) instead of a key and a value.
     """
 
     tokens: int
@@ -212,7 +212,7 @@ class WriteProblem:
     head_dim: int
     head_dim_v: int
     page_size: int = 16
-    latent: bool = False
+    mla: bool = False
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
 
@@ -221,13 +221,13 @@ class WriteProblem:
         return AttentionSpec(
             heads_q=self.heads_kv,
             heads_kv=self.heads_kv,
-            head_dim=self.head_dim + self.head_dim_v if self.latent else self.head_dim,
-            head_dim_v=self.head_dim if self.latent else self.head_dim_v,
+            head_dim=self.head_dim + self.head_dim_v if self.mla else self.head_dim,
+            head_dim_v=self.head_dim if self.mla else self.head_dim_v,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,
             scale=1.0,
-            latent=self.latent,
+            mla=self.mla,
         )
 
     @property

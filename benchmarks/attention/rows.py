@@ -155,7 +155,7 @@ def write_cases(page: int = 16) -> list[Case[WriteProblem]]:
         return WriteProblem(tokens=tokens, heads_kv=8, head_dim=128, head_dim_v=128, page_size=page, kv_dtype=dtype)
 
     def mla(tokens: int) -> WriteProblem:
-        return WriteProblem(tokens=tokens, heads_kv=1, head_dim=512, head_dim_v=64, page_size=page, latent=True)
+        return WriteProblem(tokens=tokens, heads_kv=1, head_dim=512, head_dim_v=64, page_size=page, mla=True)
 
     cases = [case_of(f"hd128-h8-t{length(t)}", own(t), axis="tokens") for t in (1, 64, 256, 8 * K)]
     cases += [case_of(f"mla-t{length(t)}", mla(t), axis="tokens") for t in (1, 64, 256, 8 * K)]

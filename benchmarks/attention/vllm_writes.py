@@ -23,7 +23,7 @@ def cuda_writer(problem: WriteProblem, inputs: WriteInputs) -> Run:
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
-        if problem.latent:
+        if problem.mla:
             key, value = layer.key.squeeze(1), layer.value.squeeze(1)
             ops.concat_and_cache_mla(key, value, layer.cache, inputs.slots, kind, scale)
         else:
@@ -37,7 +37,7 @@ def cuda_writer(problem: WriteProblem, inputs: WriteInputs) -> Run:
 
 def triton_writer_objections(problem: WriteProblem) -> list[str]:
     reasons = missing("vllm")
-    if problem.latent:
+    if problem.mla:
         reasons.append("writes separate keys and values only")
     return reasons
 

@@ -54,9 +54,9 @@ def build(problem: WriteProblem, layers: int, device: torch.device, seed: int = 
     def layer() -> WriteLayer:
         key = normal((problem.tokens, problem.heads_kv, problem.head_dim), problem.dtype, generator)
         value = normal((problem.tokens, problem.heads_kv, problem.head_dim_v), problem.dtype, generator)
-        shape = (width,) if problem.latent else (problem.heads_kv, width)
+        shape = (width,) if problem.mla else (problem.heads_kv, width)
         cache = torch.zeros(pages, problem.page_size, *shape, device=device).to(problem.kv_dtype)
-        by_head = cache.unsqueeze(2) if problem.latent else cache
+        by_head = cache.unsqueeze(2) if problem.mla else cache
         keys, values = by_head[..., : problem.head_dim], by_head[..., problem.head_dim :]
         return WriteLayer(key, value, cache, keys, values)
 
@@ -78,4 +78,4 @@ def reference(problem: WriteProblem, inputs: WriteInputs, layer: int, seed: int 
     stored = [exact.quantize(rows, problem.kv_dtype, inputs.one).float() for rows in (tensors.key, tensors.value)]
     values = torch.cat(stored, dim=-1).double()
     rows = torch.arange(problem.tokens, device=values.device)
-    return Reference(rows, values.squeeze(1) if problem.latent else values)
+    return Reference(rows, values.squeeze(1) if problem.mla else values)

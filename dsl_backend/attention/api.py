@@ -193,7 +193,7 @@ def run(
     checks.instance("plan", plan, AttentionPlan)
     q_rope = None
     if isinstance(q, tuple):
-        require(plan.spec.latent, "only absorbed MLA takes q in two parts")
+        require(plan.spec.mla, "only absorbed MLA takes q in two parts")
         require(len(q) == 2, f"q has {len(q)} parts: two are needed, or one tensor")
         q, q_rope = q
         checks.tensor("q[1]", q_rope)
@@ -221,7 +221,7 @@ def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
     """
     try:
         layout = [one if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in operands]
-        shared = plan.spec.latent and operands.keys.data_ptr() == operands.values.data_ptr()
+        shared = plan.spec.mla and operands.keys.data_ptr() == operands.values.data_ptr()
     except AttributeError:
         return None
     return (plan.batch.num_tokens, plan.batch.device, shared, *layout)
@@ -255,7 +255,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
         what = "tokens" if spec.page_size is None else "pages"
         raise InvalidInput(f"keys hold {keys.shape[0]} {what}, values {values.shape[0]}")
     require(
-        not spec.latent or (values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()),
+        not spec.mla or (values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()),
         "absorbed MLA's values are keys[..., :head_dim_v], not a tensor of their own",
     )
     if lse is not None:

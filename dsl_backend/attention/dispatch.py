@@ -61,7 +61,7 @@ def dense_head_dims(spec: AttentionSpec) -> list[str]:
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
         if not (dim % 8 == 0 and (64 <= dim <= 256 or dim == 512)):
             reasons.append(f"{name} {dim} is not a multiple of 8 from 64 to 256, or 512")
-    if spec.latent:
+    if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons
 
@@ -78,7 +78,7 @@ def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
 def latent_only(spec: AttentionSpec) -> list[str]:
     """What kernels of absorbed MLA need."""
     reasons = []
-    if not spec.latent:
+    if not spec.mla:
         reasons.append("serves the latent keys of MLA only")
     if (spec.head_dim, spec.head_dim_v) not in LATENT_DIMS:
         known = ", ".join(f"{a}/{b}" for a, b in LATENT_DIMS)
@@ -109,7 +109,7 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
             wide = " or ".join(map(str, WIDE_DIMS))
             reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")
-    if spec.latent:
+    if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons
 
@@ -194,7 +194,7 @@ def choose(
 
 def attention_of(spec: AttentionSpec) -> tuple[Operation, ...]:
     """The operations by which a layer of this spec attends."""
-    return (Operation.MLA_DECODE,) if spec.latent else (Operation.PREFILL, Operation.DECODE)
+    return (Operation.MLA_DECODE,) if spec.mla else (Operation.PREFILL, Operation.DECODE)
 
 
 def operations_of(spec: AttentionSpec) -> Sequence[Operation]:

@@ -31,7 +31,7 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec]:
         )
 
     usual = dense(128)
-    latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, latent=True, page_size=64)
+    latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, mla=True, page_size=64)
     return {
         "head size 64": dense(64),
         "head size 128": usual,

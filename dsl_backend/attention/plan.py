@@ -64,7 +64,7 @@ class Planner:
             self.kernel_titles[operation] = entry.title
             return operation, entry.name, build(spec, target, workspace)
 
-        self.short = bind(Operation.MLA_DECODE if spec.latent else Operation.DECODE)
+        self.short = bind(Operation.MLA_DECODE if spec.mla else Operation.DECODE)
         self.long = self.short if self.short[2].max_query_len_served() is None else bind(Operation.PREFILL)
         if spec.batch_invariant and self.long[1] != self.short[1]:
             # Two kinds of kernels add in different orders, and the length of a chunk would choose between them.

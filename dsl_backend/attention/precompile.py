@@ -50,7 +50,7 @@ def layer_specs(model: ModelShape) -> Iterator[AttentionSpec]:
             head_dim=model.latent_rank + model.rope_dim,
             head_dim_v=model.latent_rank,
             page_size=LATENT_PAGE_SIZE,
-            latent=True,
+            mla=True,
             **shared,
         )
         return
@@ -93,7 +93,7 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
     """The CuTe DSL kernels for short queries, for long queries and for cache writes, as far as CuTe DSL serves them."""
     for spec in layer_specs(model):
         # The parts of MLA are combined by their LSE; vLLM asks for no other LSE.
-        lse = spec.latent or spec.page_size is None
+        lse = spec.mla or spec.page_size is None
         yield from precompile_specs_of(spec, target, lse=lse, sinks=spec.dtype if spec.sinks else None)
 
 

@@ -40,7 +40,7 @@ class AttentionSpec:
         softcap: c > 0 replaces a score s by c·tanh(s / c); 0 is off.
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
-        latent: absorbed MLA: the value of a key is its own first head_dim_v elements.
+        mla: absorbed MLA: the value of a key is its own first head_dim_v elements.
         batch_invariant: on one GPU, a request's results are the same bits whatever other requests are in the batch, and
             however its queries are cut into chunks.
     """
@@ -59,7 +59,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
-    latent: bool = False
+    mla: bool = False
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -74,15 +74,15 @@ class AttentionSpec:
         checks.dtype("dtype", self.dtype)
         checks.dtype("kv_dtype", self.kv_dtype)
         checks.member("causality", self.causality, Causality)
-        for name in ("sinks", "alibi", "latent", "batch_invariant"):
+        for name in ("sinks", "alibi", "mla", "batch_invariant"):
             checks.flag(name, getattr(self, name))
         require(
             self.heads_q % self.heads_kv == 0,
             f"heads_q is {self.heads_q}: a multiple of heads_kv, {self.heads_kv}, is needed",
         )
         require(
-            not self.latent or (self.heads_kv == 1 and self.head_dim_v <= self.head_dim),
-            f"latent attention has one key head and head_dim_v <= head_dim, "
+            not self.mla or (self.heads_kv == 1 and self.head_dim_v <= self.head_dim),
+            f"absorbed MLA has one key head and head_dim_v <= head_dim, "
             f"not {self.heads_kv=}, {self.head_dim=}, {self.head_dim_v=}",
         )
 
@@ -103,14 +103,14 @@ class AttentionSpec:
     @property
     def written_dims(self) -> tuple[int, int]:
         """Elements of what is written into the cache as a key and as a value: of absorbed MLA the latent, then rope."""
-        return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.latent else (self.head_dim, self.head_dim_v)
+        return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.mla else (self.head_dim, self.head_dim_v)
 
     def __str__(self) -> str:
         features = [self.causality.value]
         if self.window_left is not None or self.window_right is not None:
             features.append(f"window({self.window_left}, {self.window_right})")
         features += [f"softcap {self.softcap}"] if self.softcap else []
-        features += [name for name in ("sinks", "alibi", "latent") if getattr(self, name)]
+        features += [name for name in ("sinks", "alibi", "mla") if getattr(self, name)]
         features += ["batch-invariant"] if self.batch_invariant else []
         kv = "" if self.kv_dtype == self.dtype else f", {short(self.kv_dtype)} keys"
         page = "packed" if self.page_size is None else f"page {self.page_size}"

@@ -99,7 +99,7 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
             heads=(draw.choice(sizes.heads_mla), 1),
             dim=dim,
             dim_v=dim_v,
-            latent=True,
+            mla=True,
             causality=CAUSAL,
             split_q=draw.random() < 0.5,
             fp8_dtype=draw.choice((FP8, E5M2)),
@@ -136,12 +136,12 @@ LONG = {"decode": 0.0, "prefill": 0.7, "mla": 0.2}
 
 def longest_decode(layer: Case) -> int:
     """The longest query that is drawn as a decode with drafts."""
-    return 8 if layer.latent else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
+    return 8 if layer.mla else min(16, max(1, 64 // (layer.heads[0] // layer.heads[1])))
 
 
 def attention_family(case: Case) -> str:
     """The family of whose problems a case is one."""
-    if case.latent:
+    if case.mla:
         return "mla"
     return "decode" if max(case.q_lens, default=0) <= longest_decode(case) else "prefill"
 
@@ -221,7 +221,7 @@ def write_case(draw: random.Random, sizes: Sizes) -> WriteCase:
         fp8=draw.random() < 0.5,
         page=page,
         layout=draw.choice(tuple(Layout)),
-        latent=latent,
+        mla=latent,
         fused=draw.random() < 0.5,
         gain=draw.choice((1.0, 1.0, 1e-3, 30.0)),
         specials=draw.random() < 0.3,

@@ -185,7 +185,7 @@ class Problem:
         rows = sum(self.q_lens)
         self.q[:rows] = normal((rows, *self.q.shape[1:]), random).to(spec.dtype)
         pollute(self.keys)
-        if not spec.latent:
+        if not spec.mla:
             pollute(self.values)
         if spec.page_size is None:
             assert batch.kv_start_loc is not None
@@ -197,7 +197,7 @@ class Problem:
         kept = torch.cat([torch.zeros(0, dtype=torch.bool), *fresh]).to(self.device)
         where = tuple(places[kept] for places in where)
         for tensor, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
-            if tensor is self.values and spec.latent:
+            if tensor is self.values and spec.mla:
                 continue
             numbers = normal((sum(self.kv_lens), *tensor.shape[-2:]), random)[kept]
             stored = reference.quantize(numbers.to(spec.dtype), spec.kv_dtype, scale)
@@ -267,7 +267,7 @@ def empty_like_cache(
     def empty(*shape: int) -> torch.Tensor:
         return not_a_number(shape, spec.kv_dtype, device)
 
-    if spec.latent:
+    if spec.mla:
         cache = empty(lead[0], lead[1] + 1, dim + 16)[:, :-1, :dim] if layout is Layout.PADDED else empty(*lead, dim)
         return cache.unsqueeze(-2), cache.unsqueeze(-2)[..., :dim_v]
     if layout is Layout.SEPARATE:

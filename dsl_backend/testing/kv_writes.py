@@ -50,7 +50,7 @@ class WriteCase:
     scales_by_head: bool = False
     page: int = 16
     layout: Layout = Layout.SIDE_BY_SIDE
-    latent: bool = False
+    mla: bool = False
     fused: bool = False
     gain: float = 1.0
     specials: bool = False
@@ -61,13 +61,13 @@ class WriteCase:
         return AttentionSpec(
             heads_q=self.heads,
             heads_kv=self.heads,
-            head_dim=self.dim + self.dim_v if self.latent else self.dim,
-            head_dim_v=self.dim if self.latent else self.dim_v,
+            head_dim=self.dim + self.dim_v if self.mla else self.dim,
+            head_dim_v=self.dim if self.mla else self.dim_v,
             dtype=self.dtype,
             kv_dtype=self.fp8_dtype if self.fp8 else self.dtype,
             page_size=self.page,
             scale=1.0,
-            latent=self.latent,
+            mla=self.mla,
         )
 
 
@@ -102,12 +102,12 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase("heads-first", layout=Layout.HEADS_FIRST, fused=True, why="heads outside of a page's tokens"),
     WriteCase("separate", layout=Layout.SEPARATE, fused=True, why="two tensors"),
     WriteCase("padded", layout=Layout.PADDED, fused=True, fp8=True, why="room between rows stays as it was"),
-    WriteCase("latent", latent=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
+    WriteCase("latent", mla=True, heads=1, dim=512, dim_v=64, why="MLA's row: latent, then rope"),
     WriteCase(
-        "latent-fused", latent=True, heads=1, dim=512, dim_v=64, fused=True, tokens=40, why="others lie between rows"
+        "latent-fused", mla=True, heads=1, dim=512, dim_v=64, fused=True, tokens=40, why="others lie between rows"
     ),
     WriteCase(
-        "latent-fp8", latent=True, heads=1, dim=512, dim_v=64, fp8=True, layout=Layout.PADDED, why="MLA's row in e4m3"
+        "latent-fp8", mla=True, heads=1, dim=512, dim_v=64, fp8=True, layout=Layout.PADDED, why="MLA's row in e4m3"
     ),
     WriteCase("real-prefill", tier="gpu", tokens=4096, pages=600, heads=8, dim=128, dim_v=128, why="a prompt's keys"),
     WriteCase(
@@ -141,7 +141,7 @@ def build(case: WriteCase, device: torch.device | str) -> Write:
     device, spec = torch.device(device), case.spec
     random = torch.Generator(device).manual_seed(case.seed)
     cache, values = empty_like_cache(spec, (case.pages, case.page), case.layout, device)
-    key_cache, value_cache = (cache[..., : case.dim], cache[..., case.dim :]) if case.latent else (cache, values)
+    key_cache, value_cache = (cache[..., : case.dim], cache[..., case.dim :]) if case.mla else (cache, values)
 
     def rows(dim: int) -> torch.Tensor:
         shape = (case.tokens + case.padding_tokens, case.heads, dim)

@@ -125,7 +125,7 @@ class DSLAttentionBackend(AttentionBackend):
         return validation.configuration_reasons(
             generic=super().validate_configuration(**selection),
             head_dims=(head_size, head_size),
-            latent=False,
+            mla=False,
             selection=selection,
             kernel=options.of(get_current_vllm_config_or_none()).attention_kernel,
         )

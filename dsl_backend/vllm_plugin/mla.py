@@ -37,7 +37,7 @@ USUAL_ROPE_DIM = 64
 
 def latent_probe(**changes: Any) -> list[str]:
     """Reasons against an ordinary latent problem with some of its facts changed."""
-    facts = {"head_dim": 576, "head_dim_v": 512, "latent": True}
+    facts = {"head_dim": 576, "head_dim_v": 512, "mla": True}
     return validation.probe(validation.current_target(), **(facts | changes))
 
 
@@ -112,7 +112,7 @@ class DSLMLABackend(MLACommonBackend):
         return validation.configuration_reasons(
             generic=super().validate_configuration(**selection),
             head_dims=(head_size, latent_dim(head_size)),
-            latent=True,
+            mla=True,
             selection=selection,
             kernel=options.of(get_current_vllm_config_or_none()).attention_kernel,
         )
@@ -280,7 +280,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             kv_dtype=validation.torch_kv_dtype(kv_cache_dtype, dtype),
             page_size=validation.ANY_PAGE_SIZE,
             scale=self.scale,
-            latent=True,
+            mla=True,
             batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
         self._specs: dict[tuple[int, Causality], AttentionSpec] = {}

@@ -109,14 +109,14 @@ def page_size_unit(target: Target) -> int:
 
 
 def configuration_reasons(
-    *, generic: list[str], head_dims: tuple[int, int], latent: bool, selection: Mapping[str, Any], kernel: str | None
+    *, generic: list[str], head_dims: tuple[int, int], mla: bool, selection: Mapping[str, Any], kernel: str | None
 ) -> list[str]:
     """Every reason against what vLLM's selection asks for.
 
     Args:
         generic: the reasons of vLLM's base class.
         head_dims: elements of a key and of a value.
-        latent: absorbed MLA.
+        mla: absorbed MLA.
         selection: the keyword arguments of `validate_configuration`.
         kernel: the kernel that the user asked for by name, if any.
     """
@@ -139,7 +139,7 @@ def configuration_reasons(
         scale=1.0,
         sinks=bool(selection.get("has_sink", False)),
         window_left=0 if selection.get("has_sliding_window", False) else None,
-        latent=latent,
+        mla=mla,
         batch_invariant=bool(selection.get("use_batch_invariant", False)),
     )
     reasons += reasons_against(spec, target_of(selection["device_capability"]), kernel)

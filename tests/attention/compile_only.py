@@ -69,7 +69,7 @@ ATTENTION: tuple[Case, ...] = (
 WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="write", why="a copy"),
     WriteCase(id="write-fp8", fp8=True, why="rounding to e4m3, in bits where there is no instruction"),
-    WriteCase(id="write-mla", heads=1, dim=512, dim_v=64, latent=True, why="the widest row"),
+    WriteCase(id="write-mla", heads=1, dim=512, dim_v=64, mla=True, why="the widest row"),
 )
 
 

@@ -88,7 +88,7 @@ def numbered(cases: Sequence[Case], quick: Collection[str]) -> pytest.MarkDecora
 def served(case: Case) -> bool:
     """Whether the dense kernels are meant for a case, fp8 keys apart, and the emulator for its size."""
     spec = case.spec
-    return not (spec.latent or case.tier == "gpu")
+    return not (spec.mla or case.tier == "gpu")
 
 
 SERVED = [case for case in CASES if served(case) and not case.fp8]

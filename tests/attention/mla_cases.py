@@ -14,7 +14,7 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, Case, by_id, mla
-from dsl_backend.testing.cases.latent import LATENT
+from dsl_backend.testing.cases.absorbed_mla import LATENT
 from emulator.machine.profile import Profile
 from tests.attention.unseen import expected_of
 

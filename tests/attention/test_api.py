@@ -71,8 +71,8 @@ def spec(**facts: Any) -> AttentionSpec:
         ({"sinks": 1}, "sinks is 1: True or False is needed"),
         ({"alibi": "no"}, "alibi is 'no': True or False is needed"),
         ({"batch_invariant": None}, "batch_invariant is None: True or False is needed"),
-        ({"latent": True}, "latent attention has one key head"),
-        ({"latent": True, "heads_kv": 1, "head_dim_v": 65}, "head_dim_v <= head_dim, not self.heads_kv=1"),
+        ({"mla": True}, "absorbed MLA has one key head"),
+        ({"mla": True, "heads_kv": 1, "head_dim_v": 65}, "head_dim_v <= head_dim, not self.heads_kv=1"),
     ],
 )
 def test_spec_refuses(facts: dict[str, Any], message: str) -> None:
@@ -83,7 +83,7 @@ def test_spec_refuses(facts: dict[str, Any], message: str) -> None:
 def test_spec_in_words() -> None:
     text = str(spec(window_left=3, softcap=5.0, sinks=True, kv_dtype=FP8))
     assert text == "4/2 heads of 64, bfloat16, float8_e4m3fn keys, page 16, causal window(3, None) softcap 5.0 sinks"
-    assert str(LATENT.spec) == "4/1 heads of (576, 512), bfloat16, page 16, causal latent"
+    assert str(LATENT.spec) == "4/1 heads of (576, 512), bfloat16, page 16, causal mla"
     assert "packed" in str(PACKED.spec)
 
 
@@ -399,7 +399,7 @@ def test_run_writes_in_place() -> None:
 def test_reference_through_the_door(case: Case) -> None:
     """The kernel named reference, judged like any other; q in two parts where the case is absorbed MLA."""
     problem = case.problem()
-    result = check.run(problem, "reference", split_q=case.latent)
+    result = check.run(problem, "reference", split_q=case.mla)
     expected, mine = problem.expected(), problem.owned()
     check.judge(
         check.Result(result.out[mine], result.lse[mine]), rows_of(expected, mine), problem.score_magnitude()[mine]
@@ -616,7 +616,7 @@ def test_cute_is_for_its_own_chips() -> None:
 @pytest.mark.parametrize("operation", list(Operation))
 def test_sm110_gets_no_kernels_of_sm100(operation: Operation) -> None:
     """It has tcgen05, but nothing was compiled for it or run: Triton serves."""
-    layer = spec(latent=True, heads_kv=1, head_dim=576, head_dim_v=512) if operation is Operation.MLA_DECODE else spec()
+    layer = spec(mla=True, heads_kv=1, head_dim=576, head_dim_v=512) if operation is Operation.MLA_DECODE else spec()
     target = from_arch("sm_110a")
     assert dispatch.choose(operation, layer, target).name == "triton"
     with pytest.raises(Unsupported, match="this is sm_110a, for which CuTe DSL"):
@@ -637,7 +637,7 @@ def test_float16_is_served_everywhere(arch: str) -> None:
     [
         ({"head_dim_v": 256}, "latent sizes 576/256 are not one of 576/512, 320/256"),
         ({"page_size": None}, "needs paged keys"),
-        ({"latent": False}, "serves the latent keys of MLA only"),
+        ({"mla": False}, "serves the latent keys of MLA only"),
     ],
 )
 def test_mla_objects(facts: dict[str, Any], objection: str) -> None:

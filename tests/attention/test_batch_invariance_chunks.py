@@ -67,8 +67,8 @@ class Layer:
         target = replace(from_arch(self.arch), sm_count=way.sms)
         config = self.other if way.other else self.configs[-1] if way.short else self.configs[0]
         assert not config.objections(problem.spec, target.smem_bytes)
-        host: Any = HOSTS[self.arch, problem.spec.latent]
-        kind = host.MlaSplitKV if problem.spec.latent else host.SplitKV if way.short else host.Prefill
+        host: Any = HOSTS[self.arch, problem.spec.mla]
+        kind = host.MlaSplitKV if problem.spec.mla else host.SplitKV if way.short else host.Prefill
         return kind(problem.spec, target, Workspace(torch.device("cpu")), config)
 
 

@@ -36,7 +36,7 @@ SPEC = AttentionSpec(
     page_size=16,
     scale=0.1,
 )
-LATENT = replace(SPEC, heads_q=16, heads_kv=1, head_dim=576, head_dim_v=512, page_size=64, latent=True)
+LATENT = replace(SPEC, heads_q=16, heads_kv=1, head_dim=576, head_dim_v=512, page_size=64, mla=True)
 BETTER = DenseConfig(groups=1, tile_n=96, stages=3)
 BETTER_LATENT = MlaConfig(tile_n=32, stages=4)
 
@@ -168,7 +168,7 @@ def test_candidates_fit_and_are_no_two_alike(arch: str) -> None:
         if spec.dtype == torch.float32:
             continue
         for heuristic, choice in TUNABLE.items():
-            if arch[:-1].replace("_", "") not in heuristic.__module__ or spec.latent != (choice.operation[0] == "m"):
+            if arch[:-1].replace("_", "") not in heuristic.__module__ or spec.mla != (choice.operation[0] == "m"):
                 continue
             found = list(choice.variants(spec, target.smem_bytes))
             assert len(set(found)) == len(found)

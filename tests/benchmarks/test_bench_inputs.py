@@ -133,7 +133,7 @@ def test_repaging_keeps_every_token(page_size: int) -> None:
 @pytest.mark.parametrize("latent_cache", [False, True])
 def test_written_rows_are_the_references(latent_cache: bool) -> None:
     heads, head_dim = (1, 512) if latent_cache else (2, 64)
-    problem = WriteProblem(tokens=9, latent=latent_cache, heads_kv=heads, head_dim=head_dim, head_dim_v=64)
+    problem = WriteProblem(tokens=9, mla=latent_cache, heads_kv=heads, head_dim=head_dim, head_dim_v=64)
     built = writes.build(problem, 1, CPU)
     writes.poison(built)
     layer = built.layers[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.attention import flashinfer_peers, rows, vllm_dense, vllm_latent
+from benchmarks.attention import flashinfer_peers, rows, vllm_dense, vllm_mla
 from benchmarks.attention.problems import WriteProblem, dense, keys_seen, latent, packed, twice_pairs
 from benchmarks.case import TABLE, Case, select
 from benchmarks.devices import CEILINGS, floor_us
@@ -128,7 +128,7 @@ def test_fp8_rows_have_both_formats(operator: str) -> None:
 
 @pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode"])
 def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (vllm_dense, vllm_latent, flashinfer_peers):
+    for module in (vllm_dense, vllm_mla, flashinfer_peers):
         monkeypatch.setattr(module, "missing", lambda _: ["needs a CUDA device"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cases = select(benchmarks.operators()[operator].cases(), "fp8")

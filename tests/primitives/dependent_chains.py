@@ -308,9 +308,9 @@ def attention(
     assert table is not None
     last = batch.seq_lens.long() - 1
     pages, places = table[torch.arange(len(last)), last // case.page].long(), last % case.page
-    rope = spec.head_dim - spec.head_dim_v if spec.latent else 0
+    rope = spec.head_dim - spec.head_dim_v if spec.mla else 0
     # Views of the cache's two parts, as the write kernel takes them.
-    parts = problem.keys.split((spec.head_dim_v, rope), -1) if spec.latent else (problem.keys, problem.values)
+    parts = problem.keys.split((spec.head_dim_v, rope), -1) if spec.mla else (problem.keys, problem.values)
     key, value = (torch.empty_like(part[pages, places]) for part in parts)
     value.copy_(parts[1][pages, places])
     for part in parts:

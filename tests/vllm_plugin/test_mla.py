@@ -178,7 +178,7 @@ def test_decode(
         kv_dtype=dtype,
         page_size=None,
         scale=SCALE,
-        latent=True,
+        mla=True,
     )
     exact, naive = oracle(spec, q, packed, packed[..., :LATENT], step.common.query_start_loc, starts_of(kv_lens))
     assert_within_budget(out, exact[0], naive[0])
@@ -208,7 +208,7 @@ def test_draft_blocks_that_are_not_causal(config: VllmConfig, dtype: torch.dtype
         page_size=None,
         scale=SCALE,
         causality=Causality.FULL,
-        latent=True,
+        mla=True,
     )
     exact, naive = oracle(spec, q, packed, packed[..., :LATENT], step.common.query_start_loc, starts_of(kv_lens))
     assert_within_budget(out, exact[0], naive[0])

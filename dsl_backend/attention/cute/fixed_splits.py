@@ -15,7 +15,7 @@ MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 512, 16, 256
 
 def split_keys(spec: AttentionSpec) -> int:
     """Keys of a split."""
-    if spec.latent:
+    if spec.mla:
         return MLA_FEW_ROWS_SPLIT_KEYS if packed_gqa_heads(spec.group) <= MLA_FEW_ROWS else MLA_SPLIT_KEYS
     return min(max(SPLIT_KEYS_PER_HEAD * spec.heads_kv, LEAST_SPLIT_KEYS), MOST_SPLIT_KEYS)
 

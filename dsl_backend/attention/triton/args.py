@@ -49,7 +49,7 @@ class Layer(NamedTuple):
     window_size_right: Any
     softcap: Any
     alibi: Any
-    latent: Any
+    mla: Any
     e5m2: Any
 
 
@@ -173,7 +173,7 @@ def layer_of(spec: AttentionSpec) -> Layer:
         window_size(spec.window_right),
         float(spec.softcap),
         spec.alibi,
-        spec.latent,
+        spec.mla,
         spec.kv == E5M2,
     )
     return layer

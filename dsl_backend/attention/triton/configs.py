@@ -34,7 +34,7 @@ def split_dim(dim: int, first: int | None = None, narrowest: int = 16) -> tuple[
 
 def key_blocks(spec: AttentionSpec) -> tuple[int, int]:
     """The blocks of a query and key row; the first is the latent where V is a part of K."""
-    return split_dim(spec.head_dim, spec.head_dim_v if spec.latent else None, narrowest_block(spec))
+    return split_dim(spec.head_dim, spec.head_dim_v if spec.mla else None, narrowest_block(spec))
 
 
 def value_blocks(spec: AttentionSpec) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class TileConfig:
         sizes (Triton 3.6.0, SM80 and SM90); others may need the weights' part on top, and Triton 3.9.0 less of it.
         """
         row = sum(key_blocks(spec))
-        value_row = 0 if spec.latent else sum(value_blocks(spec))
+        value_row = 0 if spec.mla else sum(value_blocks(spec))
         if not target.native_bf16:
             # Triton multiplies without tensor cores there: float32 operands pass through shared memory, none in flight.
             return 4 * (self.block_m * (row + self.block_n) + self.block_n * max(row, value_row))
@@ -85,9 +85,9 @@ class TileConfig:
         tiles = self.num_stages if from_shared else max(1, self.num_stages - 1)
         staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
         # The latent of an fp8 cache is both operands, widened once for both.
-        widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv and (spec.latent or tensor_memory) else 0
+        widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv and (spec.mla or tensor_memory) else 0
         # Triton 3.6.0 needs as much more as copies of two latent tiles take; 3.9.0 does not.
-        copied = 4 * self.block_n * spec.head_dim_v if spec.latent and tensor_memory and not spec.is_fp8_kv else 0
+        copied = 4 * self.block_n * spec.head_dim_v if spec.mla and tensor_memory and not spec.is_fp8_kv else 0
         return staged + widened + copied + 2 * self.block_m * (row + self.block_n)
 
     def fits(self, spec: AttentionSpec, target: Target) -> bool:
@@ -139,10 +139,10 @@ class SplitKVConfig(TileConfig):
     @classmethod
     def choices(cls, spec: AttentionSpec, target: Target, block_m: int) -> list["SplitKVConfig"]:
         """Configurations for tiles of that many rows, best first."""
-        if not spec.latent and target.tcgen05 and block_m == 64 and spec.head_dim > 128:
+        if not spec.mla and target.tcgen05 and block_m == 64 and spec.head_dim > 128:
             # The accumulators of one program fill tensor memory.
             shapes = [(64, 4, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1)]
-        elif not spec.latent:
+        elif not spec.mla:
             block_n = 128 if spec.head_dim <= 64 else 64
             shapes = [(block_n, 4, 3, 2), (block_n, 4, 2, 2), (block_n // 2, 4, 2, 2), (32, 4, 2, 1), (16, 4, 2, 1)]
         elif block_m <= 16:
@@ -227,7 +227,7 @@ class BatchInvariantConfig(TileConfig):
         # Twice 64 registers a thread are for accumulators: a split's, and that of the splits after it.
         width = sum(value_blocks(spec))
         widest = 64 if width <= 256 else 32
-        block_m = min(32, max(16, power_of_2(spec.group))) if spec.latent else widest
+        block_m = min(32, max(16, power_of_2(spec.group))) if spec.mla else widest
         config = first_fitting(spec, target, cls.choices(spec, target, block_m, width))
         # On other chips, what the estimate puts above the limit was seen to fit.
         while block_m > 8 and not target.native_bf16 and not config.fits(spec, target):

@@ -195,7 +195,7 @@ class SplitKV(Kernel):
 
     def max_query_len_served(self) -> int | None:
         """The queries whose rows fill a tile of 64, at most 16; the prefill kernel serves longer ones."""
-        return None if self.spec.latent else min(16, max(1, 64 // self.spec.group))
+        return None if self.spec.mla else min(16, max(1, 64 // self.spec.group))
 
     def config(self, max_query_len: int) -> SplitKVConfig:
         """The configuration for requests of up to max_query_len queries; chosen once, since every launch asks."""

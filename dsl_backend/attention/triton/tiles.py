@@ -297,7 +297,7 @@ def attend_tile(softmax, tile, n0, pages, tensors, LAYER, BLOCK_N: tl.constexpr,
     probs = probs.to(dtype)
     acc1 = softmax.acc1 * acc_scale[:, None]
     acc2 = softmax.acc2
-    if LAYER.latent:
+    if LAYER.mla:
         acc1 = dot(probs, k1, acc1)
     else:
         v_rows = key_rows(tensors.v, tile, n0, pages, LAYER, BLOCK_N)

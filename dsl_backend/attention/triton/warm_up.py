@@ -50,7 +50,7 @@ def attended(spec: AttentionSpec, device: torch.device) -> tuple[torch.Tensor, t
         return keys, values
     keys, values = caches(spec, device)
     # The latent part of absorbed MLA is the value, and the whole row is the key.
-    return (keys.as_strided((*keys.shape[:-1], spec.head_dim), keys.stride()), keys) if spec.latent else (keys, values)
+    return (keys.as_strided((*keys.shape[:-1], spec.head_dim), keys.stride()), keys) if spec.mla else (keys, values)
 
 
 def query_rows(spec: AttentionSpec, device: torch.device) -> Iterator[torch.Tensor]:

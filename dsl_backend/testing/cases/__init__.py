@@ -4,9 +4,9 @@
 Tiers: `smoke` runs at every change, `full` adds cases that repeat a feature at other sizes, `gpu` has real sizes.
 """
 
+from dsl_backend.testing.cases.absorbed_mla import LATENT
 from dsl_backend.testing.cases.batches import LENGTHS, SURROUNDINGS
 from dsl_backend.testing.cases.case import BF16, FP8, FP16, FULL, Case, mla
-from dsl_backend.testing.cases.latent import LATENT
 from dsl_backend.testing.cases.layers import DTYPES, HEAD_DIMS, HEADS, PACKED, PAGES
 from dsl_backend.testing.cases.real_sizes import GPU
 from dsl_backend.testing.cases.scores import COMBINATIONS, MASKS, SCORES, WINDOWS

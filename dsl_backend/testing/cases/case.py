@@ -62,7 +62,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
-    latent: bool = False
+    mla: bool = False
     q_gain: float = 1.0
     nan_request: int | None = None
     split_q: bool = False
@@ -89,7 +89,7 @@ class Case:
             softcap=self.softcap,
             sinks=self.sinks,
             alibi=self.alibi,
-            latent=self.latent,
+            mla=self.mla,
             batch_invariant=self.batch_invariant,
         )
 
@@ -111,12 +111,12 @@ class Case:
 
 
 # Absorbed MLA with DeepSeek's row: the latent and the rope part.
-MLA: dict[str, Any] = {"dim": 576, "dim_v": 512, "latent": True}
+MLA: dict[str, Any] = {"dim": 576, "dim_v": 512, "mla": True}
 
 
 def mla(heads: int, dims: tuple[int, int] = (576, 512), **facts: Any) -> Case:
     """A case of absorbed MLA."""
-    return Case(heads=(heads, 1), dim=dims[0], dim_v=dims[1], latent=True, **facts)
+    return Case(heads=(heads, 1), dim=dims[0], dim_v=dims[1], mla=True, **facts)
 
 
 DECODE = (1, 1, 1, 1)
