@@ -9,8 +9,11 @@ from dsl_backend import checks
 from dsl_backend.checks import require, short
 from dsl_backend.errors import Unsupported
 from dsl_backend.gemm.activation import Activation
+from dsl_backend.quant.format import E4M3
 
 DTYPES = (torch.float16, torch.bfloat16)
+# Of operands that have scales; see `gemm.scaled`.
+SCALED_DTYPES = (E4M3.dtype,)
 # Kernels count rows and columns in 32 bits, and index past the end of a matrix by less than a tile.
 MOST = 2**31 - 2**10
 
@@ -35,7 +38,7 @@ class Dtypes:
 
     def __post_init__(self) -> None:
         for name in ("x", "weight", "out"):
-            checks.dtype(f"dtype of {name}", getattr(self, name), DTYPES)
+            checks.dtype(f"dtype of {name}", getattr(self, name), (*DTYPES, *SCALED_DTYPES))
 
     @property
     def uniform(self) -> bool:
@@ -80,6 +83,7 @@ class GemmSpec:
     def __post_init__(self) -> None:
         for name in ("interleaved", "bias", "residual", "batch_invariant"):
             checks.flag(name, getattr(self, name))
+        self.check_dtypes()
         require(1 <= self.k <= MOST, f"k {self.k} is not from 1 to {MOST}")
         require(
             self.n >= 1 and self.weight_rows <= MOST, f"{self.weight_rows} rows of weights are not from 1 to {MOST}"
@@ -88,6 +92,11 @@ class GemmSpec:
             self.activation is not None or not self.interleaved,
             "interleaved is about gate and up rows: an activation is needed",
         )
+
+    def check_dtypes(self) -> None:
+        """Raises InvalidInput: an operand has elements that need a scale, and has none here."""
+        for name in ("x", "weight", "out"):
+            checks.dtype(f"dtype of {name}", getattr(self.dtypes, name), DTYPES)
 
     @property
     def parts(self) -> int:

@@ -137,7 +137,7 @@ class Known(NamedTuple):
     """What is cached for calls with the same facts: columns of the output, and plans by stream."""
 
     n: int
-    plans: dict[int, plan.LinearPlan]
+    plans: dict[int, plan.LinearPlan[GemmOperands]]
 
 
 # A model calls with the same few layouts in every step: they are checked once.
@@ -184,7 +184,7 @@ def plan_for(
     batch_invariant: bool,
     spare_sms: int,
     kernel: str | None,
-) -> plan.LinearPlan:
+) -> plan.LinearPlan[GemmOperands]:
     x = operands.x
     spec = LinearSpec(
         n=n,

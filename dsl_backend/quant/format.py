@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cache stores keys and values: the list of storage types that dispatch, kernels and the plugin use."""
+"""How caches, activations and weights are stored: the storage types that dispatch, kernels and the plugin use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from dsl_backend.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,65 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 FP8_DTYPES = tuple(kind.dtype for kind in FP8)
+
+
+# Columns that share a scale of an activation, and rows and columns of a block of a weight: DeepSeek's.
+GROUP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledFormat:
+    """How a quantised matrix [rows, columns] is stored: a value is the stored element times its scale.
+
+    Attributes:
+        name: in operators' schemas; see `scaled_format`.
+        values: dtype of the elements.
+        scales: float32, or float8_e8m0fnu: powers of two, stored as their exponent plus 127 in a byte.
+        block_rows, block_columns: of the block that shares a scale; None is all of them. The last block of a row or a
+            column may be smaller.
+    """
+
+    name: str
+    values: torch.dtype
+    scales: torch.dtype = torch.float32
+    block_rows: int | None
+    block_columns: int | None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a row has several scales: products must be scaled before they are summed."""
+        return self.block_columns is not None
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(self.values).max
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the scales of a matrix: [1], [rows], or [blocks of rows, blocks of columns]."""
+        if self.block_columns is not None:
+            return -(-rows // (self.block_rows or max(1, rows))), -(-columns // self.block_columns)
+        return (1,) if self.block_rows is None else (-(-rows // self.block_rows),)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TENSOR_SCALED = ScaledFormat(name="e4m3-tensor", values=E4M3.dtype, block_rows=None, block_columns=None)
+# By token of an activation, by output channel of a weight.
+ROW_SCALED = ScaledFormat(name="e4m3-row", values=E4M3.dtype, block_rows=1, block_columns=None)
+GROUP_SCALED = ScaledFormat(name="e4m3-1x128", values=E4M3.dtype, block_rows=1, block_columns=GROUP)
+BLOCK_SCALED = ScaledFormat(name="e4m3-128x128", values=E4M3.dtype, block_rows=GROUP, block_columns=GROUP)
+# The same with scales that are powers of two.
+GROUP_SCALED_E8M0 = replace(GROUP_SCALED, name="e4m3-1x128-e8m0", scales=torch.float8_e8m0fnu)
+BLOCK_SCALED_E8M0 = replace(BLOCK_SCALED, name="e4m3-128x128-e8m0", scales=torch.float8_e8m0fnu)
+SCALED_FORMATS = {
+    kind.name: kind
+    for kind in (TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, BLOCK_SCALED, GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0)
+}
+
+
+def scaled_format(name: str) -> ScaledFormat:
+    """The format of a name. Raises InvalidInput: there is none."""
+    if name not in SCALED_FORMATS:
+        raise InvalidInput(f"format {name!r} is not one of {', '.join(SCALED_FORMATS)}")
+    return SCALED_FORMATS[name]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of quantised operands: formats, checks, the reference, and what torch.compile sees."""
+
+import pytest
+import torch
+
+from dsl_backend.errors import InvalidInput
+from dsl_backend.gemm.scaled import OUTPUTS, PAIRS
+from dsl_backend.linear.scaled import api
+from dsl_backend.linear.scaled.api import (
+    BLOCK_SCALED,
+    GROUP_SCALED,
+    GROUP_SCALED_E8M0,
+    ROW_SCALED,
+    TENSOR_SCALED,
+    Quantized,
+    Swiglu,
+    quantized,
+)
+from dsl_backend.linear.scaled.reference import exact
+from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.reference import column_major, dequantized, scales_of
+
+FORMATS = tuple(dict.fromkeys(kind for pair in PAIRS for kind in pair))
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_a_quantized_matrix_is_within_half_a_step_of_the_matrix(kind: ScaledFormat) -> None:
+    x = torch.randn(130, 272, generator=torch.Generator().manual_seed(1)) * 3
+    found = quantized(x, kind)
+    assert found.scale.shape == kind.scale_shape(130, 272)
+    wide = dequantized(found)
+    # e4m3 has three bits behind the first one; below 2^-6 its steps are 2^-9.
+    step = dequantized(found._replace(values=torch.ones_like(found.values))) * 2.0**-9
+    assert ((wide - x).abs() <= torch.maximum(x.abs() / 16, step / 2) * 1.001).all()
+    assert wide.abs().max() >= x.abs().max() * 0.9
+
+
+def test_scales_of_special_rows() -> None:
+    x = torch.zeros(4, 256)
+    x[1, 3], x[2, 200], x[3, 0] = torch.nan, torch.inf, 1e-30
+    assert scales_of(x, ROW_SCALED)[[0, 1, 3]].eq(1 / 512 / 448).all()
+    assert scales_of(x, ROW_SCALED)[2] == torch.inf
+    groups = scales_of(x, GROUP_SCALED)
+    assert torch.allclose(groups[[0, 1, 3]], torch.tensor(1e-10 / 448))
+    assert groups[2, 0] < 1
+    assert groups[2, 1].isinf()
+    found = quantized(x, GROUP_SCALED)
+    assert (found.scale.stride(), dequantized(found)[1].isnan().nonzero().tolist()) == ((1, 4), [[3]])
+    assert dequantized(found)[2, 128:].isnan().all()
+    assert not dequantized(found)[2, :128].any()
+    assert scales_of(torch.full((1, 128), 449.0), GROUP_SCALED_E8M0) == 2  # rounded up: 449 / 448 is above 1
+
+
+def operands(rows: int = 5, n: int = 48, k: int = 272, pair: int = 4, parts: int = 1) -> tuple[Quantized, Quantized]:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = PAIRS[pair]
+    return (
+        quantized(torch.randn(rows, k, generator=generator), x),
+        quantized(torch.randn(parts * n, k, generator=generator) * k**-0.5, weight),
+    )
+
+
+@pytest.mark.parametrize("pair", range(len(PAIRS)))
+def test_the_reference_is_the_product_of_dequantized_operands(pair: int) -> None:
+    x, weight = operands(pair=pair, parts=2)
+    wide = dequantized(x) @ dequantized(weight).T
+    gate, up = wide.chunk(2, 1)
+    wanted = gate * torch.sigmoid(gate) * up
+    assert torch.allclose(exact(x, weight, activation=Swiglu()), wanted)
+    assert torch.allclose(api.scaled_linear(x, weight, activation=Swiglu()).double(), wanted, atol=0.05, rtol=0.01)
+    for to in OUTPUTS:
+        scale = torch.tensor([0.02]) if to is TENSOR_SCALED else None
+        found = api.scaled_linear_quantized(x, weight, activation=Swiglu(), to=to, out_scale=scale)
+        assert torch.allclose(dequantized(found), wanted, atol=0.01, rtol=0.07), to
+
+
+def test_no_rows() -> None:
+    x, weight = operands(rows=0)
+    assert api.scaled_linear(x, weight).shape == (0, 48)
+    found = api.scaled_linear_quantized(x, weight, to=GROUP_SCALED)
+    assert (found.values.shape, found.scale.shape) == ((0, 48), (0, 1))
+
+
+@pytest.mark.parametrize("to", [None, TENSOR_SCALED, ROW_SCALED, GROUP_SCALED])
+def test_a_node_of_torch_compile_has_the_shapes_of_the_function(to: ScaledFormat | None) -> None:
+    x, weight = operands(parts=2)
+    scale = torch.tensor([0.02]) if to == TENSOR_SCALED else None
+
+    def layer(x: torch.Tensor, x_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = Quantized(x, x_scale, GROUP_SCALED)
+        if to is None:
+            return (api.scaled_linear(given, weight, activation=Swiglu()),)
+        found = api.scaled_linear_quantized(given, weight, activation=Swiglu(), to=to, out_scale=scale)
+        return found.values, found.scale
+
+    plain = layer(x.values, x.scale)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x.values, x.scale)
+    for one, other in zip(plain, compiled, strict=True):
+        assert one.float().equal(other.float())
+        assert one.stride() == other.stride()
+
+
+X, WEIGHT = operands()
+WRONG = {
+    "x is a Tensor": lambda: api.scaled_linear(X.values, WEIGHT),  # type: ignore[arg-type]
+    r"x.scale has shape \(5, 2\): \[5, 3\] is needed": lambda: api.scaled_linear(
+        X._replace(scale=X.scale[:, :2]), WEIGHT
+    ),
+    "x.scale is float16": lambda: api.scaled_linear(X._replace(scale=X.scale.half()), WEIGHT),
+    r"x.scale has strides \(6, 2\)": lambda: api.scaled_linear(X._replace(scale=torch.ones(5, 6)[:, ::2]), WEIGHT),
+    "weight.values is bfloat16": lambda: api.scaled_linear(X, WEIGHT._replace(values=WEIGHT.values.bfloat16())),
+    r"weight.values has shape \(48, 256\)": lambda: api.scaled_linear(X, operands(k=256)[1]),
+    "weight has 33 rows": lambda: api.scaled_linear(X, operands(n=33)[1], activation=Swiglu()),
+    "n 24 is not a multiple of 16": lambda: api.scaled_linear(X, operands(n=24)[1]),
+    "k 280 is not a multiple of 16": lambda: api.scaled_linear(*operands(k=280)),
+    "bias has shape": lambda: api.scaled_linear(X, WEIGHT, torch.zeros(7).bfloat16()),
+    "bias is float32": lambda: api.scaled_linear(X, WEIGHT, torch.zeros(48)),
+    "out_scale is None": lambda: api.scaled_linear_quantized(X, WEIGHT, to=TENSOR_SCALED),
+    "out_scale is float32": lambda: api.scaled_linear_quantized(X, WEIGHT, to=ROW_SCALED, out_scale=torch.ones(1)),
+    "out_scale has shape": lambda: api.scaled_linear_quantized(X, WEIGHT, to=TENSOR_SCALED, out_scale=torch.ones(2)),
+    "out is e4m3-128x128": lambda: api.scaled_linear_quantized(X, WEIGHT, to=BLOCK_SCALED),
+    "x is e4m3-row and the weight e4m3-128x128": lambda: api.scaled_linear(
+        quantized(torch.ones(5, 272), ROW_SCALED), WEIGHT
+    ),
+    "dtype is float32": lambda: api.scaled_linear(X, WEIGHT, dtype=torch.float32),
+    "activation is 'silu'": lambda: api.scaled_linear(X, WEIGHT, activation="silu"),  # type: ignore[arg-type]
+    "scaled-linear has no kernel 'fastest'": lambda: api.scaled_linear(X, WEIGHT, kernel="fastest"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        WRONG[message]()
+
+
+def test_scales_by_columns_are_recognised() -> None:
+    by_columns = column_major(5, 3, torch.float32, torch.device("cpu")).copy_(X.scale)
+    assert by_columns.stride() == (1, 8)
+    assert api.scaled_linear(X._replace(scale=by_columns), WEIGHT).equal(
+        api.scaled_linear(X._replace(scale=X.scale.contiguous()), WEIGHT)
+    )
