@@ -96,7 +96,12 @@ class GemmSpec:
     def check_dtypes(self) -> None:
         """Raises InvalidInput: an operand has elements that need a scale, and has none here."""
         for name in ("x", "weight", "out"):
-            checks.dtype(f"dtype of {name}", getattr(self.dtypes, name), DTYPES)
+            dtype = getattr(self.dtypes, name)
+            require(
+                dtype not in SCALED_DTYPES,
+                f"dtype of {name} is {short(dtype)}, which needs a scale: one of {', '.join(map(short, DTYPES))} is "
+                "needed",
+            )
 
     @property
     def parts(self) -> int:

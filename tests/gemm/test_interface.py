@@ -42,8 +42,11 @@ def test_operands_of_several_types_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["x", "weight", "out"])
 def test_each_type_is_checked(name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"dtype of {name} is float32: one of float16, bfloat16 is needed"):
+    accepted = "one of float16, bfloat16, float8_e4m3fn is needed"
+    with pytest.raises(InvalidInput, match=f"dtype of {name} is float32: {accepted}"):
         replace(MIXED, **{name: torch.float32})
+    with pytest.raises(InvalidInput, match=f"dtype of {name} is float8_e4m3fn, which needs a scale"):
+        replace(SPEC, dtypes=replace(MIXED, **{name: torch.float8_e4m3fn}))
 
 
 def test_sizes_come_from_the_operands_types() -> None:
