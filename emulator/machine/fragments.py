@@ -190,6 +190,18 @@ def _accumulators(c: Registers, c_type: str, shape: tuple[int, ...]) -> NDArray[
     return whole.view({"f32": np.float32, "s32": np.int32}[c_type]).reshape(shape)
 
 
+def accumulator_matrix(registers: Registers, kind: str) -> Floats:
+    """Values [16 * warps, n] of accumulator registers [(warps,) registers, 32].
+
+    Args:
+        kind: f32 or f16.
+    """
+    count = registers.shape[-2]
+    warps, blocks = registers.size // (32 * count), count // (2 if kind == "f16" else 4)
+    of_lanes = _accumulators(registers, kind, (warps, blocks, 2, 2, 8, 4))
+    return of_lanes.transpose(0, 2, 4, 1, 5, 3).reshape(16 * warps, 8 * blocks).astype(np.float64)
+
+
 def _encode(total: Floats, d_type: str, saturate: bool) -> Registers:
     """Registers of values by warp, j, h, e, group, thread."""
     if d_type == "s32":

@@ -12,7 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.errors import Unsupported
-from emulator.machine.fragments import WIDTHS, Codes, Floats, Registers, a_matrix, accumulate, contract, decode
+from emulator.machine.fragments import (
+    WIDTHS,
+    Codes,
+    Floats,
+    Registers,
+    a_matrix,
+    accumulate,
+    accumulator_matrix,
+    contract,
+    decode,
+)
+from emulator.machine.narrow_sums import SMALLEST, cut, summed
 from emulator.machine.swizzle import MatrixDescriptor
 from emulator.ptx.grammar import Op
 from emulator.ptx.ir import Imm, Instr, Operand, Vec
@@ -105,7 +116,8 @@ class Wgmma:
     def multiply(self, a: Floats, b: Floats, d: Registers, scale_d: bool) -> Registers:
         """The accumulator registers afterwards.
 
-        Products and sums are float64's, exact for integers; one rounding to d's type follows.
+        Products and sums are float64's, exact for integers; one rounding to d's type follows. Of 8-bit floats few bits are
+        kept; see `narrow_sums`.
 
         Args:
             a: [16, k], the rows of one warp, or [64, k].
@@ -114,6 +126,11 @@ class Wgmma:
             scale_d: whether d is added; else it is not read.
         """
         c = d if scale_d else None
+        if self.a_type in SMALLEST:
+            before = None if c is None else accumulator_matrix(c, self.d_type)
+            total = summed(a, b, before, self.a_type, self.b_type)
+            total = cut(total) if self.d_type == "f32" else total
+            return accumulate(total, None, self.d_type, self.d_type).reshape(d.shape)
         return accumulate(contract(a, b), c, self.d_type, self.d_type, saturate=self.saturate).reshape(d.shape)
 
 

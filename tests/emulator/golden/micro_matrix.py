@@ -6,8 +6,8 @@ equal or an element lay elsewhere. How products are summed is asked with numbers
 
 Shared memory of a wgmma is filled with elements without regard to where a matrix lies in it: both sides read it through
 the descriptor. Bits behind the first one that a sum keeps: 23 of f16, bf16 and tf32 (Fasi, Higham, Mikaitis and
-Pranesh, 2021, found that tensor cores cut, not round, what they align), 13 of fp8 in wgmma (DeepSeek-V3's report, 2024,
-section 3.3.2: about 14 bits).
+Pranesh, 2021, found that tensor cores cut, not round, what they align). wgmma of fp8 keeps 13, and so does the
+emulator, with every bit the same (`emulator/machine/narrow_sums.py`).
 """
 
 import numpy as np
@@ -77,8 +77,9 @@ def words(array: Array) -> Array:
 def rule_of(d_type: str, a_type: str, k: int, fill: str, warpgroup: bool) -> "Bits | Sum":
     if fill == "small" or d_type == "s32":
         return Bits()
-    narrow = warpgroup and a_type in ("e4m3", "e5m2")
-    return Sum(d_type, k + 1, 13 if narrow else 23)
+    if warpgroup and a_type in ("e4m3", "e5m2"):
+        return Bits(d_type)
+    return Sum(d_type, k + 1, 23)
 
 
 THREAD = "mov.u32 %r200, %tid.x;\nmul.wide.u32 %rd20, %r200, 4;\n"

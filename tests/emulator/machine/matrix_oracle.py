@@ -122,6 +122,30 @@ def rounded(total: NDArray[np.float64], element: str, *, saturate: bool = False)
     return total.astype(np.float32).view(np.uint32).astype(np.int64)
 
 
+def cut(number: float, bits: int, exponent: int | None = None) -> float:
+    """A number cut towards zero behind so many bits of its leading one, or of a power of two."""
+    if exponent is None:
+        exponent = math.frexp(number)[1] - 1
+    return math.ldexp(math.trunc(math.ldexp(number, bits - exponent)), exponent - bits)
+
+
+def narrow_sum(
+    a: NDArray[np.float64], b: NDArray[np.float64], c: NDArray[np.float64] | None, element: str
+) -> NDArray[np.float64]:
+    """What an SM90 keeps of products of normal 8-bit floats and c, term by term; an H200's bits."""
+    total = np.zeros((len(a), len(b)))
+    for i, j in np.ndindex(total.shape):
+        pairs = [(x, y) for x, y in zip(a[i].tolist(), b[j].tolist(), strict=True) if x and y]
+        before = 0.0 if c is None else float(c[i, j])
+        powers = [math.frexp(x)[1] + math.frexp(y)[1] - 2 for x, y in pairs]
+        powers += [math.frexp(before)[1] - 1] if before else []
+        if powers:
+            terms = [before, *(x * y for x, y in pairs)]
+            found = sum(cut(one, 13, max(powers)) for one in terms)
+            total[i, j] = cut(found, 13) if element == "f32" and found else found
+    return total
+
+
 def pack(elements: dict[tuple[int, int, int], int], count: int, bits: int) -> NDArray[np.uint32]:
     """Registers [count, 32] from code by (register, lane, place in the register)."""
     registers = np.zeros((count, 32), dtype=np.uint64)

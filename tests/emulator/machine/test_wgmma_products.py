@@ -12,6 +12,7 @@ from matrix_oracle import (
     codes,
     instruction,
     layout,
+    narrow_sum,
     pack,
     rounded,
     spellings,
@@ -168,7 +169,11 @@ def check(
     form = Wgmma.of(instruction(text))
     a, b = matrix(a_type, 64, k, 1), matrix(b_type, n, k, 2)
     c = accumulators(d_type, (64, n), 3)
-    exact = negative[0] * negative[1] * (values(a, a_type) @ values(b, b_type).T)
+    factors = negative[0] * values(a, a_type), negative[1] * values(b, b_type)
+    alone = factors[0] @ factors[1].T
+    total = alone + values(c, d_type)
+    if a_type in ("e4m3", "e5m2"):
+        alone, total = (narrow_sum(*factors, one, d_type) for one in (None, values(c, d_type)))
     if in_registers:
         left = np.concatenate([form.a_from_registers(one) for one in a_registers(a, BITS[a_type])])
     else:
@@ -179,9 +184,9 @@ def check(
     right = form.b_values(where.read(form.b_addresses(MatrixDescriptor.of_sm90(where.bits)), form.b_bytes))
     before = accumulator_registers(c, d_type)
     assert form.d_registers == before.shape[1]
-    after = accumulator_registers(rounded(exact + values(c, d_type), d_type, saturate=satfinite), d_type)
+    after = accumulator_registers(rounded(total, d_type, saturate=satfinite), d_type)
     np.testing.assert_array_equal(product(form, left, right, before), after)
-    fresh = accumulator_registers(rounded(exact, d_type), d_type)
+    fresh = accumulator_registers(rounded(alone, d_type), d_type)
     np.testing.assert_array_equal(product(form, left, right, np.full_like(before, 0xFFFFFFFF), scale_d=False), fresh)
 
 
@@ -277,6 +282,28 @@ def test_one_rounding() -> None:
     a[:, :2], b[:, :2] = 1, 1
     d = np.full((4, 4, 32), np.float32(2**24).view(np.uint32))
     assert set(form.multiply(a, b, d, True).view(np.float32).ravel().tolist()) == {2**24 + 2}
+
+
+def of_ones(a_type: str, before: float, small: float) -> float:
+    """An accumulator behind 32 products of a small number and 1."""
+    form = Wgmma.of(instruction(line(8, 32, ("f32", a_type, a_type))))
+    a, b = np.full((64, 32), small), np.ones((8, 32))
+    d = np.full((4, 4, 32), np.float32(before).view(np.uint32))
+    (found,) = set(form.multiply(a, b, d, True).view(np.float32).ravel().tolist())
+    return float(found)
+
+
+def test_what_an_accumulator_of_8_bit_floats_loses() -> None:
+    """Terms below 2^-13 of it, each for itself, and bits behind the 13th."""
+    assert of_ones("e4m3", 2.0**13, 0.5) == 2**13
+    assert of_ones("e4m3", -(2.0**13), 0.5) == -(2**13)
+    assert of_ones("e4m3", 2.0**13, 1.5) == 2**13 + 32
+    assert of_ones("e5m2", 2.0**14, 1.75) == 2**14
+    assert of_ones("e4m3", 2.0**14 - 1, 1.0) == 2**14 + 30
+    assert of_ones("e4m3", np.inf, 1.0) == np.inf
+    assert of_ones("e5m2", 1.0, np.inf) == np.inf
+    assert of_ones("e4m3", 2.0**-140, 0.0) == 2.0**-140
+    assert of_ones("e4m3", 2.0**-140, 2.0**-9) == 2.0**-4
 
 
 @pytest.mark.parametrize(("d_type", "nan"), [("f32", 0x7FFFFFFF), ("f16", 0x7FFF7FFF)])
