@@ -116,8 +116,8 @@ class Wgmma:
     def multiply(self, a: Floats, b: Floats, d: Registers, scale_d: bool) -> Registers:
         """The accumulator registers afterwards.
 
-        Products and sums are float64's, exact for integers; one rounding to d's type follows. Of 8-bit floats few bits are
-        kept; see `narrow_sums`.
+        Products and sums are float64's, exact for integers; one rounding to d's type follows. Of 8-bit floats few bits
+        are kept; see `narrow_sums`.
 
         Args:
             a: [16, k], the rows of one warp, or [64, k].
