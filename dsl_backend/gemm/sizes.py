@@ -3,7 +3,8 @@
 
 WARP = 32
 WARPGROUP = 128
-BLOCK_K = 64  # elements of k in a stage: 128 bytes of 16-bit elements, the widest swizzle
+BLOCK_BYTES = 128  # of k in a stage: the widest swizzle
+BLOCK_K = 64  # elements of 16 bits in them
 TAIL_ROWS = 16  # rows of the TMA boxes of x that fill a tile with rows beyond the end of x
 
 

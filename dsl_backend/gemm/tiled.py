@@ -15,7 +15,7 @@ from cutlass.utils import LayoutEnum, hopper_helpers
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
 from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS
+from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, TAIL_ROWS
 from dsl_backend.gemm.tiles import GemmTiles
 from dsl_backend.gemm.views import NUMERIC, parts_view
 from dsl_backend.primitives.copy import clear_rows
@@ -28,8 +28,8 @@ class GemmParams:
     """What the kernel's warps work with.
 
     Attributes:
-        tma_atom_x, tma_atom_x_tail, tma_atom_w, tma_atom_out: copies of [tile_m, 64], [TAIL_ROWS, 64], [box_n, 64] and
-            of an epilogue tile of the output.
+        tma_atom_x, tma_atom_x_tail, tma_atom_w: copies of [tile_m, block_k], [TAIL_ROWS, block_k] and [box_n, block_k].
+        tma_atom_out: copies of an epilogue tile of the output.
         mX, mW, mOut: coordinates [m, k], [n, k, parts], [m, n].
         mBias: [parts * n]. mResidual: [m, n]. Either may be missing.
     """
@@ -45,14 +45,14 @@ class GemmParams:
     mResidual: cute.Tensor
 
 
-def box_layout(rows: int) -> cute.ComposedLayout:
-    """Of so many rows of a stage, 64 columns in the widest swizzle.
+def box_layout(rows: int, block_k: int = BLOCK_K) -> cute.ComposedLayout:
+    """Of so many rows of a stage, 128 bytes each in the widest swizzle.
 
     It is a stage of what `hopper_helpers` make; CuTe DSL 4.6.0 aborts the process where it is to take one of 8 times an
     odd number of rows.
     """
     return cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, BLOCK_K), stride=(BLOCK_K, 1))
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, block_k), stride=(block_k, 1))
     )
 
 
@@ -76,8 +76,8 @@ class GemmBase:
         self.columns = config.columns(self.parts)
         self.x_dtype, self.weight_dtype = NUMERIC[key.dtypes.x], NUMERIC[key.dtypes.weight]
         self.out_dtype = NUMERIC[key.dtypes.out]
-        self.x_row_bytes = BLOCK_K * key.dtypes.x.itemsize
-        self.weight_bytes = config.stage_bytes(key.dtypes) - config.tile_m * self.x_row_bytes
+        self.block_k = BLOCK_BYTES // key.dtypes.x.itemsize
+        self.weight_bytes = config.weight_rows * BLOCK_BYTES
 
     def params(
         self, operands: GemmOperands, x_op, weight_op, sOut_tile: cute.ComposedLayout, epi_tile: tuple[int, int]
@@ -89,8 +89,12 @@ class GemmBase:
             sOut_tile, epi_tile: what is stored at once, in shared memory and its shape.
         """
         x, out = operands.x, operands.out
-        tma_atom_x, mX = cpasync.make_tiled_tma_atom(x_op, x, box_layout(self.tile_m), (self.tile_m, BLOCK_K))
-        tma_atom_x_tail, _ = cpasync.make_tiled_tma_atom(x_op, x, box_layout(TAIL_ROWS), (TAIL_ROWS, BLOCK_K))
+        tma_atom_x, mX = cpasync.make_tiled_tma_atom(
+            x_op, x, box_layout(self.tile_m, self.block_k), (self.tile_m, self.block_k)
+        )
+        tma_atom_x_tail, _ = cpasync.make_tiled_tma_atom(
+            x_op, x, box_layout(TAIL_ROWS, self.block_k), (TAIL_ROWS, self.block_k)
+        )
         tma_atom_w, mW = self.weight_copy(operands, weight_op)
         store = cpasync.CopyBulkTensorTileS2GOp()
         tma_atom_out, mOut = cpasync.make_tiled_tma_atom(store, out, sOut_tile, epi_tile)
@@ -98,22 +102,26 @@ class GemmBase:
             tma_atom_x, tma_atom_x_tail, mX, tma_atom_w, mW, tma_atom_out, mOut, operands.bias, operands.residual
         )
 
+    def box_layout(self, rows: int) -> cute.ComposedLayout:
+        """Of so many rows of a stage."""
+        return box_layout(rows, self.block_k)
+
     def weight_copy(self, operands: GemmOperands, weight_op):
         """(tma_atom_w, mW): the copy of a box of weights, and their coordinates."""
         weights = parts_view(operands.weight, self.parts, self.interleaved)
-        return cpasync.make_tiled_tma_atom(weight_op, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
+        return cpasync.make_tiled_tma_atom(weight_op, weights, self.box_layout(self.box_n), (self.box_n, self.block_k))
 
     def weight_partition(self, params: GemmParams, sW: cute.Tensor):
         """(tWsW, tWgW) of the copies of weights: [copy, box, stage], and what `box` finds one in."""
-        gW = cute.local_tile(params.mW, (self.box_n, BLOCK_K), (None, None, None))
-        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
+        gW = cute.local_tile(params.mW, (self.box_n, self.block_k), (None, None, None))
+        boxes = cute.local_tile(sW, (self.box_n, self.block_k), (None, 0, None))
         return cpasync.tma_partition(
             params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
     def smem_layouts(self, weight_rows: int):
         """(sX_layout, sW_layout): stages of x and of a CTA's weights."""
-        tile = (self.tile_m, weight_rows, BLOCK_K)
+        tile = (self.tile_m, weight_rows, self.block_k)
         return (
             hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, self.stages),
             hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.weight_dtype, self.stages),
@@ -130,7 +138,7 @@ class GemmBase:
         return (
             cute.ceil_div(params.mX.shape[0], self.tile_m * self.cluster),
             cute.ceil_div(params.mOut.shape[1], self.columns),
-            cute.ceil_div(params.mX.shape[1], BLOCK_K),
+            cute.ceil_div(params.mX.shape[1], self.block_k),
         )
 
     def schedule(self, m_tiles, n_tiles):
@@ -146,7 +154,7 @@ class GemmBase:
 
     def tx_bytes(self, params: GemmParams, m_tile, cta_rank):
         """Bytes of a stage that the CTA's barrier counts, in a row of clusters' tiles."""
-        return self.weight_bytes + self.rows_loaded(params, m_tile * self.cluster + cta_rank) * self.x_row_bytes
+        return self.weight_bytes + self.rows_loaded(params, m_tile * self.cluster + cta_rank) * BLOCK_BYTES
 
     @cute.jit
     def zero_fill(self, params: GemmParams, sX: cute.Tensor, cta_rank, thread, threads: cutlass.Constexpr[int]):
@@ -165,12 +173,12 @@ class GemmBase:
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         one = cute.make_layout(1)
-        gX = cute.local_tile(params.mX, (self.tile_m, BLOCK_K), (None, None))
+        gX = cute.local_tile(params.mX, (self.tile_m, self.block_k), (None, None))
         tXsX, tXgX = cpasync.tma_partition(
             params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
-        gX_tail = cute.local_tile(params.mX, (TAIL_ROWS, BLOCK_K), (None, None))
-        sX_tail = cute.local_tile(sX, (TAIL_ROWS, BLOCK_K), (None, 0, None))
+        gX_tail = cute.local_tile(params.mX, (TAIL_ROWS, self.block_k), (None, None))
+        sX_tail = cute.local_tile(sX, (TAIL_ROWS, self.block_k), (None, 0, None))
         tXsX_tail, tXgX_tail = cpasync.tma_partition(
             params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
         )

@@ -6,7 +6,7 @@ A tile's weights are two boxes of rows: gate and up rows of the same output colu
 
 from dataclasses import dataclass
 
-from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP, ceil_div
+from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, WARPGROUP, ceil_div
 from dsl_backend.gemm.spec import Dtypes, GemmSpec
 
 BARRIER_BYTES = 16  # of a stage: a full and an empty mbarrier
@@ -68,8 +68,8 @@ class GemmTiles:
         return 2 * self.box_n
 
     def stage_bytes(self, dtypes: Dtypes) -> int:
-        """Bytes of a CTA's stage."""
-        return (self.tile_m * dtypes.x.itemsize + self.weight_rows * dtypes.weight.itemsize) * BLOCK_K
+        """Bytes of a CTA's stage, whose rows have 128 bytes whatever the type is."""
+        return (self.tile_m + self.weight_rows) * BLOCK_BYTES
 
     def columns(self, parts: int) -> int:
         """Columns of the output in a tile."""

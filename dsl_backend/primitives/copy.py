@@ -47,7 +47,7 @@ def clear_rows(
     vector = cutlass.const_expr(VECTOR_BYTES * 8 // tensor.element_type.width)
     vectors = cutlass.const_expr(cute.size(tensor, mode=[1]) // vector)
     zeros = cute.make_rmem_tensor(vector, tensor.element_type)
-    zeros.fill(0.0)
+    zeros.fill(tensor.element_type(0))
     for i in cutlass.range(thread + first * vectors, end * vectors, threads, unroll=1):
         row = cute.local_tile(tensor, (1, vector), (i // vectors, i % vectors))
         cute.autovec_copy(zeros, cute.group_modes(row, 0, 2))

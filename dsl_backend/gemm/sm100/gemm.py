@@ -52,7 +52,24 @@ class Gemm(GemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`."""
-        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+        epi_tile = cutlass.const_expr((WARP, self.epilogue_n))
+        sOut_layout = hopper_helpers.make_smem_layout_epi(
+            self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
+        params = self.params(args.operands, load, load, cute.slice_(sOut_layout, (None, None, 0)), epi_tile)
+        self.kernel(params, self.tiled_mma(), *self.smem_layouts(self.weight_rows), sOut_layout).launch(
+            grid=self.grid(args.operands, args.max_ctas),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.two_cta else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def tiled_mma(self):
+        """What `issue` multiplies with."""
+        return blackwell_helpers.make_trivial_tiled_mma(
             self.x_dtype,
             self.weight_dtype,
             OperandMajorMode.K,
@@ -60,20 +77,6 @@ class Gemm(GemmBase):
             cutlass.Float32,
             self.cta_group,
             (MMA_M * self.cluster, 2 * self.box_n),
-        )
-        epi_tile = cutlass.const_expr((WARP, self.epilogue_n))
-        sOut_layout = hopper_helpers.make_smem_layout_epi(
-            self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
-        params = self.params(args.operands, load, load, cute.slice_(sOut_layout, (None, None, 0)), epi_tile)
-        self.kernel(params, tiled_mma, *self.smem_layouts(self.weight_rows), sOut_layout).launch(
-            grid=self.grid(args.operands, args.max_ctas),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1) if self.two_cta else None,
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
         )
 
     @cute.kernel
@@ -285,6 +288,7 @@ class Gemm(GemmBase):
             row, first_column: of the whole output.
         """
         thread = cute.arch.thread_idx()[0]
+        row_scale = self.row_scale(params, row)
         acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
             tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
@@ -293,6 +297,7 @@ class Gemm(GemmBase):
         for i in cutlass.range_constexpr(self.register_columns // VECTOR):
             column = first_column + i * VECTOR
             values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
+            values = self.with_scales(params, values, row_scale, column)
             if cutlass.const_expr(params.mBias is not None):
                 self.add_bias(params, values, column)
             found = values[0]
@@ -307,19 +312,36 @@ class Gemm(GemmBase):
             vector = cute.make_ptr(self.out_dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
             cute.autovec_copy(rOut, cute.make_tensor(vector, cute.make_layout(VECTOR)))
 
+    def row_scale(self, params: GemmParams, row):
+        """What `with_scales` needs to know of a row."""
+
+    def with_scales(self, params: GemmParams, values: list, row_scale, column) -> list:
+        """8 accumulators of neighbouring columns of each part, with the operands' scales: here they have none."""
+        return values
+
     def add_bias(self, params: GemmParams, values: list, column):
         """Add the bias to 8 neighbouring columns of each part; any values past the last column."""
-        n = params.mOut.shape[1]
-        inside = cutlass.min(column, n - VECTOR)
-        rBias = [cute.make_rmem_tensor(VECTOR, self.out_dtype) for _ in values]
-        for part, vector in enumerate(rBias):
-            # Gate and up of 4 columns in a vector, or one part of 8.
-            start = inside * 2 + part * VECTOR if self.interleaved else inside + part * n
-            load_vector(params.mBias.iterator, start, vector)
-        for part in range(self.parts):
-            elements = [2 * j + part if self.interleaved else part * VECTOR + j for j in range(VECTOR)]
-            biases = [rBias[element // VECTOR][element % VECTOR].to(cutlass.Float32) for element in elements]
+        for part, biases in enumerate(self.of_columns(params, params.mBias, column)):
             values[part] = in_pairs(add_pair, values[part], biases)
+
+    def of_columns(self, params: GemmParams, vector: cute.Tensor, column) -> list:
+        """Of a vector [parts * n], in float32, the elements of 8 neighbouring columns of each part; any past the last.
+
+        The elements of 16 bytes are loaded at once.
+        """
+        n, dtype = params.mOut.shape[1], vector.element_type
+        width = VECTOR_BYTES * 8 // dtype.width
+        inside = cutlass.min(column, n - VECTOR)
+        loaded: list = []
+        for first in range(0, self.parts * VECTOR, width):
+            # Gate and up of some columns, or some columns of one part.
+            start = inside * 2 + first if self.interleaved else inside + first // VECTOR * n + first % VECTOR
+            some = cute.make_rmem_tensor(width, dtype)
+            load_vector(vector.iterator, start, some)
+            loaded += [some[j].to(cutlass.Float32) for j in range(width)]
+        if self.interleaved:
+            return [loaded[part :: self.parts] for part in range(self.parts)]
+        return [loaded[part * VECTOR : (part + 1) * VECTOR] for part in range(self.parts)]
 
     @cute.jit
     def load_residual(self, params: GemmParams, row: cutlass.Int32, column: cutlass.Int32, rResidual: cute.Tensor):

@@ -7,13 +7,11 @@ expert are the next expert's, which a TMA store of the tile would overwrite.
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.utils import blackwell_helpers
 
 from dsl_backend.experts.cute.grouped import VECTOR, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_M, MMA_WARP, GemmConfig
+from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_WARP, GemmConfig
 from dsl_backend.gemm.sm100.gemm import Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
@@ -33,16 +31,7 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     def launch_kernel(self, params: GroupedParams, ctas, stream):
         """Launch so many CTAs."""
-        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            tcgen05.CtaGroup.ONE,
-            (MMA_M, 2 * self.box_n),
-        )
-        self.kernel(params, tiled_mma, *self.smem_layouts(self.weight_rows)).launch(
+        self.kernel(params, self.tiled_mma(), *self.smem_layouts(self.weight_rows)).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
