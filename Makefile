@@ -48,10 +48,10 @@ lint: setup ## ruff and mypy
 SELECTION = not full
 
 unit: setup ## Tests that start no server
-	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m '$(SELECTION)'
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m '$(SELECTION)' --durations=25 --durations-min=4
 
 e2e: setup ## Checks against a real vLLM
-	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)'
+	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)' --durations=25 --durations-min=4
 
 emulate-full: setup ## All tests of the emulator and on it, those marked full as well
 	$(PYTHON) -m pytest tests/emulator tests/attention tests/experts tests/gemm tests/linear tests/norm tests/primitives tests/sampling tests/softmax -n $(PYTEST_WORKERS)

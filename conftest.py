@@ -41,6 +41,9 @@ REST: tuple[str, ...] = (
     "tests/loadtests/test_page.py::*",
     "tests/loadtests/test_remote.py::*",
     "tests/norm/test_kernel.py::*",
+    "tests/runtime/test_precompile.py::Test*",
+    "tests/runtime/test_precompile.py::test_processes_end_*",
+    "tests/runtime/test_precompile.py::test_what_a_full_disk_*",
     "tests/sampling/test_compile.py::*",
     "tests/sampling/test_machine_code.py::*",
 )
@@ -59,7 +62,8 @@ KEPT: tuple[str, ...] = (
     "tests/attention/test_mla_*.py::test_run*ragged*",
     "tests/attention/test_mla_*.py::test_run*fp8*",
     "tests/attention/test_schedule.py::test_balanced*",
-    "tests/attention/test_schedule.py::test_each_once*",
+    "tests/attention/test_schedule.py::test_each_once*ragged-3*",
+    "tests/attention/test_schedule.py::test_each_once*window-1*",
     "tests/attention/test_sm100.py::test_case*",
     "tests/attention/test_sm100.py::test_swap_ab*",
     "tests/attention/test_sm100.py::test_two_cta*ragged*",
@@ -67,12 +71,16 @@ KEPT: tuple[str, ...] = (
     "tests/attention/test_sm90.py::test_case*packed*",
     "tests/attention/test_sm90.py::test_case*window-sinks*",
     "tests/attention/test_sm90.py::test_case*gqa*",
-    "tests/attention/test_sm90.py::test_speculative_max*",
+    "tests/attention/test_sm90.py::test_speculative_max*window-sinks*",
+    "tests/attention/test_sm90.py::test_speculative_max*large-scores-True*",
     "tests/attention/test_shared_ring_mutants.py::*",
     "tests/norm/test_kernel.py::test_case*sm_90a-head*",
     "tests/norm/test_kernel.py::test_case*sm_90a-cluster-4*",
     "tests/norm/test_kernel.py::test_case*sm_100a-special-cluster*",
     "tests/norm/test_kernel.py::test_ids*",
+    "tests/runtime/test_precompile.py::TestAhead::test_cold_then_warm",
+    "tests/runtime/test_precompile.py::TestCommands::test_compile_then_look",
+    "tests/runtime/test_precompile.py::test_processes_end_*sys.exit*",
 )
 LEFT = pytest.StashKey[int]()
 # Processes that share a machine's cores wait for each other's threads. Set before torch is imported.
