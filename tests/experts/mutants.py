@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' products as kernels whose mutants are judged, on problems in which every ring goes round more than twice."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from judge import Kernel
+from suite import Rows, Suite
+
+from dsl_backend.experts.cute import host
+from dsl_backend.runtime.compile import Function
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.experts import PLAIN, judge, tensors
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from experts_cases import SMS, TARGETS, Emulated  # noqa: E402  after the path
+
+SM90, SM100 = "sm_90a", "sm_100a"
+# Launches of a call: the first of them sorts the pairs by expert.
+FIRST, SECOND = 1, 2
+
+# Several tiles for each of a few experts, and one expert without a row; K is five stages and a part of one.
+ROUTED = replace(PLAIN, tokens=80, num_experts=3, hidden=264, width=264, topk=2, biases=True)
+# Shares of all weights begin and end in the middle of an expert's tiles; tiles of several CTAs are summed.
+FEW = replace(PLAIN, tokens=5, num_experts=3, hidden=328, width=136, topk=2, biases=True)
+
+
+def call(one: Emulated, arch: str) -> Callable[[], bool]:
+    """A call of an operator's kernels that says whether its results are right."""
+    given, spec, config = tensors(one.case, "cpu"), one.case.spec, one.tiles(arch)
+    workspace, built = Workspace(torch.device("cpu")), list[Function]()
+
+    def run() -> bool:
+        if not built:
+            built.append(host.build(host.key_of(spec, config), TARGETS[arch]))
+        # A mutant that was stopped in the middle of a launch leaves them as they were there.
+        workspace.reset()
+        given.out.fill_(torch.nan)
+        host.run(built[0], spec, config, given, one.ctas(arch), workspace)
+        try:
+            judge(one.case, given)
+        except AssertionError:
+            return False
+        return not workspace.flags(0).any()
+
+    return run
+
+
+def subject(name: str, arch: str, number: int, one: Emulated) -> Kernel:
+    """A kernel, with its call built when it is judged."""
+    calls: list[Callable[[], bool]] = []
+
+    def run() -> bool:
+        if not calls:
+            calls.append(call(one, arch))
+        return calls[0]()
+
+    return Kernel(name, arch, run, sms=SMS, number=number, most=2, by_instruction=True)
+
+
+def routed(config: str) -> Emulated:
+    return Emulated(id=config, why="mutants", case=ROUTED, config=config)
+
+
+def decoded(config: str) -> Emulated:
+    return Emulated(id=config, why="mutants", case=FEW, config=config, decodes=True)
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        subject("SM90 gate and up", SM90, FIRST, routed("pingpong")),
+        subject("SM90 down", SM90, SECOND, routed("split")),
+        subject("SM90 decode", SM90, FIRST, decoded("rows")),
+        subject("SM100 gate and up", SM100, FIRST, routed("split")),
+        subject("SM100 down", SM100, SECOND, routed("split")),
+        subject("SM100 decode", SM100, FIRST, decoded("few")),
+    )
+}
+# (pattern of the kernel, pattern of `kind: what`, reason)
+EQUIVALENT: Rows = []
+UNSEEN: Rows = [
+    (
+        "SM",
+        "(drop: .*bar.warp.sync|swap: .*behind `bar.warp.sync)",
+        "order between lanes of a warp: a warp has one clock",
+    ),
+]
+HEAD = """# Mutants of the experts' kernels
+
+This page shows which mistakes in the kernels of routed experts the emulator finds. The mistakes are those of
+[emulator-mutants.md](emulator-mutants.md), one at a time in the PTX of a kernel. Tiles are small, and problems are long
+enough for each ring of stages to wrap around more than twice.
+
+- Of each kind of mistake and each instruction at most two mutants are taken, by a fixed seed.
+- A mutant is found by "check" if one of the emulator's checks reports it, and by "value" if no check does and the
+  error of the result is above the computed tolerance.
+- Kernels run on a strict device, where a warning is a finding.
+- The schedules lazy, eager and random run in this order until one finds the mutant.
+- Files, functions and lines are those of the commit at which the page was made.
+
+Made by `python tests/emulator/mutants/report.py --suite tests.experts.mutants > docs/experts-mutants.md`. The same
+mutants are tests: `pytest tests/experts/test_ptx_mutants.py` runs all of them, `-m 'not full'` a selection.
+"""
+
+SUITE = Suite([*KERNELS], KERNELS.__getitem__, EQUIVALENT, UNSEEN, HEAD)
