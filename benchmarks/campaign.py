@@ -2,16 +2,18 @@
 """`python -m benchmarks campaign`: all measurements and tests that need a GPU, within a time limit.
 
 It keeps all GPUs of a host busy: each step runs in a process of its own on one GPU, and the next step starts when a GPU
-is free. A step that would end too late is stopped, and what it wrote until then is kept.
+is free. A step that would end too late is stopped, and what it wrote until then is kept. Each GPU's steps have an equal
+part of the CPU's cores for themselves: beside tests and compilers that take all cores, engines and benches are slower.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,25 @@ def tests(name: str, arguments: str, least_s: float, most_s: float, shows: str) 
     return Step(name, words, least_s, most_s, shows)
 
 
+def engine(name: str, model: str, served: Sequence[str], shows: str) -> Step:
+    """Engines in which kernels that are off by default serve: options of the plugin, set to `dsl`."""
+    options = json.dumps({"additional_config": {"dsl": dict.fromkeys(served, "dsl")}}, separators=(",", ":"))
+    return bench(name, f"engine --quick --model {model} --engine {options}", 150, 330, shows)
+
+
+def tune(name: str, arguments: str, shows: str) -> Step:
+    words = ("-m", "dsl_backend.cli", "tune", *arguments.split(), "--json", "{json}")
+    return Step(name, words, 60, 200, shows)
+
+
 NORM_PEERS = "quack,vLLM,FlashInfer,Triton"
 # The most important first: a campaign that ends early has those.
 STEPS = (
     bench("llama", "engine --quick --model llama-8b", 150, 330, "tokens/s beside FLASH_ATTN, and the cold start"),
     bench("deepseek", "engine --quick --model deepseek-v2-lite", 150, 330, "tokens/s beside FLASH_ATTN_MLA"),
+    engine("llama-step", "llama-8b", ("projections", "norms"), "tokens/s with our projections and norms"),
+    engine("experts-engine", "qwen3-30b-a3b-12", ("experts",), "tokens/s with our experts"),
+    bench("experts", "experts --kernels cute-decode,cute-grouped", 40, 150, "experts beside vLLM's Triton"),
     tests("attention-tests", "tests/attention -m gpu -n 4", 60, 240, "attention against the reference"),
     tests("other-tests", "tests --ignore tests/attention -m gpu -n 4", 60, 200, "other families against the reference"),
     bench("fp8", "decode prefill mla-decode --rows fp8|e5m2", 40, 150, "fp8 caches beside FA3 and FlashInfer"),
@@ -68,9 +84,14 @@ STEPS = (
     bench(
         "norm", f"norm --rows grid|fp8|wide|narrow --peers {NORM_PEERS}", 30, 150, "RMSNorm of every width and output"
     ),
-    bench("sampling", "sampling verification --peers FlashInfer,vLLM,plain", 30, 150, "every filter, and drafts"),
+    bench("sampling", "sampling verification --peers vLLM,plain", 30, 150, "every filter, and drafts"),
+    tune("tune-mla", "attention --classes mla-decode", "configurations of MLA, row groups and combine among them"),
+    tune("tune-experts", "experts", "tiles of experts, and from how many tokens on"),
+    tune("tune-linear", "linear", "tiles of gate and up projections, and of projections"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),
     Step("invariance", ("-m", "integration.invariance", "--graphs"), 60, 240, "served log-probabilities, bit by bit"),
+    # FlashInfer compiles its sampling kernels for minutes.
+    bench("sampling-flashinfer", "sampling --peers FlashInfer", 300, 600, "every filter beside FlashInfer"),
     bench("dsls", "dsls --seconds 0.1", 120, 330, "DSLs compared: operators, launches, compile times"),
     tests("served", "integration/test_numerics.py integration/test_linear.py", 60, 240, "log-probabilities of engines"),
 )
@@ -141,7 +162,7 @@ class Campaign:
     def start(self, step: Step, gpu: str, seconds: float) -> Run:
         # A step ends its own work a little before it is stopped, to have the time to print what it found.
         words = {"seconds": f"{seconds * 0.9:.0f}", "json": str(self.out / f"{step.name}.jsonl")}
-        command = [sys.executable, *(word.format(**words) for word in step.arguments)]
+        command = [sys.executable, *(filled(word, words) for word in step.arguments)]
         with (self.out / f"{step.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -152,8 +173,14 @@ class Campaign:
                 env=child_environment(CUDA_VISIBLE_DEVICES=gpu),
                 start_new_session=True,
             )
+        os.sched_setaffinity(process.pid, self.cores(gpu))
         now = time.monotonic()
         return Run(step, gpu, process, now, now + seconds)
+
+    def cores(self, gpu: str) -> set[int]:
+        """The CPU's cores for the steps of a GPU; all cores where there are fewer than GPUs."""
+        every = sorted(os.sched_getaffinity(0))
+        return set(every[self.gpus.index(gpu) :: len(self.gpus)] if len(every) >= len(self.gpus) else every)
 
     def summary(self) -> str:
         """A table of all steps, then the last lines of each one's output."""
@@ -173,6 +200,13 @@ class Campaign:
     def complete(self) -> bool:
         """Whether every step was started and succeeded."""
         return not self.left and all(run.outcome == "ok" for run in self.runs)
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """An argument with `{seconds}` and `{json}` replaced; other braces stay."""
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
 
 
 def ended(run: Run) -> bool:

@@ -217,7 +217,7 @@ def judge(
 @app.command()
 def tune(
     family: Annotated[
-        str | None, typer.Argument(metavar="[FAMILY]", help="attention or linear; by default both.")
+        str | None, typer.Argument(metavar="[FAMILY]", help="attention, linear, experts ...; by default all of them.")
     ] = None,
     classes: Annotated[str | None, typer.Option(metavar="REGEX", help="Only classes whose names it finds.")] = None,
     json: Annotated[

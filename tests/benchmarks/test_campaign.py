@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that need a GPU, run on GPUs by name: order, time limits, what a step leaves behind, exit status."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -33,6 +34,22 @@ def test_each_step_sees_its_gpu_and_writes_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "a.log").read_text() == "sees 3\n"
     assert "what a shows" in one.summary()
     assert "sees 3" in one.summary()
+
+
+def test_gpus_share_the_cores(tmp_path: Path) -> None:
+    """Beside steps that take all cores, engines are slower."""
+    code = "import os, time; time.sleep(0.3); print(sorted(os.sched_getaffinity(0)))"
+    executed(tmp_path, [step("a", code), step("b", code)], gpus=("0", "1"))
+    a, b = (set(json.loads((tmp_path / f"{name}.log").read_text())) for name in "ab")
+    every = os.sched_getaffinity(0)
+    assert a | b == every
+    assert len(every) == 1 or not a & b
+
+
+def test_other_braces_of_an_argument_stay(tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1])"
+    executed(tmp_path, [Step("a", ("-c", code, '{"x":{"seconds":{seconds}}}'), 1, 10, "")])
+    assert (tmp_path / "a.log").read_text() == '{"x":{"seconds":9}}\n'
 
 
 def test_two_gpus_run_two_steps_at_a_time(tmp_path: Path) -> None:
@@ -118,7 +135,7 @@ def test_main_writes_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("one", campaign.STEPS, ids=lambda one: one.name)
 def test_the_steps_name_what_exists(one: Step) -> None:
-    words = [word.format(seconds="10", json=os.devnull) for word in one.arguments]
+    words = [campaign.filled(word, {"seconds": "10", "json": os.devnull}) for word in one.arguments]
     if words[1] == "benchmarks":
         # Each option is known to the command's parser.
         from benchmarks.__main__ import parse

@@ -17,7 +17,7 @@ from dsl_backend.testing.experts import PLAIN, judge, tensors
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from experts_cases import SMS, TARGETS, Emulated  # noqa: E402  after the path
+from experts_cases import SMS, TARGETS, Emulated
 
 SM90, SM100 = "sm_90a", "sm_100a"
 # Launches of a call: the first of them sorts the pairs by expert.
