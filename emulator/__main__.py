@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m emulator", description=__doc__)
     made.add_argument("case", metavar="FILE::CASE", help="a Python file, and a function of no arguments in it")
     made.add_argument("--arch", choices=tuple(CHIPS), default="sm_100a")
-    made.add_argument("--sms", type=int, default=DEFAULT_SMS, help="that host code sees (default: %(default)s)")
+    made.add_argument("--sms", type=int, help=f"that host code sees (default: {DEFAULT_SMS}; with --clock the chip's)")
     made.add_argument(
         "--schedule", choices=SCHEDULES, default="lazy", help="of asynchronous work (default: %(default)s)"
     )
@@ -28,6 +28,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--profile", action="store_true", help="show what the kernels did, and the cycle model")
     made.add_argument("--tiles", type=int, help="that the kernels made in all: the profile is then per tile")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
+    made.add_argument("--clock", action="store_true", help="say how long a chip takes (docs/emulator-clock.md)")
+    made.add_argument("--chip", help="that --clock is for: H100, H200, B200, GB200 or B300; by default the arch's")
+    made.add_argument(
+        "--samples", type=int, help="clusters of a grid that --clock simulates (default: 3); 0 for all of them"
+    )
+    made.add_argument("--trace", type=Path, metavar="FILE", help="with --clock: write a timeline for Perfetto there")
     return made
 
 
@@ -67,16 +73,44 @@ def show_profile(profile: Any, tiles: int | None, file: Path | None) -> None:
         print(made.table())
 
 
+def clock_machine(asked: argparse.Namespace) -> Any:
+    """The machine of --clock; None without it."""
+    if not asked.clock:
+        if asked.chip or asked.trace or asked.samples is not None:
+            raise HostError("--chip, --samples and --trace are of --clock")
+        return None
+    from emulator.clock.chips import chip_of
+    from emulator.clock.machine import SAMPLES, ClockMachine
+
+    sms = asked.sms or chip_of(asked.arch, asked.chip).sms
+    samples = SAMPLES if asked.samples is None else asked.samples
+    return ClockMachine(asked.arch, sms, chip=asked.chip, samples=samples)
+
+
+def show_times(machine: Any, trace: Path | None) -> None:
+    """Print what the clock found, and write the timeline."""
+    from emulator.clock import report, timeline
+
+    print(report.text(machine.times))
+    if trace is not None:
+        timeline.write(machine.times, trace)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser().parse_args(arguments)
     try:
+        machine = clock_machine(asked)
+        sms = asked.sms or (machine.sms if machine else DEFAULT_SMS)
+        schedule = "clock" if machine else asked.schedule
         with device(
-            asked.arch, sms=asked.sms, schedule=asked.schedule, seed=asked.seed, keep_findings=True
+            asked.arch, sms=sms, schedule=schedule, seed=asked.seed, keep_findings=True, machine=machine
         ) as emulated:
             # Inside, so that what the file compiles when it is imported is compiled for the device.
             load(asked.case)()
         if asked.profile or asked.json:
             show_profile(emulated.profile, asked.tiles, asked.json)
+        if machine:
+            show_times(machine, asked.trace)
     except EmulatorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

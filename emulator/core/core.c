@@ -174,7 +174,7 @@ static u32 gather(Warp *w, const Instr *in, u32 pool) {
 // A set of lanes that gathers, some of which may have to wait; returns whether all go on together.
 static int arrive(Warp *w, const Instr *in, u32 active, u32 mask, u32 at) {
     u32 early = w->parked ? w->parked & lanes_at(w, at) : 0, done = gather(w, in, mask | early);
-    if (done) w->counts[at]++;
+    if (done) count(w, at);
     if (done == active) return 1;
     u32 waiting = (mask | early) & ~done;
     set_pc(w, (active | early) & ~waiting, at + 1);
@@ -189,7 +189,7 @@ static int release_parked(Warp *w) {
         group = lowest_group(w, rest, &at, &next);
         u32 done = gather(w, w->code + at, group);
         if (!done) continue;
-        w->counts[at]++;
+        count(w, at);
         w->parked &= ~done;
         set_pc(w, done, at + 1);
         return 1;
@@ -207,7 +207,7 @@ static int elect_without_the_others(Warp *w) {
         u32 named = row(w, in, (int)in->extra[1])[__builtin_ctz(group)];
         report(w, in, SLOT_MEMBERS, in->args[in->extra[1]], named & w->live & ~group, MEMBERS);
         execute(w, in, group);
-        w->counts[at]++;
+        count(w, at);
         w->parked &= ~group;
         set_pc(w, group, at + 1);
         return 1;
@@ -258,6 +258,7 @@ static int interpret(Warp *w, u64 limit) {
                 if ((active & ~w->init[in->guard]) | w->any_busy) check_row(w, in, SLOT_GUARD, in->guard, active, 1);
                 mask &= in->flags & GUARD_NOT ? ~holds : holds;
                 if (!mask) {
+                    if (w->trace) w->trace[w->traced++] = at | NOT_TAKEN;
                     at++;
                     continue;
                 }
@@ -269,7 +270,7 @@ static int interpret(Warp *w, u64 limit) {
                 if (in->flags & GATHERS) {
                     if (!arrive(w, in, active, mask, at)) goto parted;
                 } else {
-                    w->counts[at]++;
+                    count(w, at);
                     if (missing)
                         execute_undefined(w, in, mask);
                     else
@@ -279,7 +280,7 @@ static int interpret(Warp *w, u64 limit) {
                 continue;
             }
             if (in->code == BRANCH) {
-                w->counts[at]++;
+                count(w, at);
                 if (mask == active) {
                     at = in->extra[0];
                     continue;
@@ -289,7 +290,7 @@ static int interpret(Warp *w, u64 limit) {
                 goto parted;
             }
             if (in->code == END) {
-                w->counts[at]++;
+                count(w, at);
                 w->live &= ~mask;
                 set_pc(w, active & ~mask, at + 1);
                 goto parted;
@@ -300,7 +301,7 @@ static int interpret(Warp *w, u64 limit) {
                 int outside = 0;
                 EACH outside |= mask >> i & 1 && index[i] >= in->extra[1];
                 if (outside) return w->executed = now - 1, stop(w, STOP_TRAP, active, at, mask);
-                w->counts[at]++;
+                count(w, at);
                 EACH if (mask >> i & 1) w->pc[i] = w->tables[in->extra[0] + index[i]];
                 set_pc(w, active & ~mask, at + 1);
                 goto parted;
@@ -313,7 +314,7 @@ static int interpret(Warp *w, u64 limit) {
                         check_rows(w, in, mask);
                     else
                         written(w, in, mask);
-                    w->counts[at]++;
+                    count(w, at);
                     at++;
                     continue;
                 }
@@ -339,7 +340,7 @@ EXPORT int core_run(Warp *w, u64 limit) {
 }
 // The instruction that the warp stopped before is done for the lanes it stopped for.
 EXPORT void core_advance(Warp *w) {
-    if (w->mask) w->counts[w->at]++;
+    if (w->mask) count(w, w->at);
     set_pc(w, w->active, w->at + 1);
     w->executed++;
     w->active = w->mask = 0;

@@ -48,7 +48,8 @@ class State(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("rows", "init", "busy", "counts", "code", "tables", "parameters", "local", "faulted")
         ),
-        *((name, ctypes.c_void_p) for name in ("known", "widths")),
+        *((name, ctypes.c_void_p) for name in ("known", "widths", "trace")),
+        ("traced", ctypes.c_uint64),
         *((name, ctypes.c_uint64) for name in ("parameter_base", "shared_base", "local_base", "executed")),
         *(
             (name, ctypes.c_uint32)

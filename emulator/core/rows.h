@@ -45,6 +45,7 @@ enum { RN, RZ, RM, RP, RNA };
 // What asynchronous work does with a register, as in warp.py: reads it; loads into it; or loaded what was copied to it.
 enum { BUSY_READ = 2, BUSY_LOAD, BUSY_COPY };
 enum { ROW_ZERO = 0, ROW_SINK = 1, ROW_CLOCK = 5 };
+#define NOT_TAKEN 0x80000000u
 
 // args: rows. 0, 1, 6, 7 are destinations, 2 to 5 sources; what is absent is the row of zeros or the sink.
 typedef struct {
@@ -74,6 +75,8 @@ typedef struct {
     u16 *faulted;  // per instruction, a bit per slot that was reported
     u32 *known;  // defined bits of what is not wholly defined: undefined.h
     const u8 *widths;  // at a register's first row, its bits
+    u32 *trace;  // of every instruction that was issued its index, and NOT_TAKEN where its guard held for no lane; or NULL
+    u64 traced;
     u64 parameter_base, shared_base, local_base, executed;
     u32 row_count, code_count, parameter_bytes, local_bytes, window, pad;
     u32 live, parked, active, at, mask;
@@ -155,6 +158,12 @@ static inline u64 bits_f64(double f) {
     u64 x;
     memcpy(&x, &f, 8);
     return x;
+}
+
+// An instruction was executed.
+static inline void count(Warp *w, u32 at) {
+    w->counts[at]++;
+    if (w->trace) w->trace[w->traced++] = at;
 }
 
 // Each instruction and slot is reported once.

@@ -19,6 +19,7 @@ from emulator.ptx import special
 from emulator.ptx.ir import BITS, Address, Imm, Not, Operand, Reg, Sink, Special, Symbol
 
 BUSY_READ, BUSY_LOAD, BUSY_COPY = 2, 3, 4  # rows.h has the same
+NOT_TAKEN = 0x80000000  # rows.h has the same
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
 
@@ -203,6 +204,21 @@ class Warp:
         if name in self._addresses:
             return self._addresses[name]
         raise Unsupported(f"the address of {name}")
+
+    def trace(self, capacity: int) -> None:
+        """From now on keep the index of every instruction that is issued, for `traced`.
+
+        Args:
+            capacity: instructions that are kept until the next call of `traced`; whoever runs the warp sees to it.
+        """
+        self._trace = np.zeros(capacity, np.uint32)
+        self._state.trace = self._trace.ctypes.data
+
+    def traced(self) -> U32:
+        """Instructions issued since the last call: indices, with NOT_TAKEN where the guard held for no lane."""
+        found = self._trace[: self._state.traced].copy()
+        self._state.traced = 0
+        return found
 
     # Running.
 

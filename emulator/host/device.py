@@ -14,7 +14,7 @@ from emulator.host.launch import Dim3, Launch, Machine, Parameter, Region
 from emulator.host.runtime import ATTRIBUTE_NAMES, CLUSTER, COOPERATIVE, PROGRAMMATIC, Request, runtime
 from emulator.host.tensors import DeviceView, require_cpu
 
-SCHEDULES = ("eager", "lazy", "random")
+SCHEDULES = ("eager", "lazy", "random", "clock")
 DEFAULT_SMS = 4
 PORTABLE_CLUSTER = 8
 
@@ -202,6 +202,10 @@ def over(sides: Dim3, limits: Dim3) -> bool:
 
 def default_machine(arch: str, sms: int, schedule: str, seed: int) -> Machine:
     """The emulator's own machine."""
+    if schedule == "clock":
+        clock: Any = importlib.import_module("emulator.clock.machine").ClockMachine
+        timed: Machine = clock(arch=arch, sms=sms)
+        return timed
     # Late, because it brings in numpy and all that runs instructions.
     interpreter: Any = getattr(importlib.import_module("emulator.machine"), "Machine", None)
     if interpreter is None:
@@ -229,7 +233,8 @@ def device(
 
     Args:
         sms: that host code sees.
-        schedule: `eager`, `lazy` or `random`: when asynchronous work is done.
+        schedule: `eager`, `lazy` or `random`: when asynchronous work is done. `clock`: as `eager`, of some clusters of
+            each grid, and the machine's `times` say how long a chip takes for the whole.
         seed: of the random schedule.
         strict: what is only a warning, since kernels in production do it, counts as an error as well.
         line_info: have the PTX say which source lines it comes from, for findings to name them.

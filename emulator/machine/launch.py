@@ -21,6 +21,7 @@ from emulator.machine.history import LAUNCH_SHIFT
 from emulator.machine.memory import GlobalMemory, Region
 from emulator.machine.overlap import Overlap
 from emulator.machine.profile import Profile
+from emulator.machine.recording import Recorder
 from emulator.machine.runner import PATIENCE, Abort, Handler, Runner
 from emulator.machine.tasks import Tasks
 from emulator.ptx import parse
@@ -66,6 +67,7 @@ class Run:
         order: the launch's place among those that overlap.
         votes: of barrier.red: each warp's predicates and lanes, by barrier and round.
         flags: what was released to words of memory, by their address: (cluster's rank or -1, address).
+        recorder: keeps what the warps do; None where nobody asks for it.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class Run:
         self.clusters: dict[int, Cluster] = {}
         self.names: dict[int, list[str]] = {}
         self._indices = self._cluster_indices()
+        self.recorder: Recorder | None = None
+        self.places: tuple[int, ...] = ()
         self.cancelled = 0  # clusters that cluster launch control took from the grid
 
     def _parameter_block(self) -> bytes:
@@ -139,6 +143,19 @@ class Run:
         """The first CTA of each cluster, x fastest."""
         sides = [range(0, grid, part) for grid, part in zip(self.launch.grid, self.launch.cluster, strict=True)]
         return ((x, y, z) for z, y, x in product(*reversed(sides)))
+
+    @property
+    def grid_clusters(self) -> int:
+        """Clusters of the grid, whether they run or not."""
+        grid = self.launch.grid
+        return grid[0] * grid[1] * grid[2] // self.members
+
+    def record(self, recorder: Recorder, places: tuple[int, ...]) -> None:
+        """Run only the clusters at some places of the grid, ascending, and keep what their warps do."""
+        self.recorder, self.places = recorder, places
+        wanted = set(places)
+        every = enumerate(self._cluster_indices())
+        self._indices = (first for place, first in every if place in wanted)
 
     # Starting.
 
@@ -215,6 +232,9 @@ class Run:
             live=live,
         )
         runner = Runner(self, cta, number, warp)
+        if self.recorder is not None:
+            in_grid = self.places[cta.cluster.number - (self.number << LAUNCH_SHIFT)]
+            runner.trace = self.recorder.begin(runner, in_grid)
         if self.order is not None:
             runner.clock.knows.join_foreign(self.order.over_at_start)
         return runner

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from emulator.machine.cluster import Cta
     from emulator.machine.launch import Run
     from emulator.machine.loads import Loads
+    from emulator.machine.recording import Trace
 
 TURN = 4096  # instructions that a warp runs before others get their turn
 # Turns of all warps in which nothing changed, after which a kernel is stuck in a loop.
@@ -73,6 +74,7 @@ class Runner:
         at_end: checks once all lanes have ended.
         loads: that an arrival may overtake; None before the first.
         on_busy: reports the use of a register that asynchronous work has; None for wgmma's.
+        trace: keeps what the warp does; None where nobody asks for it.
     """
 
     def __init__(self, run: "Run", cta: "Cta", number: int, warp: Warp) -> None:
@@ -93,6 +95,7 @@ class Runner:
         self.at_end: list[Callable[[], None]] = []
         self.loads: Loads | None = None
         self.on_busy: Callable[[Fault], None] | None = None
+        self.trace: Trace | None = None
         self._components: dict[Source, int] = {}
 
     def component(self, source: Source) -> int:
@@ -111,7 +114,9 @@ class Runner:
                 return False
             self._finish(self.wait.then)
         warp, handlers, instrs = self.warp, self.run.handlers, self.run.program.instrs
-        profile = self.run.profile
+        profile, trace = self.run.profile, self.trace
+        if trace is not None:
+            trace.entries.append(warp.traced())
         left = TURN
         while left > 0:
             before = warp.executed
@@ -127,6 +132,8 @@ class Runner:
                     # Before the instruction overwrites its own operands.
                     if watch is not None:
                         watch(self, instr)
+                    if trace is not None:
+                        trace.note(self, instr)
                     wait = handlers[event.index](self, instr)
                 except (MemoryFault, BarrierMisuse, ValueError) as error:
                     self.abort(error)
@@ -173,6 +180,8 @@ class Runner:
         """All lanes have ended."""
         self.done = True
         self.run.progress += 1
+        if self.trace is not None:
+            self.trace.entries.append(self.warp.traced())
         self.drain_faults()
         for check in self.at_end:
             check()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From clusters to a launch: how many fit on the SMs at the same time, which ones are simulated, what that comes to."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emulator.host.launch import Launch
+
+SHARED_OF_SM = 228 * 1024
+RESERVED = 1024  # of each CTA
+THREADS, CTAS, REGISTERS = 2048, 32, 64 * 1024
+ALIKE = 0.02  # clusters whose instructions differ by no more are of one class
+SETTLED = 4  # turns of an SM's slots that are simulated before the rest is taken to go on alike
+
+
+def chosen(clusters: int, count: int) -> tuple[int, ...]:
+    """Places in the grid of the clusters to be simulated, evenly spread; the first and the last are among them."""
+    if count >= clusters:
+        return tuple(range(clusters))
+    if count == 1:
+        return (0,)
+    return tuple(sorted({round(place * (clusters - 1) / (count - 1)) for place in range(count)}))
+
+
+def occupancy(launch: Launch, shared_bytes: int, registers: int) -> int:
+    """CTAs that an SM runs at the same time."""
+    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // 256) * 256
+    limits = (
+        THREADS // (warps * 32),
+        SHARED_OF_SM // (shared_bytes + RESERVED),
+        REGISTERS // max(1, per_warp * warps),
+        CTAS,
+    )
+    return max(1, min(limits))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid on a chip.
+
+    Attributes:
+        clusters: of the grid.
+        groups: of SMs that run clusters: those that are used.
+        slots: clusters that a group runs at the same time.
+        members: CTAs of a cluster.
+    """
+
+    clusters: int
+    groups: int
+    slots: int
+    members: int
+
+    @classmethod
+    def of(cls, launch: Launch, sms: int, slots: int) -> "Layout":
+        members = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+        clusters = launch.grid[0] * launch.grid[1] * launch.grid[2] // members
+        # With few clusters each has an SM for itself.
+        return cls(clusters, min(clusters, sms // members), slots, members)
+
+    @property
+    def per_group(self) -> int:
+        """Clusters of the group that has most."""
+        return -(-self.clusters // self.groups)
+
+    @property
+    def active(self) -> int:
+        """SMs at work."""
+        return self.groups * self.members
+
+
+def nearest(place: int, places: Sequence[int]) -> int:
+    """Index of the simulated cluster that stands for one in the grid."""
+    return min(range(len(places)), key=lambda index: abs(places[index] - place))
+
+
+def weights(clusters: int, places: Sequence[int]) -> list[int]:
+    """How many clusters of the grid each simulated one stands for."""
+    found = [0] * len(places)
+    for place in range(clusters):
+        found[nearest(place, places)] += 1
+    return found
+
+
+def laid_out(layout: Layout, places: Sequence[int], durations: Sequence[float]) -> float:
+    """Cycles of a grid whose clusters take different times: each starts where a slot is free first, in their order."""
+    free = [0.0] * min(layout.clusters, layout.groups * layout.slots)
+    heapq.heapify(free)
+    for place in range(layout.clusters):
+        heapq.heappush(free, heapq.heappop(free) + durations[nearest(place, places)])
+    return max(free)

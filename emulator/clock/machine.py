@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine of `schedule="clock"`: checks a launch as the others do, records it, and says how long it takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from emulator.clock import grid
+from emulator.clock.chips import chip_of
+from emulator.clock.constants import ChipClock
+from emulator.clock.grid import Layout
+from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
+from emulator.clock.registers import registers_of
+from emulator.clock.replay import Replayed, WarpData, replay
+from emulator.clock.tables import Table, table_of
+from emulator.clock.traces import Recorder
+from emulator.core.program import Program
+from emulator.host.launch import Launch
+from emulator.machine.launch import Run
+from emulator.machine.machine import Machine
+from emulator.machine.overlap import Overlap
+
+SAMPLES = 3
+READS = frozenset((GLOBAL, LOAD, CP_ASYNC))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch and what its warps did.
+
+    Attributes:
+        places: in the grid, of the clusters that ran.
+        classes: traces: [cluster][CTA][warp].
+        requested: bytes that the whole grid asks of each of the launch's regions.
+    """
+
+    launch: Launch
+    program: Program
+    shared_bytes: int
+    places: tuple[int, ...]
+    classes: list[list[list[WarpData]]] = field(repr=False)
+    requested: list[float]
+
+    @property
+    def missing(self) -> list[float]:
+        """Of each region's bytes the part that comes from HBM: every byte does once in a launch."""
+        return [
+            min(1.0, region.bytes / asked) if asked else 0.0
+            for region, asked in zip(self.launch.regions, self.requested, strict=True)
+        ]
+
+    @property
+    def instructions(self) -> list[int]:
+        """Of each cluster."""
+        return [sum(entries.size for cta in one for entries, _ in cta) for one in self.classes]
+
+
+@dataclass(frozen=True)
+class LaunchTime:
+    """How long a launch takes on a chip.
+
+    Attributes:
+        cycles: from the first instruction to the end of the last cluster.
+        microseconds: with what it takes to start it.
+        replayed: of the clusters that were simulated.
+    """
+
+    recorded: Recorded
+    chip: ChipClock
+    layout: Layout
+    cycles: float
+    microseconds: float
+    replayed: Replayed
+
+
+class ClockMachine(Machine):
+    """A machine that keeps the time of each launch.
+
+    Args:
+        chip: that the times are of; the one that stands for the arch if not given.
+        samples: clusters of a grid that run; the others are taken to do as the nearest of them. 0: all of them do.
+
+    Attributes:
+        recorded: the launches.
+        times: of each launch.
+    """
+
+    def __init__(self, arch: str, sms: int, *, chip: str | None = None, samples: int = SAMPLES) -> None:
+        # Work is done at once, so that nobody waits: when it is done the replay finds out.
+        super().__init__(arch, sms, "eager")
+        self.chip = chip_of(arch, chip)
+        self.samples = samples
+        self.recorded: list[Recorded] = []
+        self.times: list[LaunchTime] = []
+
+    def launch(self, launch: Launch) -> None:
+        self.overlap([launch])
+
+    def overlap(self, launches: Sequence[Launch]) -> None:
+        """Run launches one after the other, and time each of them."""
+        for launch in launches:
+            run = self._run(launch)
+            run.execute()
+            if any(not finding.warning for finding in self.findings):
+                continue
+            recorded = recorded_of(run)
+            self.recorded.append(recorded)
+            self.times.append(time_of(recorded, self.chip))
+
+    def _run(self, launch: Launch, overlap: Overlap | None = None) -> Run:
+        run = super()._run(launch, overlap)
+        run.record(Recorder(run.program), grid.chosen(run.grid_clusters, self.samples or run.grid_clusters))
+        return run
+
+
+def recorded_of(run: Run) -> Recorded:
+    recorder, launch = run.recorder, run.launch
+    assert isinstance(recorder, Recorder)
+    places = tuple(sorted(recorder.clusters))
+    counts = grid.weights(run.grid_clusters, places)
+    requested = recorder.requested(zip(places, counts, strict=True), len(launch.regions), READS)
+    classes = [[[warp.whole() for warp in cta] for cta in recorder.clusters[place]] for place in places]
+    return Recorded(launch, run.program, run.shared_bytes, places, classes, requested)
+
+
+def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> LaunchTime:
+    """Replay a launch on a chip.
+
+    Args:
+        shortest: waits from so many cycles on are kept for a timeline.
+    """
+    launch, table = recorded.launch, table_of(recorded.program, chip)
+    slots = grid.occupancy(launch, recorded.shared_bytes, registers_of(recorded.program))
+    layout = Layout.of(launch, chip.sms, slots)
+    counts = recorded.instructions
+    alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
+    timed = _alike if alike else _different
+    cycles, replayed = timed(recorded, table, chip, layout, shortest)
+    microseconds = chip["launch_us"] + chip.microseconds(cycles)
+    return LaunchTime(recorded, chip, layout, cycles, microseconds, replayed)
+
+
+def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int) -> tuple[float, Replayed]:
+    """The SMs that have most clusters; where these are many, the last ones are taken to go on as those before."""
+    slots = min(layout.slots, layout.per_group)
+    turns = min(layout.per_group, grid.SETTLED * slots)
+    launches = [number % len(recorded.classes) for number in range(turns)]
+    constants = chip.of_replay(layout.active)
+    replayed = replay(table, recorded.classes, launches, constants, recorded.missing, slots=slots, shortest=shortest)
+    left = layout.per_group - turns
+    if not left:
+        return replayed.cycles, replayed
+    half = turns // 2
+    ends = sorted(replayed.ends.tolist())
+    # Stores run ahead of HBM: for long it is the busiest engine that counts.
+    each = max((ends[-1] - ends[half - 1]) / (turns - half), float(replayed.engines.max()) / turns)
+    return replayed.cycles + left * each, replayed
+
+
+def _different(
+    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int
+) -> tuple[float, Replayed]:
+    """Each kind of cluster by itself, as many of it as run at the same time; then the grid."""
+    constants = chip.of_replay(layout.active)
+    slots = min(layout.slots, layout.per_group)
+    durations, every = [], []
+    for number in range(len(recorded.classes)):
+        one = replay(
+            table, recorded.classes, [number] * slots, constants, recorded.missing, slots=slots, shortest=shortest
+        )
+        every.append(one)
+        durations.append(one.cycles + chip["dispatch"])
+    longest = max(range(len(durations)), key=lambda index: durations[index])
+    return grid.laid_out(layout, recorded.places, durations) - chip["dispatch"], every[longest]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the warps of a launch did: the instructions that each issued, and the events among them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulator.clock.notes import Noter, noter_of
+from emulator.core.program import Program
+from emulator.ptx.ir import Instr
+
+if TYPE_CHECKING:
+    from emulator.machine.runner import Runner
+
+EVENT = np.dtype([("index", "u4"), ("kind", "u2"), ("more", "u2"), ("a", "i8"), ("b", "i8"), ("c", "i8")], align=True)
+CAPACITY = 1 << 14  # instructions of a warp's turn, and more
+
+
+@dataclass
+class WarpTrace:
+    """Attributes:
+    entries: uint32 arrays, in order: an instruction's index, with NOT_TAKEN where its guard held for no lane.
+    events: in order, as rows of EVENT.
+    """
+
+    noters: "list[Noter | None]" = field(repr=False)
+    entries: list[NDArray[np.uint32]] = field(default_factory=list)
+    events: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+
+    def note(self, runner: "Runner", instr: Instr) -> None:
+        """Keep what an instruction asks of the machine, before it executes."""
+        noter = self.noters[runner.index]
+        if noter is None:
+            return
+        index, notes = runner.index, noter(runner, instr)
+        for left, note in zip(range(len(notes) - 1, -1, -1), notes, strict=True):
+            self.events.append((index, note.kind, left, note.a, note.b, note.c))
+
+    def whole(self) -> tuple[NDArray[np.uint32], NDArray[np.void]]:
+        entries = np.concatenate(self.entries) if self.entries else np.zeros(0, np.uint32)
+        return entries, np.array(self.events, EVENT)
+
+    @property
+    def instructions(self) -> int:
+        return sum(part.size for part in self.entries)
+
+
+@lru_cache(maxsize=16)
+def noters_of(program: Program) -> "list[Noter | None]":
+    return [noter_of(instr) for instr in program.instrs]
+
+
+class Recorder:
+    """Keeps the traces of a launch's warps.
+
+    Attributes:
+        clusters: traces by cluster's place in the grid, then CTA's rank, then warp.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.noters = noters_of(program)
+        self.clusters: dict[int, list[list[WarpTrace]]] = {}
+
+    def begin(self, runner: "Runner", cluster: int) -> WarpTrace:
+        """A warp starts."""
+        runner.warp.trace(CAPACITY)
+        ranks = self.clusters.setdefault(cluster, [])
+        while len(ranks) <= runner.cta.rank:
+            ranks.append([])
+        ranks[runner.cta.rank].append(WarpTrace(self.noters))
+        return ranks[runner.cta.rank][-1]
+
+    def requested(self, weights: Iterable[tuple[int, float]], regions: int, kinds: frozenset[int]) -> list[float]:
+        """Bytes that were asked of each region by events of some kinds.
+
+        Args:
+            weights: (cluster, how many clusters of the grid it stands for).
+        """
+        found = np.zeros(regions)
+        for cluster, weight in weights:
+            for warps in self.clusters[cluster]:
+                for warp in warps:
+                    events = np.array(warp.events, EVENT)
+                    those = events[np.isin(events["kind"], list(kinds)) & (events["a"] >= 0)]
+                    reads = those[(those["kind"] != 1) | (those["c"] & 1 == 0)]
+                    np.add.at(found, reads["a"], weight * reads["b"])
+        return found.tolist()

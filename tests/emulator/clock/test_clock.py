@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clock on kernels so small that their time can be told by hand."""
+
+import numpy as np
+import pytest
+from ptx_kernels import text
+
+from emulator.clock import grid, report, timeline
+from emulator.clock.chips import CHIPS, chip_of
+from emulator.clock.machine import ClockMachine, time_of
+from emulator.errors import Unsupported
+from emulator.host.launch import Launch, Parameter, Region
+
+CHIP = CHIPS["H200"]
+ARCH = "sm_90a"
+
+
+def clocked(body, *arrays, grid=1, block=32, samples=0, shared_bytes=65536):
+    """The time of a kernel; parameter i is the address of array i."""
+    machine = ClockMachine(ARCH, CHIP.sms, samples=samples)
+    regions = tuple(Region(f"array {i}", a.ctypes.data, a.nbytes, str(a.dtype), a) for i, a in enumerate(arrays))
+    addresses = [int(array.ctypes.data).to_bytes(8, "little") for array in arrays]
+    machine.launch(
+        Launch(
+            kernel="k",
+            ptx=text(body, len(arrays), ARCH),
+            arch=ARCH,
+            grid=(grid, 1, 1),
+            block=(block, 1, 1),
+            shared_bytes=shared_bytes,
+            parameters=tuple(Parameter(f"p{i}", 8, address) for i, address in enumerate(addresses)),
+            regions=tuple(sorted(regions, key=lambda region: region.address)),
+        )
+    )
+    assert [finding for finding in machine.findings if not finding.warning] == []
+    (time,) = machine.times
+    return time
+
+
+def chain(count, *, dependent, op="fma.rn.f32 {d}, {a}, {a}, {a};"):
+    """So many instructions, each of the result of the one before it, or of %f0."""
+    lines = ["mov.f32 %f0, 0f3F800000;"]
+    lines += [op.format(d=f"%f{n + 1}", a=f"%f{n if dependent else 0}") for n in range(count)]
+    return "\n".join(lines)
+
+
+def test_each_of_a_chain_waits_for_the_one_before():
+    cycles = [clocked(chain(count, dependent=True)).cycles for count in (100, 200)]
+    assert cycles[1] - cycles[0] == 100 * CHIP["fma_latency"]
+
+
+def test_independent_instructions_take_a_cycle_each():
+    cycles = [clocked(chain(count, dependent=False)).cycles for count in (100, 200)]
+    assert cycles[1] - cycles[0] == 100
+
+
+def test_special_functions_take_what_their_unit_does():
+    op = "ex2.approx.ftz.f32 {d}, {a};"
+    cycles = [clocked(chain(count, dependent=False, op=op), block=512).cycles for count in (50, 100)]
+    assert cycles[1] - cycles[0] == pytest.approx(50 * 512 / CHIP["special_rate"], rel=0.02)
+
+
+SHARED = """
+mov.u32 %r0, %tid.x;
+mul.lo.u32 %r1, %r0, {stride};
+mov.u32 %r2, shared;
+add.u32 %r3, %r1, %r2;
+st.shared.b32 [%r3], %r0;
+"""
+
+
+def test_bank_conflicts_cost_time():
+    loads = "\n".join(f"ld.shared.b32 %r{n + 10}, [%r3];" for n in range(64))
+    free, conflicting = (clocked(SHARED.format(stride=stride) + loads).cycles for stride in (4, 128))
+    assert conflicting - free == pytest.approx(64 * 31, rel=0.1)
+
+
+COPY = """
+ld.param.b64 %rd0, [p0];
+ld.param.b64 %rd1, [p1];
+mov.u32 %r0, %ctaid.x;
+mov.u32 %r1, %tid.x;
+mad.lo.u32 %r2, %r0, 4096, 0;
+mad.lo.u32 %r2, %r1, 16, %r2;
+cvt.u64.u32 %rd2, %r2;
+add.u64 %rd3, %rd0, %rd2;
+add.u64 %rd4, %rd1, %rd2;
+ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd3];
+st.global.v4.b32 [%rd4], {%r4, %r5, %r6, %r7};
+"""
+
+
+def test_a_copy_of_much_data_takes_what_memory_does():
+    source, target = np.ones(1 << 25, np.uint8), np.zeros(1 << 25, np.uint8)
+    time = clocked(COPY, source, target, grid=8192, block=256, samples=2, shared_bytes=1024)
+    floor = 2 * source.nbytes / (CHIP["hbm_terabytes"] * CHIP["hbm_efficiency"]) / 1e6
+    assert floor < time.microseconds < 1.25 * floor + CHIP["launch_us"] + 1
+    assert "HBM" in report.bound(time)
+    # The arrays need not begin with a sector.
+    assert sorted(time.recorded.missing) == pytest.approx([0, 1], abs=0.1)
+
+
+def test_all_clusters_or_some_of_them_take_the_same_time():
+    source, target = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
+    every, some = (clocked(COPY, source, target, grid=256, block=256, samples=n).cycles for n in (0, 2))
+    assert every == pytest.approx(some, rel=0.02)
+
+
+BARRIER = """
+mov.u32 %r0, shared;
+mov.u32 %r1, %tid.x;
+setp.eq.u32 %p0, %r1, 0;
+@%p0 mbarrier.init.shared.b64 [%r0], 1;
+bar.sync 0;
+setp.ge.u32 %p1, %r1, 32;
+@%p1 bra WAIT;
+{work}
+@%p0 mbarrier.arrive.shared.b64 _, [%r0];
+ret;
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p2, [%r0], 0;
+@!%p2 bra WAIT;
+"""
+
+
+def test_a_wait_lasts_as_long_as_the_work_that_it_waits_for():
+    short, long = (clocked(BARRIER.format(work=chain(n, dependent=True)), block=64) for n in (10, 110))
+    assert long.cycles - short.cycles == 100 * CHIP["fma_latency"]
+    assert report.longest_waits(long)[0].reason == "an mbarrier"
+
+
+def test_the_report_names_time_and_waits():
+    time = clocked(chain(50, dependent=True))
+    shown = report.text([time])
+    assert f"{time.microseconds:.2f} us on an H200" in shown
+    assert "a result of arithmetic" in shown
+    assert "fma.rn.f32" in shown
+
+
+def test_the_timeline_has_the_waits(tmp_path):
+    import json
+
+    file = tmp_path / "trace.json"
+    time = clocked(BARRIER.format(work=chain(100, dependent=True)), block=64)
+    timeline.write([time], file)
+    events = json.loads(file.read_text())["traceEvents"]
+    longest = max((event for event in events if event["ph"] == "X"), key=lambda event: event["dur"])
+    assert longest["name"] == "waits for an mbarrier"
+    assert longest["tid"] == 1
+
+
+def test_a_chip_with_other_numbers_is_another_chip():
+    time = clocked(chain(100, dependent=True))
+    slower = time_of(time.recorded, CHIP.with_values(fma_latency=8))
+    # Nobody waits for the last one's result.
+    assert slower.cycles - time.cycles == 99 * (8 - CHIP["fma_latency"])
+    with pytest.raises(Unsupported, match="no constants"):
+        CHIP.with_values(nonsense=1)
+
+
+def test_chips_are_of_their_architecture():
+    assert chip_of("sm_100a").name == "B200"
+    with pytest.raises(Unsupported, match="H200 is an sm_90"):
+        chip_of("sm_100a", "H200")
+    with pytest.raises(Unsupported, match="it has H100, H200"):
+        chip_of("sm_80")
+    for chip in CHIPS.values():
+        assert all(known.source for known in chip.constants.values())
+
+
+def test_clusters_are_chosen_all_over_the_grid():
+    assert grid.chosen(3, 5) == (0, 1, 2)
+    assert grid.chosen(100, 3) == (0, 50, 99)
+    assert sum(grid.weights(100, (0, 50, 99))) == 100
+    layout = grid.Layout(clusters=4, groups=2, slots=1, members=1)
+    assert grid.laid_out(layout, (0, 3), [10.0, 4.0]) == 14.0
