@@ -19,23 +19,23 @@ from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
+def fake_rows_of(dtype: Any, heads: int, dim: int, *lead: Any) -> Any:
+    """Fake rows (*lead, heads, dim) with dynamic strides, aligned to vectors."""
+    strides = tuple(cute.sym_int64() for _ in (*lead, heads))
+    return make_fake_tensor(dtype, (*lead, heads, dim), (*strides, 1), assumed_align=VECTOR * dtype.width // 8)
+
+
 def fake_args(key: WriteKey) -> tuple[Any, ...]:
     """Fake arguments to compile with. Strides are dynamic; `objections` checks their alignment before a call."""
     numeric, many = NUMERIC[key.dtype], cute.sym_int
     stored = cutlass.Uint8 if key.kv.fp8 else numeric
-
-    def rows_of(dtype: Any, dim: int, *lead: Any) -> Any:
-        strides = tuple(cute.sym_int64() for _ in (*lead, key.heads))
-        align = VECTOR * dtype.width // 8
-        return make_fake_tensor(dtype, (*lead, key.heads, dim), (*strides, 1), assumed_align=align)
-
     scale = fake_scale(key.heads) if key.kv.fp8 else None
     pages = many()
     return (
-        rows_of(numeric, key.dim, many()),
-        rows_of(numeric, key.dim_v, many()),
-        rows_of(stored, key.dim, pages, key.page_size),
-        rows_of(stored, key.dim_v, pages, key.page_size),
+        fake_rows_of(numeric, key.heads, key.dim, many()),
+        fake_rows_of(numeric, key.heads, key.dim_v, many()),
+        fake_rows_of(stored, key.heads, key.dim, pages, key.page_size),
+        fake_rows_of(stored, key.heads, key.dim_v, pages, key.page_size),
         make_fake_tensor(cutlass.Int64, (many(),), (1,), assumed_align=8),
         scale,
         scale,
