@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's benchmarks: decode, prefill, MLA's two, and writing keys and values into the cache."""
+"""Attention's benchmarks: decode, prefill, MLA's two, and writing keys and values into the cache: alone, or rotated."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from dsl_backend.attention.dispatch import Operation
 from ..operator import RowsOperator
 
 # The columns are in the order of these imports.
-from . import flashinfer_peers, inputs, oracle, ours, rows, torch_sdpa, vllm_dense, vllm_mla, vllm_writes, writes  # noqa: F401
+from . import flashinfer_peers, inputs, oracle, ours, ropes, rows, torch_sdpa, vllm_dense, vllm_mla, vllm_writes, writes  # noqa: F401
 from .writes import WriteInputs
 
 
@@ -47,4 +47,15 @@ def operators(page_size: int = 16) -> dict[str, RowsOperator]:
         poison=writes.poison,
         compared=written,
     )
-    return {operator.name: operator for operator in (*attention, stores)}
+    rotates = RowsOperator(
+        name="rope-write-kv",
+        unit="TB/s",
+        cases=partial(ropes.cases, page_size),
+        make=ropes.ours,
+        objections=ropes.objections,
+        build=ropes.build,
+        reference=ropes.reference,
+        poison=ropes.poison,
+        compared=ropes.compared,
+    )
+    return {operator.name: operator for operator in (*attention, stores, rotates)}

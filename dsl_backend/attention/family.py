@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from dsl_backend.attention import dispatch, precompile
+from dsl_backend.attention import dispatch, precompile, rope_dispatch
+from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.attention.tuned import TUNED_CONFIGS
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
 
-def typical_layers(target: Target) -> dict[str, AttentionSpec]:
+def typical_layers(target: Target) -> dict[str, AttentionSpec | RopeSpec]:
     """Layers of published models, in bf16 where the target has it."""
     dtype = target.usual_dtype
 
@@ -31,6 +32,7 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec]:
         )
 
     usual = dense(128)
+    rotated = RopeSpec(layer=usual, rotary_dim=128, style=RopeStyle.NEOX, table_dtype=dtype)
     latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, mla=True, page_size=64)
     return {
         "head size 64": dense(64),
@@ -49,16 +51,23 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec]:
             usual, heads_q=128, heads_kv=128, head_dim=192, page_size=None, scale=1 / math.sqrt(192)
         ),
         "float32": replace(usual, dtype=torch.float32, kv_dtype=torch.float32),
+        "rotated queries and keys": rotated,
+        "normalised and rotated queries and keys": replace(rotated, norm_dtype=dtype),
     }
 
 
-def operations_of(spec: AttentionSpec) -> Sequence[str]:
+def operations_of(spec: AttentionSpec | RopeSpec) -> Sequence[str]:
+    if isinstance(spec, RopeSpec):
+        return (rope_dispatch.OPERATION,)
     return [operation.value for operation in dispatch.operations_of(spec)]
 
 
 FAMILY = Family(
     name="attention",
-    tables={operation.value: table for operation, table in dispatch.TABLE.items()},
+    tables={
+        **{operation.value: table for operation, table in dispatch.TABLE.items()},
+        rope_dispatch.OPERATION: rope_dispatch.TABLE,
+    },
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
@@ -89,5 +98,9 @@ FAMILY = Family(
             (Benchmark("mla-decode", r"^h(16|128)-b\d+-k\d+k-q1$|^h128-b64-k4k-q2$", r"^h128-b64-k4k-q1$"),),
         ),
         "write_kv": Check("attention.write_kv", (Benchmark("write-kv", r"-t(64|8k)$", r"^hd128-h8-t64$"),)),
+        "rope_write_kv": Check(
+            rope_dispatch.OPERATION,
+            (Benchmark("rope-write-kv", r"^(llama|qwen3)-t(1|64|8192)$", r"^qwen3-t64$"),),
+        ),
     },
 )

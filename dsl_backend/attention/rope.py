@@ -33,6 +33,7 @@ __all__ = ["RopeSpec", "RopeStyle", "RopeTensors", "RopeWriter", "rope_write_kv"
 
 # Kernels number the heads of all tokens in 32 bits.
 MOST_HEADS = 2**31 - 2**10
+OPTIONAL = ("q_weight", "k_weight", "k_scale", "v_scale")
 
 
 def rope_write_kv(spec: RopeSpec, tensors: RopeTensors, *, eps: float = 1e-6, kernel: str | None = None) -> None:
@@ -81,13 +82,13 @@ class RopeWriter:
         """As `rope_write_kv`."""
         try:
             facts = facts_of(tensors)
+            tokens, slots = tensors.positions.shape[0], tensors.slots.shape[0]
+            fewest = min(rows.shape[0] for rows in (tensors.q, tensors.key, tensors.value, tensors.q_out))
         except AttributeError:  # one of them is no tensor: `check` says which
             check(self.spec, tensors)
             raise
         serving = self._by_layout.get(facts)
-        tokens = tensors.positions.shape[0]
-        fewest = min(len(tensors.q), len(tensors.key), len(tensors.value), len(tensors.q_out))
-        if serving is None or torch.is_grad_enabled() or not len(tensors.slots) <= tokens <= fewest:
+        if serving is None or torch.is_grad_enabled() or not slots <= tokens <= fewest:
             check(self.spec, tensors)
             if len(self._by_layout) >= MOST_LAYOUTS:
                 self._by_layout.clear()
@@ -152,9 +153,11 @@ def facts_of(tensors: RopeTensors) -> tuple[Any, ...]:
 def check(spec: RopeSpec, tensors: RopeTensors) -> None:
     """Raises InvalidInput where a tensor does not fit the spec or the others."""
     for name, tensor in zip(RopeTensors._fields, tensors, strict=True):
-        if tensor is not None or name not in ("q_weight", "k_weight", "k_scale", "v_scale"):
-            checks.tensor(name, tensor)
-            checks.no_gradient(name, tensor)
+        if tensor is None and name in OPTIONAL:
+            continue
+        checks.tensor(name, tensor)
+        assert tensor is not None
+        checks.no_gradient(name, tensor)
     device, layer = tensors.slots.device, spec.layer
     for name, tensor in (("slots", tensors.slots), ("positions", tensors.positions)):
         require(

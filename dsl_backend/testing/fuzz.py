@@ -12,19 +12,25 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import experts, norm, sampling, softmax, verification
+from dsl_backend.testing import experts, norm, rope_writes, sampling, softmax, verification
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
 from dsl_backend.testing.norm import NormCase
+from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
 
-Problem = Case | WriteCase | LinearCase | ExpertsCase | NormCase | SoftmaxCase | SamplingCase | VerificationCase
-FAMILIES = ("decode", "prefill", "mla", "write_kv", "linear", "experts", "norm", "softmax", "sampling", "verification")
+Problem = (
+    Case | WriteCase | RopeCase | LinearCase | ExpertsCase | NormCase | SoftmaxCase | SamplingCase | VerificationCase
+)
+FAMILIES = (
+    *("decode", "prefill", "mla", "write_kv", "rope_write_kv"),
+    *("linear", "experts", "norm", "softmax", "sampling", "verification"),
+)
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -236,6 +242,8 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
     draw = random.Random(f"{family} {seed} {index}")
     if family == "write_kv":
         return write_case(draw, sizes)
+    if family == "rope_write_kv":
+        return rope_writes.random_case(draw, length(draw, sizes.kv))
     if family == "norm":
         return norm.random_case(draw.randrange(2**31), sizes.row)
     if family == "softmax":
@@ -292,6 +300,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
         sampling.check_sampling(case, kernel, device)
     elif isinstance(case, VerificationCase):
         verification.check_verification(case, kernel, device)
+    elif isinstance(case, RopeCase):
+        rope_writes.check_rope(case, kernel, device)
     elif isinstance(case, WriteCase):
         kv_writes.check_write(case, kernel, device)
     else:

@@ -168,24 +168,22 @@ def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
         return (normal((layer.head_dim,), generator) / 8 + 1 - spec.weight_offset).to(spec.norm_dtype)
 
     half = torch.rand(case.positions, spec.rotary_dim // 2, generator=generator, device=device) * 2 * math.pi
-    table = torch.cat((half.cos(), half.sin()), 1).to(spec.table_dtype)
     k_scale, v_scale = (
         scale_of(layer, scale, case.scales_by_head).to(device) if case.fp8 else None for scale in (K_SCALE, V_SCALE)
     )
+    key_cache, value_cache = empty_like_cache(layer, (case.pages, case.page), case.layout, device)
+    q, key, value = parts
     return RopeTensors(
-        *parts,
+        q=q,
+        key=key,
+        value=value,
         positions=torch.randint(case.positions, (case.tokens,), generator=generator, device=device),
-        cos_sin=table,
+        cos_sin=torch.cat((half.cos(), half.sin()), 1).to(spec.table_dtype),
         q_weight=weight(),
         k_weight=weight(),
-        q_out=parts[0] if case.in_place else not_a_number(parts[0].shape, case.dtype, device),
-        **dict(
-            zip(
-                ("key_cache", "value_cache"),
-                empty_like_cache(layer, (case.pages, case.page), case.layout, device),
-                strict=True,
-            )
-        ),
+        q_out=q if case.in_place else not_a_number(q.shape, case.dtype, device),
+        key_cache=key_cache,
+        value_cache=value_cache,
         slots=slots_of(case, slots, generator, device),
         k_scale=k_scale,
         v_scale=v_scale,
@@ -236,24 +234,18 @@ def judge(case: RopeCase, mine: RopeTensors, theirs: RopeTensors, kernel: str | 
     kept = theirs.slots >= 0
     at = (theirs.slots[kept] // case.page, theirs.slots[kept] % case.page)
     scale = 1.0 if theirs.k_scale is None else theirs.k_scale.view(-1, 1)
-    checked = []
-    for name, found, right in (
-        ("queries", mine.q_out[:tokens], [one[0] for one in (exact, single)]),
-        (
-            "keys",
-            reference.indexable(mine.key_cache)[at].view(mine.key_cache.dtype),
-            [one[1][: len(kept)][kept] / scale for one in (exact, single)],
-        ),
-    ):
+    q = mine.q_out[:tokens].clone()
+    key = reference.indexable(mine.key_cache)[at].view(mine.key_cache.dtype)
+    keys = [one[1][: len(kept)][kept] / scale for one in (exact, single)]
+    for name, found, right in (("queries", q, [exact[0], single[0]]), ("keys", key, keys)):
         rows = [one.flatten(0, 1) for one in (found, *right)]
-        assert_rounded_once(*rows, truncated=truncated, what=f"{case.id}: {name}")
-        checked.append(found.clone())
+        assert_rounded_once(rows[0], rows[1], rows[2], truncated=truncated, what=f"{case.id}: {name}")
     # What was judged is taken over; everything else must be the same bits.
-    theirs.q_out[:tokens] = checked[0]
-    reference.indexable(theirs.key_cache)[at] = reference.indexable(checked[1])
-    for name, ours, right in zip(RopeTensors._fields, mine, theirs, strict=True):
-        if ours is not None and name != "slots":
-            assert_same_memory(f"{case.id}: {name}", ours, right, case.fp8 and kernel == "triton")
+    theirs.q_out[:tokens] = q
+    reference.indexable(theirs.key_cache)[at] = reference.indexable(key)
+    for name, ours, expected in zip(RopeTensors._fields, mine, theirs, strict=True):
+        if ours is not None and expected is not None and name != "slots":
+            assert_same_memory(f"{case.id}: {name}", ours, expected, case.fp8 and kernel == "triton")
 
 
 def assert_same_memory(name: str, ours: torch.Tensor, right: torch.Tensor, near: bool) -> None:

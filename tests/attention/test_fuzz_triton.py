@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.rope_spec import RopeStyle
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.norm.configs import NormConfig
@@ -21,6 +22,7 @@ from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase
 from dsl_backend.testing.norm import NormCase
+from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
@@ -76,6 +78,7 @@ def test_specs_bound_the_compilations(family: str) -> None:
 def test_source_rebuilds_a_case() -> None:
     names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
+    names |= {"RopeCase": RopeCase, "RopeStyle": RopeStyle}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"VerificationCase": VerificationCase, "Known": Known}

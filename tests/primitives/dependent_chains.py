@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import emulator
-from dsl_backend.attention import api
+from dsl_backend.attention import api, rope
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90_dense
 from dsl_backend.attention.cute.sm90 import dense_host as sm90_host
 from dsl_backend.attention.cute.sm90 import mla_configs as sm90_mla
@@ -46,6 +46,8 @@ from dsl_backend.sampling.verification import Known
 from dsl_backend.softmax.cute import host as softmax_host
 from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.testing.cases import Case, mla
+from dsl_backend.testing.rope_writes import RopeCase
+from dsl_backend.testing.rope_writes import build as build_rope
 from dsl_backend.testing.sampling import ONE
 from dsl_backend.testing.softmax import spread
 from dsl_backend.testing.verification import random_step
@@ -384,6 +386,32 @@ def decode(target: Target) -> Chain:
     )
 
 
+def rotation(target: Target) -> Chain:
+    """Positions and slots, a projection, its rotation and cache write, and a norm of the queries."""
+    case = RopeCase(tokens=5, padding_tokens=0, heads=(2, 1), norm=True, skipped=1)
+    given = build_rope(case, CPU)
+    qkv = torch.empty(5, 4 * 64, dtype=BF16)
+    q, key, value = (one.unflatten(1, (-1, 64)) for one in qkv.split((128, 64, 64), 1))
+    tensors = given._replace(q=q, key=key, value=value)
+    for cache in (tensors.key_cache, tensors.value_cache):
+        cache.fill_(0.0)
+    x = normal(5, 72, seed=11)
+    projection = GemmOperands(x, normal(256, 72, seed=12, scale=0.1), None, None, qkv)
+    queries, residual = tensors.q_out.view(5, 128), normal(5, 128, seed=13)
+    writer = rope.RopeWriter(case.spec, lambda: target, "cute")
+    normed = norm(target, queries, residual)
+    return Chain(
+        [
+            *copies(tensors.positions, tensors.slots),
+            linear(target, small_m(target), projection, Workspace(CPU)),
+            lambda: writer(tensors, 1e-6),
+            *normed.launches,
+        ],
+        [qkv, queries, *normed.between],
+        [residual, tensors.key_cache, tensors.value_cache, *normed.outputs],
+    )
+
+
 def swap_ab(target: Target) -> Chain:
     config = sm100_dense.DenseConfig(alternate=True, swap_ab=16, query_stages=2, ex2_emulation=0, min_split_tiles=1)
     return attention(
@@ -446,6 +474,7 @@ CHAINS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "split_k": (split_k, ARCHS),
     "tall_mlp": (tall_mlp, ARCHS),
     "decode": (decode, ARCHS),
+    "rotation": (rotation, ARCHS),
     "latent": (latent, ARCHS),
     "swap_ab": (swap_ab, ("sm_100a",)),
     "softmaxes": (softmaxes, ARCHS),

@@ -143,9 +143,9 @@ def rope_write_kv(spec: RopeSpec, target: Target, tensors: RopeTensors, eps: flo
     table = tensors.cos_sin.unsqueeze(1)
     grid = (tokens, layer.heads_q + 2 * layer.heads_kv)
     launch = partial(rope_write_kv_kernel.warmup, grid=grid) if tensors.q.is_meta else rope_write_kv_kernel[grid]
-    rows = map(rows_of, (tensors.q, tensors.key, tensors.value))
+    q, key, value = (rows_of(one) for one in (tensors.q, tensors.key, tensors.value))
     launch(
-        Inputs(*rows, tensors.positions, rows_of(table), tensors.q_weight, tensors.k_weight, tensors.slots),
+        Inputs(q, key, value, tensors.positions, rows_of(table), tensors.q_weight, tensors.k_weight, tensors.slots),
         Outputs(rows_of(tensors.q_out), *(cache_of(one, target) for one in (tensors.key_cache, tensors.value_cache))),
         *scales,
         *map(scale_stride, scales),
