@@ -34,6 +34,7 @@ class Case(Generic[ProblemT]):
         parameters: name -> value, for the report.
         traffic_bytes: bytes that one launch must move through device memory, reads and writes.
         flops: floating-point operations that one launch must do.
+        eight_bit: the operations are products of 8-bit elements.
         axis: the parameter that varies within the group if the group is a sweep, else None.
     """
 
@@ -43,6 +44,7 @@ class Case(Generic[ProblemT]):
     parameters: Mapping[str, object]
     traffic_bytes: int
     flops: int
+    eight_bit: bool = False
     axis: str | None = None
 
 
@@ -68,6 +70,7 @@ def case_of(name: str, problem: DescribedT, group: str = TABLE, axis: str | None
         parameters=problem.parameters,
         traffic_bytes=problem.traffic_bytes,
         flops=getattr(problem, "flops", 0),
+        eight_bit=getattr(problem, "eight_bit", False),
         axis=axis,
     )
 

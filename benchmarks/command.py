@@ -25,6 +25,7 @@ from . import (
     report,
     runner,
     sampling,
+    scaled_linear,
     softmax,
     verification,
 )
@@ -93,6 +94,7 @@ def operators(page_size: int = 16) -> dict[str, Any]:
         **linear.operators(),
         **norm.operators(),
         **sampling.operators(),
+        **scaled_linear.operators(),
         **softmax.operators(),
         **verification.operators(),
     }

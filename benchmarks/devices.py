@@ -21,6 +21,8 @@ class Ceilings:
 
 # H200: a read of 8 GB runs at 4.4 TB/s; an 8192³ bf16 product of random data at 769 to 798 TFLOP/s (2026-11).
 CEILINGS = {"NVIDIA H200": Ceilings(bytes_per_second=4.4e12, flops_per_second=790e12)}
+# 8-bit products for a bf16 one in the same time, by the datasheet.
+EIGHT_BIT = 2
 
 
 def floor_us(case: Case, device_name: str) -> float | None:
@@ -28,4 +30,5 @@ def floor_us(case: Case, device_name: str) -> float | None:
     ceilings = CEILINGS.get(device_name)
     if ceilings is None:
         return None
-    return 1e6 * max(case.traffic_bytes / ceilings.bytes_per_second, case.flops / ceilings.flops_per_second)
+    rate = ceilings.flops_per_second * (EIGHT_BIT if case.eight_bit else 1)
+    return 1e6 * max(case.traffic_bytes / ceilings.bytes_per_second, case.flops / rate)

@@ -81,6 +81,12 @@ RULES = (
         for family in FAMILIES
     ),
     Rule(
+        "kernels of quantised layers know neither who plans nor who calls them",
+        tuple(f"dsl_backend/linear/scaled/{kernels}" for kernels in KERNELS),
+        tuple(f"dsl_backend.linear{room}.{module}" for room in ("", ".scaled") for module in CALLERS)
+        + tuple(f"dsl_backend.{other}" for other in FAMILIES if other != "linear"),
+    ),
+    Rule(
         "an operator family knows no other",
         ("dsl_backend/attention",),
         ("dsl_backend.linear", "dsl_backend.norm", "dsl_backend.sampling", "dsl_backend.softmax"),
@@ -157,6 +163,10 @@ WRONG = {
         "attention's kernels know neither who plans nor who calls them",
     ),
     "dsl_backend/primitives/copy.py": ("import torch", "primitives are cutlass alone"),
+    "dsl_backend/linear/scaled/triton/gemm.py": (
+        "from dsl_backend.linear.scaled import plan, eager",
+        "kernels of quantised layers know neither who plans nor who calls them",
+    ),
     "dsl_backend/runtime/target.py": (
         "from dsl_backend.attention.spec import AttentionSpec",
         "the run-time knows no operator",

@@ -21,13 +21,15 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="Triton needs gcc or cl
 LIMIT_S = 900
 # One of each kernel.
 QUICK = (
-    *("dense", "batch-invariant", "write-fp8", "linear-plain", "experts-mapped"),
+    *("dense", "batch-invariant", "write-fp8", "linear-plain", "scaled-linear", "experts-mapped"),
     *("norm", "softmax", "logprobs", "drafts-logits"),
 )
 KERNELS = {
     *("prefill_kernel", "split_kv_kernel", "combine_kernel", "batch_invariant_kernel", "write_kv_kernel"),
     *(
         "gemm_kernel",
+        "scaled_gemm_kernel",
+        "quantize_rows_kernel",
         "count_kernel",
         "place_kernel",
         "product_kernel",

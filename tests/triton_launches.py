@@ -29,7 +29,7 @@ from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.sampling import verification, verification_reference
 from dsl_backend.sampling.verification import Known
-from dsl_backend.testing import experts, fuzz, linear, norm, sampling, softmax
+from dsl_backend.testing import experts, fuzz, linear, norm, sampling, scaled, softmax
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.verification import random_step
@@ -84,6 +84,10 @@ CASES: Mapping[str, Any] = {
     "linear": linear.CASES["all"],
     "linear-plain": linear.CASES["plain"],
     "linear-tiles": linear.CASES["tiles"],
+    "scaled-linear": scaled.CASES["to-tokens"],
+    "scaled-linear-plain": scaled.CASES["channels"],
+    "scaled-linear-blocks": scaled.CASES["to-groups"],
+    "scaled-linear-powers": scaled.CASES["to-powers"],
     "experts": experts.CASES["gpt-oss"],
     "experts-mapped": experts.CASES["mapped"],
     "softmax": next(case for case in softmax.CASES if case.id == "warp"),

@@ -4,17 +4,30 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import dispatch, precompile
+from dsl_backend.linear.scaled import dispatch as scaled_dispatch
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import TUNED_CONFIGS
+from dsl_backend.quant.format import (
+    BLOCK_SCALED,
+    BLOCK_SCALED_E8M0,
+    GROUP_SCALED,
+    GROUP_SCALED_E8M0,
+    ROW_SCALED,
+    TENSOR_SCALED,
+    ScaledFormat,
+)
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
 
-def typical_layers(target: Target) -> Mapping[str, LinearSpec]:
-    """Gate and up projections of published models."""
+def typical_layers(target: Target) -> Mapping[str, LinearSpec | ScaledLinearSpec]:
+    """Gate and up projections of published models; in e4m3 with the quantisation for the down projection."""
 
     def usual(activation: Activation | None, **facts: Any) -> LinearSpec:
         dtypes = Dtypes.of(target.usual_dtype)
@@ -26,14 +39,37 @@ def typical_layers(target: Target) -> Mapping[str, LinearSpec]:
         "GeGLU": usual(Geglu(tanh=True)),
         "gpt-oss' SwiGLU": usual(SWIGLU_OAI, interleaved=True, bias=True),
         "SwiGLU, batch invariant": usual(Swiglu(), batch_invariant=True),
+        **{f"e4m3 {name}": scaled_layer(target.usual_dtype, *formats) for name, formats in SCALED_LAYERS.items()},
     }
+
+
+# Formats of x, the weight and the output of checkpoints' layers.
+SCALED_LAYERS: Mapping[str, tuple[ScaledFormat, ScaledFormat, ScaledFormat | None]] = {
+    "per tensor": (TENSOR_SCALED, TENSOR_SCALED, TENSOR_SCALED),
+    "per channel": (ROW_SCALED, ROW_SCALED, ROW_SCALED),
+    "blocks": (GROUP_SCALED, BLOCK_SCALED, GROUP_SCALED),
+    "blocks of powers of two": (GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0, GROUP_SCALED_E8M0),
+}
+
+
+def scaled_layer(
+    dtype: torch.dtype, x: ScaledFormat, weight: ScaledFormat, out: ScaledFormat | None
+) -> ScaledLinearSpec:
+    """A gate and up projection in e4m3."""
+    return ScaledLinearSpec(
+        n=14336, k=4096, x=x, weight=weight, dtype=dtype, out=out, activation=Swiglu(), column_major=x.blocked
+    )
+
+
+def operations_of(spec: LinearSpec | ScaledLinearSpec) -> tuple[str]:
+    return (scaled_dispatch.OPERATION if isinstance(spec, ScaledLinearSpec) else dispatch.OPERATION,)
 
 
 FAMILY = Family(
     name="linear",
-    tables={dispatch.OPERATION: dispatch.TABLE},
+    tables={dispatch.OPERATION: dispatch.TABLE, scaled_dispatch.OPERATION: scaled_dispatch.TABLE},
     typical_layers=typical_layers,
-    operations_of=lambda spec: (dispatch.OPERATION,),
+    operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
     # Fused layers compile theirs: a model's shape does not say which they are.
     warm_up=False,
@@ -42,6 +78,10 @@ FAMILY = Family(
     checks={
         "linear": Check(
             "linear", (Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),)
+        ),
+        "scaled_linear": Check(
+            "scaled_linear",
+            (Benchmark("scaled_linear", r"^llama-8b-(channels|blocks)-\d+$", r"^llama-8b-channels-64$"),),
         ),
     },
 )

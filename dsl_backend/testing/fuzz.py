@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import experts, norm, rope_writes, sampling, softmax, verification
+from dsl_backend.testing import experts, norm, rope_writes, sampling, scaled, softmax, verification
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
@@ -21,15 +21,25 @@ from dsl_backend.testing.linear import LinearCase, check_linear, random_case
 from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
+from dsl_backend.testing.scaled import ScaledCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
 
 Problem = (
-    Case | WriteCase | RopeCase | LinearCase | ExpertsCase | NormCase | SoftmaxCase | SamplingCase | VerificationCase
+    Case
+    | WriteCase
+    | RopeCase
+    | LinearCase
+    | ScaledCase
+    | ExpertsCase
+    | NormCase
+    | SoftmaxCase
+    | SamplingCase
+    | VerificationCase
 )
 FAMILIES = (
     *("decode", "prefill", "mla", "write_kv", "rope_write_kv"),
-    *("linear", "experts", "norm", "softmax", "sampling", "verification"),
+    *("linear", "scaled_linear", "experts", "norm", "softmax", "sampling", "verification"),
 )
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
@@ -255,6 +265,8 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
     shared = random.Random(f"{family} {seed} layer {index % specs}")
     if family == "linear":
         return random_case(draw, sizes.linear, facts=shared)
+    if family == "scaled_linear":
+        return scaled.random_case(draw, sizes.linear, facts=shared)
     if family == "experts":
         return experts.random_case(draw, sizes.experts, facts=shared)
     facts = layer(family, shared, sizes)
@@ -290,6 +302,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
 
     if isinstance(case, LinearCase):
         check_linear(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, ScaledCase):
+        scaled.check_scaled(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, ExpertsCase):
         check_experts(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, NormCase):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.testing import experts, linear, norm, sampling, softmax, verification
+from dsl_backend.testing import experts, linear, norm, sampling, scaled, softmax, verification
 from dsl_backend.testing.cases import CASES
 from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
 from dsl_backend.testing.kv_writes import WRITES
@@ -24,6 +24,8 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
     large = device != "cpu"
     if family == "linear":
         return {**linear.CASES, **(linear.REAL if large else {})}
+    if family == "scaled_linear":
+        return {**scaled.CASES, **(scaled.REAL if large else {})}
     if family == "experts":
         return {**experts.CASES, **(experts.REAL if large else {})}
     if family == "norm":

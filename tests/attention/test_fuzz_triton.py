@@ -24,6 +24,7 @@ from dsl_backend.testing.linear import LinearCase
 from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
+from dsl_backend.testing.scaled import ScaledCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
 
@@ -78,7 +79,7 @@ def test_specs_bound_the_compilations(family: str) -> None:
 def test_source_rebuilds_a_case() -> None:
     names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
-    names |= {"RopeCase": RopeCase, "RopeStyle": RopeStyle}
+    names |= {"RopeCase": RopeCase, "RopeStyle": RopeStyle, "ScaledCase": ScaledCase}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"VerificationCase": VerificationCase, "Known": Known}

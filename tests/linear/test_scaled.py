@@ -125,7 +125,7 @@ WRONG = {
     ),
     "dtype is float32": lambda: api.scaled_linear(X, WEIGHT, dtype=torch.float32),
     "activation is 'silu'": lambda: api.scaled_linear(X, WEIGHT, activation="silu"),  # type: ignore[arg-type]
-    "scaled-linear has no kernel 'fastest'": lambda: api.scaled_linear(X, WEIGHT, kernel="fastest"),
+    "scaled_linear has no kernel 'fastest'": lambda: api.scaled_linear(X, WEIGHT, kernel="fastest"),
 }
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.triton.args import number_of
+from dsl_backend.quant.triton.convert import dequantize
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -226,21 +227,6 @@ def key_rows(cache, tile, n0, pages, LAYER, BLOCK_N: tl.constexpr):
         return in_head + (tile.first_key + n).to(tl.int64) * cache.token_stride
     else:
         return in_head + pages.to(tl.int64) * cache.page_stride + (n % LAYER.page_size) * cache.token_stride
-
-
-@triton.jit
-def dequantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
-    """Stored keys in the queries' dtype; uint8 holds e5m2 bits, or e4m3's where the target has no conversion."""
-    if x.dtype == tl.uint8 and E5M2:
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
-    elif x.dtype == tl.uint8:
-        # e4m3's exponent and mantissa, moved under float32's, make the value times 2^-120; the product is exact.
-        bits = x.to(tl.uint32)
-        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-        return tl.where((bits & 0x80) != 0, -magnitude, magnitude).to(dtype)
-    else:
-        return x.to(dtype)
 
 
 @triton.jit

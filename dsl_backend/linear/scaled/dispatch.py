@@ -3,10 +3,14 @@
 
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.runtime import dispatch
-from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only
+from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
-OPERATION = "scaled-linear"
+OPERATION = "scaled_linear"
+
+
+def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
+    return triton_objections(target, spec.dtype)
 
 
 def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
@@ -17,6 +21,7 @@ def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
 
 
 TABLE: tuple[Entry[ScaledLinearSpec], ...] = (
+    Entry("triton", "scaled-linear triton", "dsl_backend.linear.scaled.triton.gemm:bind", triton),
     Entry("reference", "scaled-linear reference", "dsl_backend.linear.scaled.reference:bind", reference),
 )
 

@@ -4,16 +4,35 @@
 from functools import partial
 
 import torch
+from torch.nn import functional
 
 from dsl_backend.gemm.activation import Activation
+from dsl_backend.gemm.reference import activate, halves
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import Rows
-from dsl_backend.linear import reference
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.reference import Quantized, dequantized, scales_of, stored
+from dsl_backend.quant.reference import Quantized, scales_of, stored
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
+
+
+def products(x: Quantized, weight: Quantized, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Products x @ weight^T, [rows, weight rows], in the given arithmetic and in the order of `gemm.scaled`."""
+
+    def wide(matrix: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+        return matrix.values.to(dtype), matrix.scale.to(dtype)
+
+    (values, scale), (weights, weight_scale) = wide(x), wide(weight)
+    block = x.kind.block_columns
+    if block is None:
+        return functional.linear(values, weights) * weight_scale.view(1, -1) * scale.view(-1, 1)
+    result = values.new_zeros(len(values), len(weights))
+    by_row = weight_scale.repeat_interleave(weight.kind.block_rows or 1, 0)[: len(weights)]
+    for index, first in enumerate(range(0, values.shape[1], block)):
+        part = functional.linear(values[:, first : first + block], weights[:, first : first + block])
+        result += scale[:, index, None] * by_row[None, :, index] * part
+    return result
 
 
 def exact(
@@ -25,15 +44,14 @@ def exact(
     interleaved: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The layer of the dequantised operands with every step in the given arithmetic, before its output is quantised."""
-    return reference.exact(
-        dequantized(x, dtype),
-        dequantized(weight, dtype),
-        bias,
-        activation=activation,
-        interleaved=interleaved,
-        dtype=dtype,
-    )
+    """The layer with every step in the given arithmetic, before its output is quantised."""
+    result = products(x, weight, dtype)
+    if bias is not None:
+        result += bias.to(dtype)
+    if activation is None:
+        return result
+    gate, up = halves(result.t(), interleaved)
+    return activate(gate.t(), up.t(), activation)
 
 
 def bind(spec: ScaledLinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 to the dtypes that caches and activations are stored in."""
+"""Between registers and the dtypes that caches, activations and weights are stored in."""
 
 import triton
 import triton.language as tl
@@ -22,5 +22,20 @@ def quantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
         return tl.where(x != x, 0x7F, rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
     elif dtype == tl.float8e4nv:
         return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dequantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
+    """Stored values in another dtype; uint8 holds e5m2 bits, or e4m3's where the target has no conversion."""
+    if x.dtype == tl.uint8 and E5M2:
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+    elif x.dtype == tl.uint8:
+        # e4m3's exponent and mantissa, moved under float32's, make the value times 2^-120; the product is exact.
+        bits = x.to(tl.uint32)
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+        return tl.where((bits & 0x80) != 0, -magnitude, magnitude).to(dtype)
     else:
         return x.to(dtype)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the benchmark of e4m3 linear layers."""
+
+from ..case import Case, case_of
+from .problems import SCHEMES, Problem
+
+# (columns of the output, columns of x).
+GATED = {"llama-8b": (14336, 4096), "deepseek-v3-dense": (18432, 7168)}
+PLAIN = {"llama-8b-down": (4096, 14336), "llama-8b-qkv": (6144, 4096), "deepseek-v3-o": (7168, 16384)}
+TOKENS = (1, 64, 256, 2048, 8192)
+
+
+def cases() -> list[Case[Problem]]:
+    """Gate and up projections with SwiGLU and the next quantisation; in group `plain` products to bfloat16."""
+    found = []
+    for scheme in SCHEMES:
+        found += [
+            case_of(f"{name}-{scheme}-{m}", Problem(m=m, n=n, k=k, scheme=scheme))
+            for name, (n, k) in GATED.items()
+            for m in TOKENS
+        ]
+        found += [
+            case_of(f"{name}-{scheme}-{m}", Problem(m=m, n=n, k=k, scheme=scheme, gated=False), "plain")
+            for name, (n, k) in {**PLAIN, "llama-8b-gate-up": (28672, 4096)}.items()
+            for m in TOKENS
+        ]
+        found += [
+            case_of(f"{scheme}-{m}x{n}x{k}", Problem(m=m, n=n, k=k, scheme=scheme, gated=gated), "tiny")
+            for m, n, k, gated in ((1, 16, 128, True), (3, 128, 256, False))
+        ]
+    return found

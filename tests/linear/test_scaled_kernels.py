@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of quantised layers against float64: the reference, and Triton's on a GPU or interpreted."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.errors import Unsupported
+from dsl_backend.gemm.activation import Swiglu
+from dsl_backend.linear.scaled import api, dispatch
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.format import ROW_SCALED
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing import scaled
+from dsl_backend.testing.scaled import CASES, Outputs, ScaledCase
+
+ON_GPU = torch.cuda.is_available()
+KERNELS = (
+    pytest.param("reference", marks=pytest.mark.skipif(ON_GPU, reason="is for CPUs")),
+    pytest.param(
+        "triton",
+        marks=pytest.mark.skipif(
+            not (ON_GPU or targets.triton_interpreted()), reason="no CUDA device, and TRITON_INTERPRET is off"
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, kernel: str, device: torch.device) -> None:
+    scaled.check_scaled(CASES[name], kernel, device.type)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", scaled.REAL)
+def test_real(name: str) -> None:
+    scaled.check_scaled(scaled.REAL[name], None, "cuda")
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fuzz(kernel: str, device: torch.device) -> None:
+    for seed in range(300):
+        scaled.check_scaled(scaled.random_case(random.Random(seed), 150), kernel, device.type)
+
+
+def drifted(case: ScaledCase, bits: int, promoted_every: int) -> Outputs:
+    """The layer with sums as a matrix unit keeps them: 32 columns at a time, the sum cut to so many bits."""
+    given = scaled.tensors(case, "cpu")
+    x, weight = given.x.values.float(), given.weight.values.float()
+    whole, kept = torch.zeros(case.rows, case.n), torch.zeros(case.rows, case.n)
+    for first in range(0, case.k, scaled.MMA_K):
+        columns = slice(first, first + scaled.MMA_K)
+        kept = kept + x[:, columns] @ weight[:, columns].T
+        step = torch.exp2(kept.abs().clamp(min=1e-30).log2().floor() - (bits - 1))
+        kept = (kept / step).trunc() * step
+        if columns.stop % promoted_every == 0:
+            whole, kept = whole + kept, torch.zeros_like(kept)
+    out = (whole + kept) * given.weight.scale.view(1, -1) * given.x.scale.view(-1, 1)
+    return Outputs(out.to(case.dtype), None)
+
+
+def test_sums_of_an_8_bit_matrix_unit_drift_and_the_budget_sees_it() -> None:
+    """16384 columns in a sum of 14 bits are wrong; promoted every 128 they are right, by that unit's own budget."""
+    case = replace(CASES["deep"], rows=16, n=64)
+    budget = scaled.budget_of(case, scaled.tensors(case, "cpu"), accumulator_bits=14)
+    scaled.check_outputs(case, drifted(case, 14, 128), budget)
+    with pytest.raises(AssertionError, match="further from the oracle"):
+        scaled.check_outputs(case, drifted(case, 14, case.k), budget)
+
+
+WRONG = {
+    "a row's scale": lambda given: given._replace(x=given.x._replace(scale=given.x.scale.roll(1, 0))),
+    "a channel's scale": lambda given: given._replace(
+        weight=given.weight._replace(scale=given.weight.scale.roll(1, 0))
+    ),
+    "columns of k": lambda given: given._replace(x=given.x._replace(values=given.x.values.roll(1, 1))),
+    "bias": lambda given: given._replace(bias=given.bias * 1.05),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("to", ["", scaled.TENSOR, scaled.ROW, scaled.GROUPS, scaled.E8M0_GROUPS])
+@pytest.mark.parametrize("formats", [(scaled.ROW, scaled.ROW), (scaled.GROUPS, scaled.BLOCKS)])
+def test_the_budget_sees_what_is_wrong(what: str, to: str, formats: tuple[str, str]) -> None:
+    x, weight = formats
+    case = ScaledCase(rows=9, n=272, k=272, x=x, weight=weight, to=to, bias=True, gain=0.3)
+    given = scaled.tensors(case, "cpu")
+    budget = scaled.budget_of(case, given)
+    scaled.check_outputs(case, scaled.call(case, given, "reference"), budget)
+    with pytest.raises(AssertionError):
+        scaled.check_outputs(case, scaled.call(case, WRONG[what](given), "reference"), budget)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_batch_invariance(kernel: str, device: torch.device) -> None:
+    case = ScaledCase(rows=70, n=48, k=272, activation=Swiglu())
+    given = scaled.tensors(case, device)
+
+    def layer(rows: int) -> torch.Tensor:
+        x = given.x._replace(values=given.x.values[:rows], scale=given.x.scale[:rows])
+        return api.scaled_linear(x, given.weight, activation=Swiglu(), batch_invariant=True, kernel=kernel)
+
+    if kernel == "reference":
+        with pytest.raises(Unsupported, match="is not batch invariant"):
+            layer(1)
+    else:
+        assert layer(70)[:1].equal(layer(1))
+
+
+@pytest.mark.parametrize(
+    ("arch", "wanted"),
+    [("sm_70", "needs compute capability 7.5"), ("sm_75", "bfloat16 needs compute capability 8.0"), ("sm_90a", "")],
+)
+def test_what_dispatch_says_of_a_target(arch: str, wanted: str) -> None:
+    spec = ScaledLinearSpec(n=64, k=128, x=ROW_SCALED, weight=ROW_SCALED)
+    target = targets.from_arch(arch)
+    if wanted:
+        with pytest.raises(Unsupported, match=wanted):
+            dispatch.choose(spec, target)
+    else:
+        assert dispatch.choose(spec, target).name == "triton"
