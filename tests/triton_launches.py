@@ -87,6 +87,7 @@ CASES: Mapping[str, Any] = {
     "scaled-linear": scaled.CASES["to-tokens"],
     "scaled-linear-plain": scaled.CASES["channels"],
     "scaled-linear-blocks": scaled.CASES["to-groups"],
+    "scaled-linear-deep": replace(scaled.CASES["deep"], rows=64, n=64),
     "scaled-linear-powers": scaled.CASES["to-powers"],
     "experts": experts.CASES["gpt-oss"],
     "experts-mapped": experts.CASES["mapped"],
