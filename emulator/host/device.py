@@ -5,13 +5,22 @@ import ctypes
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import mod
 from typing import Any
 
 from emulator.errors import FindingsError, HostError, LaunchError, Unsupported
 from emulator.host import dsl, versions
 from emulator.host.chips import chip
 from emulator.host.launch import Dim3, Launch, Machine, Parameter, Region
-from emulator.host.runtime import ATTRIBUTE_NAMES, CLUSTER, COOPERATIVE, PROGRAMMATIC, Request, runtime
+from emulator.host.runtime import (
+    ATTRIBUTE_NAMES,
+    CLUSTER,
+    COOPERATIVE,
+    PREFERRED_CLUSTER,
+    PROGRAMMATIC,
+    Request,
+    runtime,
+)
 from emulator.host.tensors import DeviceView, require_cpu
 
 SCHEDULES = ("eager", "lazy", "random", "clock")
@@ -127,7 +136,7 @@ class Device:
             arch=self.arch,
             grid=dim3(request.grid),
             block=dim3(request.block),
-            cluster=dim3(request.attributes.get(CLUSTER, (1, 1, 1))),
+            cluster=self._cluster(request),
             explicit_cluster=CLUSTER in request.attributes,
             shared_bytes=request.shared_bytes,
             cooperative=bool(request.attributes.get(COOPERATIVE, (0,))[0]),
@@ -144,6 +153,33 @@ class Device:
         self._waiting.append(launch)
         if not self._capturing:
             self._run_waiting()
+
+    def _cluster(self, request: Request) -> Dim3:
+        """The clusters of a launch.
+
+        A GPU takes the preferred ones where there is room for them, and the others where there is not: a kernel has to
+        be right with either. Here all of a launch's are alike. They are the preferred ones, where the SMs that the
+        device shows suffice; on an eager device never, and on a random one in some of its launches.
+        """
+        asked = dim3(request.attributes.get(CLUSTER, (1, 1, 1)))
+        if PREFERRED_CLUSTER not in request.attributes:
+            return asked
+        preferred = dim3(request.attributes[PREFERRED_CLUSTER])
+        check_preferred(request.kernel.name, preferred, asked, dim3(request.grid))
+        turned_down = self.schedule == "eager" or (self.schedule == "random" and (self.seed + self.launches) % 2 == 0)
+        return asked if turned_down or size(preferred) > self.sms else preferred
+
+
+def check_preferred(kernel: str, preferred: Dim3, cluster: Dim3, grid: Dim3) -> None:
+    """Raises LaunchError where CUDA would refuse preferred clusters (cudaLaunchAttributePreferredClusterDimension)."""
+    objections = (
+        (not size(preferred) or over(preferred, grid), f"none of them fits the grid {grid}"),
+        (bool(size(preferred)) and any(map(mod, grid, preferred)), f"they do not divide the grid {grid}"),
+        (not size(cluster) or any(map(mod, preferred, cluster)), f"they are not made of clusters of {cluster}"),
+        (preferred[2] != cluster[2], f"their depth is not that of clusters of {cluster}"),
+    )
+    if said := [words for holds, words in objections if holds]:
+        raise LaunchError(f"{kernel}: preferred clusters of {preferred}: {'; '.join(said)}")
 
 
 def dim3(values: Sequence[int]) -> Dim3:
@@ -162,7 +198,7 @@ def distinct(regions: Sequence[Region]) -> tuple[Region, ...]:
 def check(launch: Launch, request: Request, sms: int) -> None:
     """Refuse what a device of this kind would refuse, with everything that is wrong."""
     limits = chip(launch.arch)
-    for number in request.attributes.keys() - {COOPERATIVE, CLUSTER, PROGRAMMATIC, 0}:
+    for number in request.attributes.keys() - {COOPERATIVE, CLUSTER, PROGRAMMATIC, PREFERRED_CLUSTER, 0}:
         name = ATTRIBUTE_NAMES.get(number, "one that CUDA's headers did not name")
         raise Unsupported(f"{launch.kernel} is launched with attribute {number} ({name}), which is not emulated")
     blocks, threads, members = (size(sides) for sides in (launch.grid, launch.block, launch.cluster))

@@ -263,6 +263,11 @@ class Hooks:
                 raise
             # The error that made it here says no more than a number.
             raise pending from None
+        else:
+            # Host code that only asserts success goes on where that of CUDA would end the process.
+            pending, library.pending = library.pending, None
+            if pending is not None:
+                raise pending
         finally:
             library.loading = outer
 

@@ -4,7 +4,7 @@
  * printed IR, and the prefix emulator_host_ before their names: the CUDA runtime's own, which may be in the process too, are
  * never meant. They hand every question to the callbacks of a table that Python installs.
  *
- * Sources: printed host IR of nvidia-cutlass-dsl 4.6.0 and 4.8.1; CUDA's public headers for numbers of errors.
+ * Sources: printed host IR of nvidia-cutlass-dsl 4.6.0, 4.8.0 and 4.8.1; CUDA's public headers for numbers of errors.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -32,6 +32,14 @@ struct config {
     uint32_t attribute_count;
 };
 
+/* What cuTensorMapEncodeTiled makes a tensor map of; runtime.py has the same. */
+struct tiled {
+    void *address;
+    const uint64_t *dims, *strides;
+    const uint32_t *box, *element_strides;
+    int type, rank, interleave, swizzle, promotion, fill;
+};
+
 struct callbacks {
     int (*load)(void **library, const void *image);
     int (*kernel)(void **kernel, void *library, const char *name);
@@ -40,6 +48,8 @@ struct callbacks {
     int (*set_kernel_attribute)(void *kernel, int attribute, int value);
     int (*occupancy)(int *blocks, void *kernel, int block_threads, size_t shared_bytes);
     int (*launch)(const struct config *config, void *kernel, void **arguments);
+    int (*encode_tiled)(void *map, const struct tiled *tiled);
+    int (*failed)(int error);
 };
 
 static struct callbacks python;
@@ -125,6 +135,22 @@ EXPORT int HOST(_cudaLaunchKernel)(void *kernel, uint32_t grid_x, uint32_t grid_
     const struct config config = {
         {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, NULL, 0};
     return HOST(_cudaLaunchKernelEx)(&config, kernel, arguments);
+}
+
+EXPORT int HOST(_cuTensorMapEncodeTiled)(void *map, int type, int rank, void *address, const uint64_t *dims,
+                                         const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
+                                         int interleave, int swizzle, int promotion, int fill)
+{
+    const struct tiled tiled = {address, dims, strides, box, element_strides, type, rank, interleave, swizzle, promotion,
+                                fill};
+    return installed ? python.encode_tiled(map, &tiled) : UNKNOWN;
+}
+
+/* Ends the process where it is CUDA's. Here host code goes on, and its call raises when it comes back to Python. */
+EXPORT void HOST(cuda_dialect_assert_success)(int error)
+{
+    if (error && installed)
+        python.failed(error);
 }
 
 EXPORT const char *HOST(cuda_dialect_get_error_name)(int error)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from emulator.errors import HostError, Unsupported
-from emulator.host import build, entry
+from emulator.host import build, entry, tensor_map
 from emulator.host.chips import chip
 from emulator.host.entry import Declared
 
 UNKNOWN_ERROR = 999
 
 # cudaLaunchAttributeID of driver_types.h.
-COOPERATIVE, CLUSTER, PROGRAMMATIC = 2, 4, 6
+COOPERATIVE, CLUSTER, PROGRAMMATIC, PREFERRED_CLUSTER = 2, 4, 6, 11
 ATTRIBUTE_NAMES = {
     1: "access policy window",
     3: "synchronization policy",
@@ -32,7 +32,6 @@ ATTRIBUTE_NAMES = {
     8: "priority",
     9: "memory synchronization domain map",
     10: "memory synchronization domain",
-    11: "preferred cluster dimension",
     12: "launch completion event",
     13: "device-updatable kernel node",
     14: "preferred shared memory carveout",
@@ -60,6 +59,24 @@ class Config(ctypes.Structure):
     )
 
 
+class Tiled(ctypes.Structure):
+    """What runtime.c hands on of a call of cuTensorMapEncodeTiled."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("dims", ctypes.POINTER(ctypes.c_uint64)),
+        ("strides", ctypes.POINTER(ctypes.c_uint64)),
+        ("box", ctypes.POINTER(ctypes.c_uint32)),
+        ("element_strides", ctypes.POINTER(ctypes.c_uint32)),
+        ("type", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("interleave", ctypes.c_int),
+        ("swizzle", ctypes.c_int),
+        ("promotion", ctypes.c_int),
+        ("fill", ctypes.c_int),
+    )
+
+
 class Callback(NamedTuple):
     """An entry of the table: the method of `Runtime` that answers, and its arguments in C."""
 
@@ -77,6 +94,8 @@ CALLBACKS = (
     Callback("set_kernel_attribute", (POINTER, INTEGER, INTEGER)),
     Callback("occupancy", (OUT_INTEGER, POINTER, INTEGER, ctypes.c_size_t)),
     Callback("launch", (ctypes.POINTER(Config), POINTER, ctypes.POINTER(POINTER))),
+    Callback("encode_tiled", (POINTER, ctypes.POINTER(Tiled))),
+    Callback("failed", (INTEGER,)),
 )
 
 
@@ -230,6 +249,26 @@ class Runtime:
 
     def _occupancy(self, blocks: Any, kernel: int, block_threads: int, shared_bytes: int) -> None:
         raise Unsupported("host code asks for the occupancy of a kernel, which the emulator does not know")
+
+    def _encode_tiled(self, to: int, asked: Any) -> None:
+        """Write the tensor map that host code asks for, as CUtensorMap has it."""
+        tiled = asked[0]
+        rank = tiled.rank
+        if not 1 <= rank <= tensor_map.MAX_RANK:
+            raise HostError(f"a tensor map of rank {rank}: 1 to {tensor_map.MAX_RANK} are possible")
+        made = tensor_map.tiled(
+            address=tiled.address or 0,
+            dims=tuple(tiled.dims[:rank]),
+            strides=tuple(tiled.strides[: rank - 1]) if rank > 1 else (),
+            box=tuple(tiled.box[:rank]),
+            element_strides=tuple(tiled.element_strides[:rank]),
+            codes=tensor_map.Codes(tiled.type, tiled.interleave, tiled.swizzle, tiled.promotion, tiled.fill),
+        )
+        ctypes.memmove(to, tensor_map.encode(made), tensor_map.BYTES)
+
+    def _failed(self, error: int) -> None:
+        """Host code asserts that a call of CUDA succeeded, and it did not; the first reason is kept."""
+        raise self.pending or HostError(f"host code asserts the success of a call that gave CUDA's error {error}")
 
     def _launch(self, config: Any, kernel: int, arguments: Any) -> None:
         target = self._active()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the 128-byte tensor maps that CuTe DSL's host code builds.
+"""The 128-byte tensor maps that CuTe DSL's host code builds, or asks CUDA for.
 
 NVIDIA documents how to make a tensor map (`cuTensorMapEncodeTiled`) and not what is in it. The layout below was read
 off the stores in the printed host IR of the tested releases, and tests compile kernels over boxes, strides, swizzles,
@@ -20,8 +20,9 @@ the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of i
 import enum
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from emulator.errors import Unsupported
+from emulator.errors import LaunchError, Unsupported
 
 BYTES = 128
 # CuTe DSL never writes the upper half: it holds what was on the stack.
@@ -120,6 +121,108 @@ class TensorMap:
         """Bytes from the address to the end of the last element."""
         row_bytes = -(-self.dims[0] * self.element.bits // 8)
         return row_bytes + sum((size - 1) * step for size, step in zip(self.dims[1:], self.strides, strict=True))
+
+
+class Codes(NamedTuple):
+    """Numbers of cuda.h's enumerations, as cuTensorMapEncodeTiled takes them."""
+
+    type: int
+    interleave: int
+    swizzle: int
+    promotion: int
+    fill: int
+
+
+# By CUtensorMapDataType: the element, and whether it is rounded to tf32. Signed integers and floats whose subnormals
+# are flushed have codes of their own in a tensor map, which were never seen.
+DATA_TYPES = {
+    0: (Element.U8, False),
+    1: (Element.U16, False),
+    2: (Element.U32, False),
+    4: (Element.U64, False),
+    6: (Element.F16, False),
+    7: (Element.F32, False),
+    8: (Element.F64, False),
+    9: (Element.BF16, False),
+    11: (Element.F32, True),
+    13: (Element.U4, False),
+    14: (Element.U4_UNPACKED, False),
+    15: (Element.U6_UNPACKED, False),
+}
+# By CUtensorMapSwizzle: span and atom in bytes.
+SWIZZLES = {0: (0, 16), 1: (32, 16), 2: (64, 16), 3: (128, 16), 4: (128, 32)}
+
+
+def tiled(
+    address: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    element_strides: tuple[int, ...],
+    codes: Codes,
+) -> TensorMap:
+    """What cuTensorMapEncodeTiled makes; arguments as TensorMap's.
+
+    Raises:
+        Unsupported: a type, swizzle, interleaving or fill that the emulator does not know.
+        LaunchError: what CUDA would refuse (cuda.h, cuTensorMapEncodeTiled).
+    """
+    refuse(
+        (codes.type not in DATA_TYPES, f"CUtensorMapDataType {codes.type}"),
+        (codes.swizzle not in SWIZZLES, f"CUtensorMapSwizzle {codes.swizzle}"),
+        (codes.interleave != 0, f"CUtensorMapInterleave {codes.interleave}"),
+        (codes.fill != 0, f"CUtensorMapFloatOOBfill {codes.fill}"),
+    )
+    element, tf32 = DATA_TYPES[codes.type]
+    swizzle, atom = SWIZZLES[codes.swizzle]
+    promotion = Promotion(codes.promotion)
+    made = TensorMap(address, dims, strides, box, element_strides, element, tf32, swizzle, promotion, atom=atom)
+    if said := [words for holds, words in _objections(made) if holds]:
+        raise LaunchError(f"cuTensorMapEncodeTiled: {'; '.join(said)}")
+    return made
+
+
+def _objections(made: TensorMap) -> tuple[tuple[bool, str], ...]:
+    """What CUDA would refuse."""
+    unpacked = made.element.shared_bits != made.element.bits
+    aligned = 32 if unpacked else 16
+    inner = made.box[0] * made.element.shared_bits // 8
+    return (
+        (made.address % aligned != 0, f"address {made.address:#x}; a multiple of {aligned}"),
+        (not all(0 < size <= 1 << 32 for size in made.dims), f"dimensions {made.dims}; 1 to 2**32"),
+        (
+            not all(0 < step < 1 << 40 and step % aligned == 0 for step in made.strides),
+            f"strides {made.strides}; multiples of {aligned} below 2**40",
+        ),
+        (not all(0 < size <= 256 for size in made.box), f"a box of {made.box}; 1 to 256"),
+        (
+            not all(0 < step <= 8 for step in made.element_strides),
+            f"strides of elements {made.element_strides}; 1 to 8",
+        ),
+        (inner % 16 != 0, f"a box of {inner} bytes in the first dimension; a multiple of 16"),
+        (
+            bool(made.swizzle) and inner > made.swizzle,
+            f"a box of {inner} bytes in the first dimension; at most {made.swizzle} are swizzled",
+        ),
+    )
+
+
+def encode(made: TensorMap) -> bytes:
+    """The tensor map's bytes; `decode` reads them."""
+    spans = [span for span, _ in SWIZZLES.values()]
+    flags = TILED[1] | made.rank - 1 << 4 | made.element.value[0] << 7 | spans.index(made.swizzle) << 13
+    flags |= made.tf32 << 16 | made.promotion << 17 | (made.atom == 32) << 19
+    steps = [step >> 4 for step in made.strides] + [0] * (MAX_RANK - 1 - len(made.strides))
+    high = sum((step >> 32) << 4 * place for place, step in enumerate(steps))
+    every = sum((step - 1) << 3 * place for place, step in enumerate(made.element_strides))
+    low = [step & 0xFFFFFFFF for step in steps]
+    head = struct.pack("<QI4II5I", made.address, flags, *low, high, *_less_one(made.dims))
+    written = head + every.to_bytes(3, "little") + bytes(_less_one(made.box))
+    return written.ljust(WRITTEN_BYTES, b"\0").ljust(BYTES, b"\0")
+
+
+def _less_one(sizes: tuple[int, ...]) -> list[int]:
+    return [size - 1 for size in sizes] + [0] * (MAX_RANK - len(sizes))
 
 
 def field(word: int, low: int, bits: int) -> int:

@@ -3,10 +3,10 @@
 
 import numpy as np
 import pytest
-from map_bytes import encode, map_of
+from map_bytes import map_of
 from ptx_kernels import SCHEDULES, errors, run, zeros
 
-from emulator.host.tensor_map import Element
+from emulator.host.tensor_map import Element, encode
 from emulator.machine import Machine
 from emulator.machine.findings import Kind
 

@@ -3,11 +3,11 @@
 
 import numpy as np
 import pytest
-from map_bytes import encode, map_of
+from map_bytes import map_of
 from ptx_kernels import SCHEDULES, errors, kinds, run, zeros
 
 from emulator.errors import Unsupported
-from emulator.host.tensor_map import Element, decode
+from emulator.host.tensor_map import Element, decode, encode
 from emulator.machine import Machine
 from emulator.machine.findings import Kind
 
@@ -65,7 +65,8 @@ def load(
 
 def test_maps() -> None:
     tensor = map_of(zeros(64 * 32 * 16).reshape(64, 32, 16), (4, 8, 16), Element.U32, 32)
-    assert decode(encode(tensor)) == tensor
+    # CuTe DSL does not write the upper half.
+    assert decode(encode(tensor)[:64].ljust(128, b"\xee")) == tensor
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
