@@ -75,11 +75,23 @@ static inline int stores(const Instr *in) { return in->code == STORE_LOCAL || in
 static inline int is_destination(const Instr *in, int slot) {
     return slot < SOURCES || slot == 7 || (slot == 6 && !stores(in));
 }
+// Of some lanes, those in which a register's low bytes are not wholly defined; 0: all of its bytes.
+static u32 undefined_lanes(const Warp *w, u32 of, u32 lanes, u32 bytes) {
+    u32 missing = lanes & ~w->init[of], found = 0;
+    if (!missing || !bytes || bytes > 4 || 8 * bytes >= w->widths[of]) return missing;
+    const u32 *known = w->known + LANES * (size_t)of;
+    int span = span_of(w, of);
+    EACH found |= (u32)(missing >> i & 1 && ~known[i * span] & low_ones(8 * bytes)) << i;
+    return found;
+}
 // Registers that were never written, or that asynchronous work owns or reads.
 static void check_row(Warp *w, const Instr *in, int slot, u32 of, u32 mask, int reads) {
     int busy = w->busy[of], free = is_destination(in, slot) ? BUSY_COPY : BUSY_READ;
     if (busy && busy != free) report(w, in, slot, of, mask, BUSY);
-    if (reads && mask & ~w->init[of]) report(w, in, slot, of, mask & ~w->init[of], UNWRITTEN);
+    if (!reads) return;
+    // Of a value that is stored, as many bytes as are stored are used.
+    u32 missing = undefined_lanes(w, of, mask, stores(in) && slot < 6 ? in->extra[1] & 0xFF : 0);
+    if (missing) report(w, in, slot, of, missing, UNWRITTEN);
 }
 // A copy of what a load brings is as little there as that itself, until something else is written to it.
 static void follow_copies(Warp *w, const Instr *in) {
@@ -148,7 +160,8 @@ static inline void execute(Warp *w, const Instr *in, u32 mask) {
 }
 
 static void check_members(Warp *w, const Instr *in, u32 members, u32 same, u32 pool) {
-    u32 bad = (same & ~members) | (members & ~w->live) | (members & pool & ~same);
+    // Lanes that a block never had are in the masks of kernels that do not count their threads; nobody waits for them.
+    u32 bad = (same & ~members) | (members & w->born & ~w->live) | (members & pool & ~same);
     if (bad) report(w, in, SLOT_MEMBERS, in->args[in->extra[1]], bad, MEMBERS);
 }
 // Executes a gathering instruction for every set of lanes that is complete; returns the lanes that are done.

@@ -53,7 +53,7 @@ class State(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("parameter_base", "shared_base", "local_base", "executed")),
         *(
             (name, ctypes.c_uint32)
-            for name in ("row_count", "code_count", "parameter_bytes", "local_bytes", "window", "pad")
+            for name in ("row_count", "code_count", "parameter_bytes", "local_bytes", "window", "born")
         ),
         *((name, ctypes.c_uint32) for name in ("live", "parked", "active", "at", "mask", "fault_count", "any_busy")),
         ("pc", ctypes.c_uint32 * LANES),

@@ -78,7 +78,8 @@ typedef struct {
     u32 *trace;  // of every instruction that was issued its index, and NOT_TAKEN where its guard held for no lane; or NULL
     u64 traced;
     u64 parameter_base, shared_base, local_base, executed;
-    u32 row_count, code_count, parameter_bytes, local_bytes, window, pad;
+    u32 row_count, code_count, parameter_bytes, local_bytes, window;
+    u32 born;  // lanes that there were at the beginning
     u32 live, parked, active, at, mask;
     u32 fault_count, any_busy;
     u32 pc[LANES];

@@ -158,7 +158,7 @@ class Warp:
         state.parameter_base, state.shared_base, state.local_base = self.param_base, SHARED_BASE, LOCAL_BASE
         state.row_count, state.code_count = program.rows, len(program.code)
         state.parameter_bytes, state.local_bytes = parameter_bytes, self.local.shape[1]
-        state.window, state.live = self.window, live
+        state.window, state.born, state.live = self.window, live, live
         return state
 
     def _fill(self) -> None:
@@ -265,16 +265,26 @@ class Warp:
 
     # Operands of a trapped instruction.
 
-    def _check(self, row: int, mask: int, reads: bool) -> None:
+    def _check(self, row: int, mask: int, reads: bool, bits: int = 128) -> None:
         busy = self.busy[row]
         if busy == BUSY_COPY and not reads:
             self.busy[row] = 0
         elif busy and not (busy == BUSY_READ and reads):
             self._report(row, mask, FaultKind.BUSY)
         if reads and not self._passing:
-            missing = mask & ~int(self.init[row])
+            missing = self._undefined(row, mask, bits)
             if missing:
                 self._report(row, missing, FaultKind.UNWRITTEN)
+
+    def _undefined(self, row: int, mask: int, bits: int) -> int:
+        """The lanes, of a mask, in which a register's low bits are not all defined."""
+        missing = mask & ~int(self.init[row])
+        width = int(self.program.widths[row])
+        if not missing or bits >= width or bits > 32:
+            return missing
+        span = max(1, width // 32)
+        lacking = ~self._known.reshape(-1)[row * LANES : (row + span) * LANES : span] & np.uint32((1 << bits) - 1)
+        return missing & int(np.bitwise_or.reduce((lacking != 0) << np.arange(LANES, dtype=np.int64)))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -298,12 +308,16 @@ class Warp:
             self._drained.add((index, row, kind))
             self._found.append(Fault(index, kind, self.program.names.get(row, ""), lanes))
 
-    def u32(self, operand: Operand) -> U32:
-        """The 32 lanes of an operand of up to 32 bits: a view of a register, not to be written into."""
+    def u32(self, operand: Operand, bits: int = 32) -> U32:
+        """The 32 lanes of an operand of up to 32 bits: a view of a register, not to be written into.
+
+        Args:
+            bits: that are used; those of a wider register that lie above may be undefined.
+        """
         if isinstance(operand, Reg):
             row = self.program.row(operand.name)
-            self._check(row, self.event.mask, True)
-            return self.rows[row] if operand.bits <= 32 else self.u64(operand).astype(np.uint32)
+            self._check(row, self.event.mask, True, bits)
+            return self.rows[row] if operand.bits <= 32 else self._wide(row).astype(np.uint32)
         return self._constant(operand, 32).astype(np.uint32)
 
     def u64(self, operand: Operand) -> U64:
@@ -311,10 +325,12 @@ class Warp:
         if isinstance(operand, Reg):
             row = self.program.row(operand.name)
             self._check(row, self.event.mask, True)
-            if operand.bits == 64:
-                return self._flat64[row * 16 : row * 16 + LANES]
-            return self.rows[row].astype(np.uint64)
+            return self._wide(row) if operand.bits == 64 else self.rows[row].astype(np.uint64)
         return self._constant(operand, 64)
+
+    def _wide(self, row: int) -> U64:
+        """The 32 lanes of a register of 64 bits, by its row."""
+        return self._flat64[row * 16 : row * 16 + LANES]
 
     def b128(self, operand: Operand) -> U64:
         """The 32 lanes of an operand of 128 bits, uint64[32, 2], the low half first."""
@@ -384,7 +400,7 @@ class Warp:
         found = self._target(operand, mask)
         if found is not None:
             _, row, mask = found
-            self._write(self._flat64[row * 16 : row * 16 + LANES], values, mask)
+            self._write(self._wide(row), values, mask)
 
     def put_b128(self, operand: Operand, values: U64, mask: int | None = None) -> None:
         """Write uint64[32, 2]."""
@@ -407,13 +423,14 @@ class Warp:
             words = max(1, reg.bits // 32)
             self._known[row : row + words].reshape(LANES, words)[lanes_of(mask)] = 0
 
-    def defined(self, operand: Operand) -> int:
-        """The lanes, of the event's, in which an operand is wholly defined: for what passes values on, and uses none.
+    def defined(self, operand: Operand, bits: int = 128) -> int:
+        """The event's lanes in which an operand's low bits are defined: for what passes values on, and uses none.
 
         A use takes `u32`, `u64`, ... instead, which report it.
         """
         if isinstance(operand, Reg):
-            return int(self.init[self.program.row(operand.name)]) & self.event.mask
+            mask = self.event.mask
+            return mask & ~self._undefined(self.program.row(operand.name), mask, bits)
         return self.event.mask
 
     def _target(self, operand: Operand, mask: int | None) -> tuple[Reg, int, int] | None:

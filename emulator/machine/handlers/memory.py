@@ -44,7 +44,7 @@ def read_items(runner: Runner, operands: tuple[Operand, ...], bits: int) -> Valu
         return np.concatenate([warp.b128(one)[lanes] for one in operands], axis=1)
     if bits == 64:
         return np.stack([warp.u64(one)[lanes] for one in operands], axis=1)
-    return np.stack([warp.u32(one)[lanes] for one in operands], axis=1).astype(f"u{bits // 8}")
+    return np.stack([warp.u32(one, bits)[lanes] for one in operands], axis=1).astype(f"u{bits // 8}")
 
 
 def write_items(runner: Runner, operands: tuple[Operand, ...], values: Values, kind: str) -> None:
@@ -101,7 +101,7 @@ def mask_of(lanes: Addresses) -> int:
 
 def undefined_items(runner: Runner, operands: tuple[Operand, ...], bits: int) -> "np.ndarray | None":
     """[lanes, count] as read_items: which values hold nothing; None if all hold something."""
-    masks = [runner.mask & ~runner.warp.defined(one) for one in operands]
+    masks = [runner.mask & ~runner.warp.defined(one, bits) for one in operands]
     if not any(masks):
         return None
     found = np.stack([lanes_of(mask)[runner.lanes] for mask in masks], axis=1)

@@ -315,6 +315,33 @@ def test_a_mask_without_the_lane_itself():
     assert w.faults() == [Fault(0, FaultKind.MEMBERS, "%r1", 2)]
 
 
+def test_a_mask_with_lanes_that_a_block_never_had():
+    """A block of one thread, and one of 20, with the mask of a whole warp."""
+    for live in (1, 0xFFFFF):
+        w = warp("shfl.sync.idx.b32 %r2, %r1, 0, 31, -1; vote.sync.any.pred %p1, %p2, -1; bar.warp.sync -1;", live=live)
+        put(w, "%r1", [7] * 32)
+        put(w, "%p2", [1] * 32)
+        assert w.run().kind is Kind.DONE
+        assert get(w, "%r2")[:1] == [7]
+        assert not w.faults()
+
+
+def test_what_a_shuffle_takes_from_a_lane_that_a_block_never_had_is_undefined():
+    w = warp("shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; st.shared.b32 [%r1], %r2;", live=1)
+    put(w, "%r1", [0] * 32)
+    w.run()
+    assert w.defined(reg("%r2")) == 0
+
+
+def test_a_mask_with_a_lane_that_has_ended():
+    w = warp("@%p1 exit; shfl.sync.idx.b32 %r2, %r1, 0, 31, -1;", live=0xFFFF)
+    put(w, "%p1", [int(lane == 3) for lane in LANES])
+    put(w, "%r1", [7] * 32)
+    assert w.run().kind is Kind.DONE
+    (fault,) = w.faults()
+    assert (fault.kind, fault.lanes) == (FaultKind.MEMBERS, 1 << 3)
+
+
 def test_lanes_that_name_each_other_in_different_masks():
     w = warp("bar.warp.sync %r1;")
     put(w, "%r1", [3, 7, 4, *[FULL ^ 7] * 29])

@@ -6,7 +6,7 @@ import pytest
 from lanes import FULL, get, program, put, reg, warp
 
 from emulator.core import Fault, FaultKind, Kind
-from emulator.ptx.ir import Imm, Sink
+from emulator.ptx.ir import BITS, Imm, Sink
 
 LANES = list(range(32))
 ODD, EVEN = 0xAAAAAAAA, 0x55555555
@@ -353,6 +353,35 @@ def test_operands_of_traps_are_used():
     w.u32(reg("%r5"))
     wanted = [Fault(3, FaultKind.UNWRITTEN, name, EVEN) for name in ("%rd5", "%r5")]
     assert w.faults() == wanted
+
+
+NARROW = {
+    "b8": ("mov.b32 %r5, {%rs1, %rs0};", "%r5"),
+    "b16": ("mov.b32 %r5, {%rs1, %rs0};", "%r5"),
+    "b32": ("mov.b64 %rd5, {%r1, %r0};", "%rd5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("space", "kind"), [("local", "b8"), ("local", "b16"), ("shared", "b8"), ("shared", "b16"), ("shared", "b32")]
+)
+def test_a_store_uses_as_much_as_it_stores(kind, space):
+    """Conversions to 8 bits leave the rest of a register open, and are stored by the byte."""
+    make, name = NARROW[kind]
+    for high, faults in ((False, []), (True, [(FaultKind.UNWRITTEN, name, FULL)])):
+        swapped = make.replace("s1, %rs0", "s0, %rs1").replace("{%r1, %r0}", "{%r0, %r1}") if high else make
+        w = after(f".{space} .align 8 .b8 s[8]; {swapped} st.{space}.{kind} [s], {name};", stops=space == "shared")
+        if space == "shared":
+            store = w.program.instrs[w.event.index]["b"]
+            assert w.defined(store, BITS[kind]) == (0 if high else FULL)
+            w.u32(store, BITS[kind])
+        assert [(one.kind, one.register, one.lanes) for one in w.faults()] == faults
+
+
+def test_a_store_of_the_whole_uses_the_whole():
+    w = after("mov.b32 %r5, {%rs1, %rs0}; st.shared.b32 [%r1], %r5;", stops=True)
+    w.u32(w.program.instrs[w.event.index]["b"], 32)
+    assert [one.register for one in w.faults()] == ["%r5"]
 
 
 def test_one_value_of_some_lanes_uses_those_lanes():
