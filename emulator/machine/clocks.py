@@ -40,6 +40,8 @@ class Source(enum.Enum):
 
 # Accesses to tensor memory that a warp hands over, once it has waited for them, by a fence before it synchronizes.
 HANDED = frozenset({Source.TENSOR_LOAD, Source.TENSOR_STORE})
+# Accesses of tcgen05: its fence orders those of others, once a barrier was waited for, whatever that acquired.
+TENSOR = HANDED | {Source.TENSOR_PIPE}
 # Components whose accesses the async proxy makes: they need no proxy fence before another access of that proxy.
 ASYNC_PROXY = frozenset({Source.MBARRIER, Source.BULK_GROUP, Source.BULK_READ, Source.MATRIX_GROUP, Source.TENSOR_PIPE})
 
@@ -57,6 +59,7 @@ class Components:
         self.sources: list[Source] = []
         self.is_async = np.zeros(capacity, dtype=np.bool_)
         self.is_handed = np.zeros(capacity, dtype=np.bool_)
+        self.is_tensor = np.zeros(capacity, dtype=np.bool_)
 
     def new(self, source: Source, name: str) -> int:
         """A component's index.
@@ -71,6 +74,7 @@ class Components:
         self.sources.append(source)
         self.is_async[index] = source in ASYNC_PROXY
         self.is_handed[index] = source in HANDED
+        self.is_tensor[index] = source in TENSOR
         return index
 
     def zeros(self) -> Vector:
@@ -111,6 +115,10 @@ class Knowledge:
         for cluster, seen in foreign.items():
             known = self.foreign.get(cluster)
             self.foreign[cluster] = seen if known is None else np.maximum(known, seen)
+
+    def only(self, components: NDArray[np.bool_]) -> "Knowledge":
+        """What is known of some components of the own cluster."""
+        return Knowledge(np.where(components, self.seen, 0), np.where(components, self.fenced, 0))
 
     def learn(self, component: int, clock: int, *, generic: bool = False) -> None:
         """Learn of one component's events up to a clock.
@@ -175,6 +183,11 @@ class Clock:
         """tcgen05.wait: its own loads or stores are over."""
         self.knows.learn(component, clock, generic=True)
         self.admitted[component] = clock
+
+    def handed_tensor(self) -> Knowledge:
+        """What a relaxed arrival hands on of tensor memory: loads and stores that tcgen05.fence::before_thread_sync has."""
+        handed = np.where(self.components.is_handed, self.knows.fenced, 0)
+        return Knowledge(handed, handed.copy())
 
     def admit_tensor(self) -> None:
         """tcgen05.fence::after_thread_sync: what was acquired so far is ordered before later accesses."""

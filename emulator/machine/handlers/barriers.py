@@ -10,6 +10,7 @@ from emulator.core.warp import lanes_of
 from emulator.errors import Unsupported
 from emulator.machine.access import touch_shared
 from emulator.machine.barriers import MAX_COUNT, BarrierMisuse, MBarrier, NamedBarrier
+from emulator.machine.clocks import Clock, Knowledge
 from emulator.machine.cluster import OFFSET, Cta
 from emulator.machine.findings import Kind
 from emulator.machine.handlers.memory import mask_of
@@ -129,7 +130,7 @@ def execute_cluster_arrive(runner: Runner, instr: Instr) -> Wait | None:
 
 def arrive_at_cluster(runner: Runner, instr: Instr) -> None:
     cluster = runner.cta.cluster
-    clock = None if instr.op["sem"] == "relaxed" else runner.clock
+    clock = releasing(runner, instr)
     if clock is None and runner.fence is not None:
         cluster.barrier.hand(runner.fence)
     if ARRIVAL not in runner.state:
@@ -303,7 +304,6 @@ def put_pending(runner: Runner, instr: Instr, barrier: MBarrier, mask: int, time
 def execute_mbarrier_arrive(runner: Runner, instr: Instr) -> None:
     count = instr["count"]
     times = 1 if count is None else runner.warp.uniform(count)
-    clock = None if instr.op["sem"] == "relaxed" else runner.clock
     drop = "drop" in instr.op.name
     for address, mask in each(runner, instr["mbar"]):
         barrier = mbarrier(runner, address)
@@ -314,35 +314,48 @@ def execute_mbarrier_arrive(runner: Runner, instr: Instr) -> None:
             put_pending(runner, instr, barrier, mask, times)
         if drop:
             barrier.expected -= arrivals
-        phase = arrive_each(runner, barrier, clock is not None, times, mask.bit_count())
+        phase = arrive_each(runner, instr, barrier, times, mask.bit_count())
         if "noComplete" not in instr.op.text:
             put_state(runner, instr, phase, mask)
     runner.run.profile.count("mbarrier arrivals", runner.count)
     runner.run.progress += 1
 
 
-def arrive_each(runner: Runner, barrier: MBarrier, releases: bool, times: int, threads: int) -> int:
+def arrive_each(runner: Runner, instr: Instr, barrier: MBarrier, times: int, threads: int) -> int:
     """Each thread arrives on its own: a phase may be complete in their midst. Returns the last one's phase."""
-    clock = runner.clock if releases else None
+    clock = releasing(runner, instr)
     while threads * times > barrier.pending >= times > 0:
         now = barrier.pending // times
-        barrier.arrive(clock, now * times)
+        arrive_once(runner, barrier, clock, now * times)
         threads -= now
-    return barrier.arrive(clock, threads * times)
+    return arrive_once(runner, barrier, clock, threads * times)
+
+
+def arrive_once(runner: Runner, barrier: MBarrier, clock: Clock | None, count: int) -> int:
+    """A relaxed arrival hands on what fences in front of it have; returns the phase that was arrived at."""
+    if clock is None:
+        barrier.hand(runner.clock.handed_tensor())
+        if runner.fence is not None:
+            barrier.hand(runner.fence)
+    return barrier.arrive(clock, count)
+
+
+def releasing(runner: Runner, instr: Instr) -> Clock | None:
+    """The clock whose knowledge an arrival releases; None for a relaxed one."""
+    return None if instr.op["sem"] == "relaxed" else runner.clock
 
 
 @executes("mbarrier.arrive.expect_tx", "mbarrier.arrive_drop.expect_tx")
 def execute_arrive_expect(runner: Runner, instr: Instr) -> None:
     count = instr["bytes"]
     assert count is not None
-    clock = None if instr.op["sem"] == "relaxed" else runner.clock
     amount = runner.warp.uniform(count)
     for address, mask in each(runner, instr["mbar"]):
         barrier = mbarrier(runner, address)
         barrier.expect(amount * mask.bit_count())
         if "drop" in instr.op.name:
             barrier.expected -= mask.bit_count()
-        put_state(runner, instr, arrive_each(runner, barrier, clock is not None, 1, mask.bit_count()), mask)
+        put_state(runner, instr, arrive_each(runner, instr, barrier, 1, mask.bit_count()), mask)
     runner.run.progress += 1
 
 
@@ -371,6 +384,16 @@ def complete(barrier: MBarrier, parity: int | None, state: int | None) -> bool:
     return barrier.is_complete(parity)
 
 
+def observe(runner: Runner, instr: Instr, barrier: MBarrier) -> None:
+    """A wait has found a phase complete; a relaxed one leaves it to a fence to acquire."""
+    if instr.op["sem"] != "relaxed":
+        runner.clock.acquire(barrier.released)
+        return
+    if runner.unfenced is None:
+        runner.unfenced = Knowledge.none(runner.clock.components)
+    runner.unfenced.join(barrier.released)
+
+
 @executes("mbarrier.try_wait", "mbarrier.try_wait.parity", "mbarrier.test_wait", "mbarrier.test_wait.parity")
 def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
     """`try_wait` suspends until the phase is complete or, when nothing else can go on, until time is up."""
@@ -389,8 +412,7 @@ def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
         for barrier, parity, state, mask in pending:
             if complete(barrier, parity, state):
                 holds |= mask
-                if instr.op["sem"] != "relaxed":
-                    runner.clock.acquire(barrier.released)
+                observe(runner, instr, barrier)
         warp.put_pred(to, holds, everyone)
         runner.run.profile.count("mbarrier waits that expired", int(limit))
 

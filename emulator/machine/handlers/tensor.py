@@ -383,4 +383,7 @@ def execute_fence_before(runner: Runner, instr: Instr) -> None:
 
 @executes("tcgen05.fence::after_thread_sync")
 def execute_fence_after(runner: Runner, instr: Instr) -> None:
+    """Behind a relaxed wait it orders accesses to tensor memory, and nothing else (9.7.16.6.4)."""
+    if runner.unfenced is not None:
+        runner.clock.acquire(runner.unfenced.only(runner.clock.components.is_tensor))
     runner.clock.admit_tensor()

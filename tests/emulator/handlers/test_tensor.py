@@ -116,6 +116,7 @@ def test_a_load_that_nobody_waits_for_or_uses(schedule: str) -> None:
         ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r6], {%r1, %r200};", Kind.UNINITIALISED),
         (f"tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r10}}, [%r6]; {WAIT_LOAD}", Kind.UNINITIALISED),
         ("add.s32 %r6, %r6, %r1; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r10}, [%r6];", Kind.TENSOR_ISSUE),
+        ("add.s32 %r6, %r6, %r1; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r6], {%r1};", Kind.TENSOR_ISSUE),
         ("setp.eq.b32 %p2, %r1, 32; @%p2 tcgen05.wait::ld.sync.aligned;", Kind.ALIGNED),
         ("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;", Kind.TENSOR_ISSUE),
         ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;", Kind.TENSOR_MEMORY),
@@ -126,6 +127,17 @@ def test_a_load_that_nobody_waits_for_or_uses(schedule: str) -> None:
 def test_mistakes_of_one_instruction(line: str, kind: Kind) -> None:
     machine = run(ALLOCATED + f"@!%p1 bra SKIP;\n{line}\nSKIP:\n" + FREED, zeros(128), block=128)
     assert kind in kinds(machine)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lanes_that_differ_in_an_address_are_found_and_do_not_stop_the_run(schedule: str) -> None:
+    """Kernels that add the lane to the address: a GPU takes it of one lane."""
+    out = zeros(128)
+    lanes = "and.b32 %r20, %r1, 31; shl.b32 %r20, %r20, 16; add.s32 %r21, %r6, %r20;"
+    body = ALLOCATED + lanes + ROUND_TRIP.replace("[%r6+3], {%r1", "[%r21+3], {%r1") + FREED
+    machine = run(body, out, block=128, schedule=schedule)
+    assert (out == 7000 + np.arange(128)).all()
+    assert [one.kind for one in errors(machine)] == [Kind.TENSOR_ISSUE]
 
 
 def test_allocations_are_given_back() -> None:
@@ -196,6 +208,60 @@ def test_tensor_memory_between_warps_without_a_barrier() -> None:
     body = ALLOCATED + HAND_OVER.replace("{wait}", WAIT_STORE).replace("bar.sync 1, 160;", "") + FREED
     machine = run(body, zeros(160), block=160, schedule="eager")
     assert Kind.RACE in kinds(machine)
+
+
+RELAXED_SYNC = """
+@%p1 bra PREPARED;
+setp.ne.b32 %p2, %r1, 0;
+@%p2 bra PREPARED;
+mbarrier.init.shared.b64 [%r3+8], 32;
+PREPARED:
+bar.sync 3;
+"""
+RELAXED_ARRIVE = "mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%r3+8];"
+RELAXED_WAIT = """
+WAIT:
+mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p3, [%r3+8], 0;
+@!%p3 bra WAIT;
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("missing", ["", FENCE_BEFORE, FENCE_AFTER, WAIT_STORE])
+def test_relaxed_barriers_with_fences_of_tensor_memory(schedule: str, missing: str) -> None:
+    """The ISA's own pattern between threads (9.7.16.6.4): relaxed on both sides, and the fences of tcgen05."""
+    body = HAND_OVER.replace("{wait}", f"{WAIT_STORE} {FENCE_BEFORE} {RELAXED_ARRIVE}")
+    body = body.replace("bar.sync 1, 160;", "").replace(
+        "@%p2 bra DONE;", f"@%p2 bra DONE; {RELAXED_WAIT} {FENCE_AFTER}"
+    )
+    out = zeros(160)
+    machine = run(
+        ALLOCATED + RELAXED_SYNC + body.replace(missing or "?", "") + FREED, out, block=160, schedule=schedule
+    )
+    if missing:
+        assert set(kinds(machine)) & {Kind.RACE, Kind.TENSOR_ORDER, Kind.UNINITIALISED}
+        assert errors(machine)
+    else:
+        assert not list(machine.findings)
+        assert (out[128:] == np.arange(32)).all()
+
+
+@pytest.mark.parametrize("fence", [FENCE_AFTER, "fence.acq_rel.cta;"])
+def test_a_fence_of_tensor_memory_orders_nothing_else(fence: str) -> None:
+    """Shared memory behind a relaxed wait needs a fence of its own."""
+    body = f"""
+    @%p1 bra OTHERS;
+    st.shared.b32 [%r3+16], %r2;
+    mbarrier.arrive.shared::cta.b64 _, [%r3+8];
+    bra DONE;
+    OTHERS:
+    {RELAXED_WAIT} {fence}
+    ld.shared.b32 %r10, [%r3+16];
+    st.global.b32 [%rd3], %r10;
+    DONE:
+    """
+    machine = run(ALLOCATED + RELAXED_SYNC + body + FREED, zeros(64), block=64)
+    assert (Kind.RACE in kinds(machine)) == (fence == FENCE_AFTER)
 
 
 @pytest.mark.parametrize("kind", ["f32", "s32"])
@@ -390,6 +456,16 @@ def test_a_product(schedule: str, group: int, n: int) -> None:
     assert events["tcgen05.mma operations"] == 4
     assert events["tcgen05.mma flops of kind::f16"] == 2 * 128 * group * n * K
     assert events["tcgen05.commit operations"] == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_relaxed_wait_for_a_product(schedule: str, fenced: bool) -> None:
+    wait = "mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p6, [%r8], 0; @!%p6 bra WAIT;"
+    work = Gemm(1, 64)
+    machine = work.run(schedule, wait=wait, **({} if fenced else {"fence": ""}))
+    assert work.right
+    assert bool(errors(machine)) != fenced
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
