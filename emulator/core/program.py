@@ -16,6 +16,7 @@ from emulator.core.library import INSTR, LANES, operations
 from emulator.core.recipes import CLOCK, GUARD_NOT, NOT_SOURCE, Recipe, recipe
 from emulator.errors import Unsupported
 from emulator.ptx import special
+from emulator.ptx.flow import BRANCHES, graph, spinning
 from emulator.ptx.grammar import Op, Role
 from emulator.ptx.ir import (
     BITS,
@@ -157,6 +158,15 @@ class Program:
     def overtaken(self) -> Overtaken:
         """Loads from shared memory that may still be under way when the warp arrives somewhere."""
         return overtaken(self.function)
+
+    @cached_property
+    def spinning(self) -> frozenset[int]:
+        """Waits that their own loops repeat until they succeed; others may be asked once, and not be believed."""
+
+        def is_quiet(instr: Instr) -> bool:
+            return instr.op.name in BRANCHES or instr.op.name == "nanosleep" or recipe(instr.op) is not None
+
+        return spinning(graph(self.function), is_quiet)
 
     # Encoding.
 

@@ -24,6 +24,7 @@ class MBarrier:
         component: whose clock is the phase that completes an asynchronous access.
         made: stamp of the initialisation.
         announced: fence.mbarrier_init followed that.
+        bytes_in: the latest phase in which asynchronous work completed bytes.
     """
 
     name: str
@@ -35,6 +36,7 @@ class MBarrier:
     component: int = field(init=False)
     made: tuple[int, int] = (0, 0)
     announced: bool = False
+    bytes_in: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.expected <= MAX_COUNT:
@@ -75,7 +77,7 @@ class MBarrier:
 
     def complete_bytes(self, count: int) -> int:
         """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to."""
-        phase = self.phase
+        phase = self.bytes_in = self.phase
         self.bytes -= count
         if abs(self.bytes) > MAX_COUNT:
             raise BarrierMisuse(f"{self}: a transaction count is at most {MAX_COUNT}")
@@ -93,6 +95,14 @@ class MBarrier:
     def is_complete(self, parity: int) -> bool:
         """Whether the phase of that parity, the current or the one before it, is complete."""
         return (self.phase - 1) & 1 != parity & 1
+
+    def is_known(self, knows: Knowledge) -> bool:
+        """Whether who knows so much can tell that the latest phase is complete: by all that went into it, or a wait."""
+        if knows.seen[self.component] >= self.phase - 1:
+            return True
+        unknown = self.released.seen > knows.seen
+        unknown[self.component] = False
+        return self.bytes_in < self.phase - 1 and not unknown.any()
 
     @property
     def is_idle(self) -> bool:

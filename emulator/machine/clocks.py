@@ -185,7 +185,7 @@ class Clock:
         self.admitted[component] = clock
 
     def handed_tensor(self) -> Knowledge:
-        """What a relaxed arrival hands on of tensor memory: loads and stores that tcgen05.fence::before_thread_sync has."""
+        """What a relaxed arrival hands on: loads and stores that tcgen05.fence::before_thread_sync covers."""
         handed = np.where(self.components.is_handed, self.knows.fenced, 0)
         return Knowledge(handed, handed.copy())
 

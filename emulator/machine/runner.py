@@ -69,7 +69,7 @@ class Runner:
         index: of that instruction.
         groups: asynchronous groups: committed so far and open, by source; see `component`.
         fence: what was known at the last fence: a relaxed store behind it releases that.
-        unfenced: what relaxed loads have seen of flags, and relaxed waits of mbarriers: a fence behind them acquires that.
+        unfenced: what relaxed loads have seen of flags, and relaxed waits of mbarriers: a fence behind acquires that.
         state: whatever a family of instructions keeps for this warp.
         at_end: checks once all lanes have ended.
         loads: that an arrival may overtake; None before the first.

@@ -75,6 +75,10 @@ class Tasks:
             self._random.shuffle(order)
         return order
 
+    @property
+    def is_random(self) -> bool:
+        return self._random is not None
+
     def gives_up(self) -> bool:
         """Whether a wait that may end without success does so: in the random schedule, now and then."""
         return self._random is not None and self._random.random() < 0.25

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Basic blocks, successors and where paths meet again."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -109,6 +109,31 @@ def graph(function: Function, ends_after: Collection[str] = frozenset(BLOCKING))
         follow = [target for target in _successors(function, last, stop, number) if target < len(starts)]
         blocks.append(Block(index, start, stop, tuple(follow), last.op.name in ends_after))
     return Graph(function, tuple(blocks), number)
+
+
+def spinning(flow: Graph, is_quiet: Callable[[Instr], bool]) -> frozenset[int]:
+    """Instructions that may block and are reached again with nothing done in between: waits that are repeated.
+
+    Args:
+        flow: with its blocks ended behind whatever may block.
+        is_quiet: whether nothing but registers comes of an instruction.
+    """
+    code = flow.function.code or ()
+    loud = [
+        sum(not is_quiet(instr) for instr in flow.instrs(block)[: -1 if block.waits else None]) for block in flow.blocks
+    ]
+    found = set()
+    for home in (block for block in flow.blocks if block.waits and not loud[block.index]):
+        left, seen = list(home.successors), set(home.successors)
+        while left and home.index not in seen:
+            block = flow.blocks[left.pop()]
+            if loud[block.index] or (block.waits and not is_quiet(code[block.stop - 1])):
+                continue
+            left += [one for one in block.successors if one not in seen]
+            seen.update(block.successors)
+        if home.index in seen:
+            found.add(home.stop - 1)
+    return frozenset(found)
 
 
 def _successors(function: Function, last: Instr, behind: int, number: Mapping[int, int]) -> list[int]:

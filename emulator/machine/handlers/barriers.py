@@ -2,6 +2,7 @@
 """Barriers: of a CTA, of a cluster, and mbarriers (PTX ISA 9.2, 9.7.13.1 to 9.7.13.4 and 9.7.13.15)."""
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -377,11 +378,45 @@ def execute_complete(runner: Runner, instr: Instr) -> None:
     runner.run.progress += 1
 
 
-def complete(barrier: MBarrier, parity: int | None, state: int | None) -> bool:
-    if state is not None:
-        return barrier.phase > state & STATE_PHASE
-    assert parity is not None
-    return barrier.is_complete(parity)
+class Awaited(NamedTuple):
+    """A barrier that lanes wait for, by a phase's parity or by the state of an arrival at it."""
+
+    barrier: MBarrier
+    parity: int | None
+    state: int | None
+    mask: int
+
+    @property
+    def is_complete(self) -> bool:
+        if self.state is not None:
+            return self.barrier.phase > self.state & STATE_PHASE
+        assert self.parity is not None
+        return self.barrier.is_complete(self.parity)
+
+    @property
+    def phase(self) -> int:
+        """Number of the phase."""
+        if self.state is not None:
+            return self.state & STATE_PHASE
+        return self.barrier.phase - self.is_complete
+
+    def is_known(self, knows: Knowledge) -> bool:
+        """Whether who knows so much can tell that the phase is complete."""
+        return bool(knows.seen[self.barrier.component] >= self.phase) or (
+            self.is_complete and self.barrier.is_known(knows)
+        )
+
+
+def awaited(runner: Runner, instr: Instr) -> list[Awaited]:
+    by_parity = "parity" in instr.op.name
+    operand = instr["phase" if by_parity else "state"]
+    assert operand is not None
+    found = []
+    for address, mask in each(runner, instr["mbar"]):
+        value = runner.warp.uniform(operand, mask)
+        parity, state = (value, None) if by_parity else (None, value)
+        found.append(Awaited(mbarrier(runner, address), parity, state, mask))
+    return found
 
 
 def observe(runner: Runner, instr: Instr, barrier: MBarrier) -> None:
@@ -394,50 +429,65 @@ def observe(runner: Runner, instr: Instr, barrier: MBarrier) -> None:
     runner.unfenced.join(barrier.released)
 
 
+PEEKS = "waits that were not repeated"
+
+
+def comes_too_early(runner: Runner, pending: list[Awaited]) -> bool:
+    """Whether a wait that no loop repeats finds nothing, however long the phase has been complete.
+
+    Such a wait is a look at the barrier, and a kernel may not build upon it: a GPU that is slower at something finds
+    the phase incomplete. So it finds a phase that the warp knows to be complete by other means, and no other one; but
+    the same look a second time waits, since it may be repeated in a loop that `Program.spinning` does not see.
+    """
+    if runner.index in runner.run.program.spinning:
+        return False
+    knows = runner.clock.knows
+    unknown = tuple((one.barrier.component, one.phase) for one in pending if not one.is_known(knows))
+    peeks = runner.state.setdefault(PEEKS, {})
+    assert isinstance(peeks, dict)
+    if not unknown or peeks.get(runner.index) == unknown:
+        return False
+    if runner.run.tasks.is_random:
+        return runner.run.tasks.gives_up() or not all(one.is_complete for one in pending)
+    peeks[runner.index] = unknown
+    return True
+
+
 @executes("mbarrier.try_wait", "mbarrier.try_wait.parity", "mbarrier.test_wait", "mbarrier.test_wait.parity")
 def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
     """`try_wait` suspends until the phase is complete or, when nothing else can go on, until time is up."""
-    by_parity = "parity" in instr.op.name
-    operand, to = instr["phase" if by_parity else "state"], instr["p"]
-    assert operand is not None
+    to = instr["p"]
     assert to is not None
-    warp = runner.warp
-    pending = []
-    for address, mask in each(runner, instr["mbar"]):
-        value = warp.uniform(operand, mask)
-        pending.append((mbarrier(runner, address), value if by_parity else None, None if by_parity else value, mask))
+    everyone, pending = runner.mask, awaited(runner, instr)
 
     def finish(limit: bool) -> None:
         holds = 0
-        for barrier, parity, state, mask in pending:
-            if complete(barrier, parity, state):
-                holds |= mask
-                observe(runner, instr, barrier)
-        warp.put_pred(to, holds, everyone)
+        for one in pending:
+            if one.is_complete:
+                holds |= one.mask
+                observe(runner, instr, one.barrier)
+        runner.warp.put_pred(to, holds, everyone)
         runner.run.profile.count("mbarrier waits that expired", int(limit))
 
-    everyone = runner.mask
+    if comes_too_early(runner, pending):
+        runner.warp.put_pred(to, 0, everyone)
+        runner.run.profile.count("mbarrier waits that expired")
+        return None
     if "test_wait" in instr.op.name:
         # Does not suspend; others get their turn all the same, since it stands in loops.
         polled = iter((False, True))
-        return Wait(f"polls {pending[0][0]}", lambda: next(polled, True), partial(finish, False))
+        return Wait(f"polls {pending[0].barrier}", lambda: next(polled, True), partial(finish, False))
     runner.run.profile.count("mbarrier waits")
-    ready = all(complete(barrier, parity, state) for barrier, parity, state, _ in pending)
-    if not ready and runner.run.tasks.gives_up():
+    if not all(one.is_complete for one in pending) and runner.run.tasks.gives_up():
         # The time limit is the system's own: kernels have to come back.
         finish(True)
         return None
-    waiting = f"waits for {'; '.join(str(barrier) for barrier, *_ in pending)}"
+    waiting = f"waits for {'; '.join(str(one.barrier) for one in pending)}"
     if len(pending) == 1:
         # Asked again at every turn: the usual case without a loop.
-        (one, parity, state, _) = pending[0]
-        return Wait(waiting, lambda: complete(one, parity, state), partial(finish, False), partial(finish, True))
-    return Wait(
-        waiting,
-        lambda: all(complete(barrier, parity, state) for barrier, parity, state, _ in pending),
-        partial(finish, False),
-        partial(finish, True),
-    )
+        (one,) = pending
+        return Wait(waiting, lambda: one.is_complete, partial(finish, False), partial(finish, True))
+    return Wait(waiting, lambda: all(one.is_complete for one in pending), partial(finish, False), partial(finish, True))
 
 
 @executes("mbarrier.pending_count")

@@ -39,9 +39,8 @@ class Call:
         function = getattr(ctypes.CDLL(str(library.path)), f"{PREFIX}_cuTensorMapEncodeTiled")
         type, interleave, swizzle, promotion, fill = self.codes
         with emulator.device("sm_90a", machine=Recorder()):
-            error = function(
-                map_bytes, type, len(self.dims), ctypes.c_void_p(self.address), *arrays, interleave, swizzle, promotion, fill
-            )  # fmt: skip
+            base = ctypes.c_void_p(self.address)
+            error = function(map_bytes, type, len(self.dims), base, *arrays, interleave, swizzle, promotion, fill)
             pending, library.pending = library.pending, None
         assert bool(error) == (pending is not None)
         if pending is not None:
