@@ -3,7 +3,7 @@
 
 import ctypes
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -262,6 +262,12 @@ class Warp:
         found += self._found
         self._found = []
         return found
+
+    def report_again(self, indices: Iterable[int]) -> None:
+        """Faults of these instructions were found before, and are worth finding once more."""
+        for index in indices:
+            self._faulted[index] = 0
+            self._drained = {one for one in self._drained if one[0] != index}
 
     # Operands of a trapped instruction.
 

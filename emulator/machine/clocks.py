@@ -138,7 +138,7 @@ class Clock:
         component: its own.
         admitted: accesses to tensor memory that are ordered before its next one by its own waits, and by the fences
             of both sides where others made them.
-        before_tick: called while the present clock is still that of accesses; only some warps have one, at times.
+        before_tick: called while the present clock is still that of accesses; only some warps have any, at times.
     """
 
     components: Components
@@ -146,7 +146,7 @@ class Clock:
     knows: Knowledge = field(init=False)
     admitted: Vector = field(init=False)
     now: int = 1
-    before_tick: Callable[[], None] | None = None
+    before_tick: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.knows = Knowledge.none(self.components)
@@ -160,8 +160,8 @@ class Clock:
 
     def tick(self) -> None:
         """Later accesses have a later clock: whoever knows of this moment does not know of them."""
-        if self.before_tick is not None:
-            self.before_tick()
+        for call in tuple(self.before_tick):
+            call()
         self.now += 1
         self.knows.seen[self.component] = self.now
 

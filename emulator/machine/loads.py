@@ -86,7 +86,8 @@ class Loads:
         if load is None:
             uses = list(runner.run.program.overtaken.uses[index])
             load = self.under_way[index] = Load(index, uses, self._executed(uses), moment)
-            runner.clock.before_tick = self._tick
+            if not self.under_way.keys() - {index}:
+                runner.clock.before_tick.append(self._tick)
         load.parts.append((cta, words))
 
     def settle(self) -> None:
@@ -136,7 +137,7 @@ class Loads:
             return
         del self.under_way[load.index]
         if not self.under_way:
-            self.runner.clock.before_tick = None
+            self.runner.clock.before_tick.remove(self._tick)
 
     def _end(self) -> None:
         for load in list(self.under_way.values()):

@@ -64,6 +64,9 @@ class Work:
         pending: registers that loads fill, as rows of the register file, by the load, until the warp has waited.
         owners: of each row of the register file the latest load that filled it.
         used: loads whose registers were used before that, and moved: by what instruction they were moved.
+        users: instructions that did, by the load.
+        latest: number of a load's latest operation, by the load.
+        uses: the warp's clock when something first used what an operation loads, by its number.
         lanes: last operation of each lane that has issued any since the last commit.
     """
 
@@ -73,6 +76,9 @@ class Work:
     pending: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     owners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     used: set[int] = field(default_factory=set)
+    users: dict[int, set[int]] = field(default_factory=dict)
+    latest: dict[int, int] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
     moved: dict[int, int] = field(default_factory=dict)
     lanes: dict[int, int] = field(default_factory=dict)
 
@@ -93,7 +99,11 @@ class Order:
 
     @classmethod
     def now(cls, clock: Clock) -> "Order":
-        return cls(clock.knows.seen.copy(), clock.knows.fenced.copy(), clock.admitted.copy())
+        found = cls(clock.knows.seen.copy(), clock.knows.fenced.copy(), clock.admitted.copy())
+        if clock.before_tick:
+            # What the warp does from here on, such as to use what it loads, this access does not come behind.
+            clock.tick()
+        return found
 
 
 def work_of(runner: "Runner", source: Source) -> Work:
@@ -229,7 +239,7 @@ def touch_tensor(
         return
     clash = (shadow.write if write else shadow.read)(blocks, stamp, order.seen, index)
     if clash is not None:
-        report_clash(runner, cta, clash, "written" if write else "read", index)
+        report_clash(runner, cta, clash, "written" if write else "read", index, order.seen)
     elif order.seen[late.component] >= late.clock:
         report_fence(runner, cta, late, "written" if write else "read", order, index)
 
@@ -247,8 +257,12 @@ def name_of(clash: Clash) -> str:
     return name_address(clash.word // COLUMNS * TENSOR_BLOCK << 16 | clash.word % COLUMNS)
 
 
-def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: int) -> None:
-    """A race; where the warp knows that the earlier access was issued, but not that it is done, a wait is missing."""
+def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: int, seen: Vector) -> None:
+    """A race; where the warp knows that the earlier access was issued, but not that it is done, a wait is missing.
+
+    Args:
+        seen: what the warp knew when it issued its access.
+    """
     stamps = cta.cluster.issued.get(clash.component)
     issuer, clock = stamps[clash.clock - 1] if stamps else (clash.component, clash.clock)
     own = issuer == runner.clock.component
@@ -257,18 +271,19 @@ def report_clash(runner: "Runner", cta: Cta, clash: Clash, doing: str, index: in
     if known:
         message += ", of which only the issue is known: it has to be waited for, or committed, first"
     other = runner.run.place_of(cta.cluster.number, clash.component, clash.where)
-    warning = known and is_used(cta, issuer, clash)
+    warning = known and is_used(cta, issuer, clash, seen)
     runner.report(Kind.TENSOR_ORDER if known else Kind.RACE, message, other=other, index=index, warning=warning)
 
 
-def is_used(cta: Cta, issuer: int, clash: Clash) -> bool:
-    """Whether the clash is with a load whose registers were used: it is over, and the missing wait is a warning.
+def is_used(cta: Cta, issuer: int, clash: Clash, seen: Vector) -> bool:
+    """Whether the clash is with a load whose registers were used before its warp let this access go on.
 
-    On a chip as well; but the ISA says of a register dependency that it orders no access to memory (9.7.16.6.4.5).
+    Then it is over, on a chip as well, and the missing wait is a warning; but the ISA says of a register dependency
+    that it orders no access to memory (9.7.16.6.4.5). A load that is used later may bring what this access writes.
     """
     runner = next(one for one in cta.cluster.runners if one.clock.component == issuer)
     work = runner.state.get(Source.TENSOR_LOAD.value)
     if not isinstance(work, Work) or clash.component != work.component:
         return False
     runner.drain_faults()
-    return clash.where in work.used or clash.where in work.moved
+    return 0 < work.uses.get(clash.clock, 0) <= seen[issuer]

@@ -139,7 +139,7 @@ def execute_dealloc(runner: Runner, instr: Instr) -> None:
     blocks = blocks_in(split_address(address)[1], count)
     clash = shadow.write(blocks, runner.clock.stamp, runner.clock.knows.seen, runner.index)
     if clash is not None:
-        report_clash(runner, runner.cta, clash, "given back", runner.index)
+        report_clash(runner, runner.cta, clash, "given back", runner.index, runner.clock.knows.seen)
     # Whoever gets them next got them from the allocator, after this.
     shadow.writer[blocks] = NOBODY
     runner.run.progress += 1
@@ -224,8 +224,7 @@ def execute_load(runner: Runner, instr: Instr) -> None:
     stamp = issue(runner, work)
     check_written(runner, cta, cells, index)
     touch_tensor(runner, cta, blocks, write=False, stamp=stamp, order=Order.now(runner.clock), index=index)
-    if work.pending:
-        runner.drain_faults()
+    watch_uses(runner, work, stamp[1])
     rows = to.rows if extra is None else np.concatenate((to.rows, extra.rows))
     warp.check_rows(rows, reads=False)
     warp.busy[rows] = BUSY_LOAD
@@ -263,6 +262,16 @@ def loads_of(runner: Runner) -> Work:
     return work
 
 
+def watch_uses(runner: Runner, work: Work, number: int) -> None:
+    """The load at hand is the operation of that number: its registers' uses are noted anew until the warp waits."""
+    if work.pending:
+        runner.drain_faults()
+    else:
+        runner.clock.before_tick.append(runner.drain_faults)
+    runner.warp.report_again(work.users.get(runner.index, ()))
+    work.latest[runner.index] = number
+
+
 def note_use(runner: Runner, work: Work, fault: Fault) -> None:
     """A register is used that a load has, or a copy of one: compilers move copies in front of a wait."""
     program = runner.run.program
@@ -274,9 +283,12 @@ def note_use(runner: Runner, work: Work, fault: Fault) -> None:
         for copy in items(to):
             if isinstance(copy, Reg):
                 work.owners[program.row(copy.name)] = load
-    elif by.op.name not in LOADS and load not in work.used:
-        work.used.add(load)
-        report_use(runner, load, fault.index)
+    elif by.op.name not in LOADS:
+        work.uses.setdefault(work.latest[load], runner.clock.now)
+        work.users.setdefault(load, set()).add(fault.index)
+        if load not in work.used:
+            work.used.add(load)
+            report_use(runner, load, fault.index)
 
 
 def report_use(runner: Runner, load: int, index: int) -> None:
@@ -353,6 +365,7 @@ def execute_wait_load(runner: Runner, instr: Instr) -> Wait:
     def give_back(work: Work) -> None:
         if work.pending:
             runner.drain_faults()
+            runner.clock.before_tick.remove(runner.drain_faults)
             busy = runner.warp.busy
             busy[busy >= BUSY_LOAD] = 0
         for load in work.pending:

@@ -264,6 +264,54 @@ def test_a_fence_of_tensor_memory_orders_nothing_else(fence: str) -> None:
     assert (Kind.RACE in kinds(machine)) == (fence == FENCE_AFTER)
 
 
+# Warp 0 loads what it has stored, twice, and lets warp 4 write over it. A part is in the {round} that it says.
+OVERWRITTEN = """
+setp.eq.b32 %p2, %r2, 0;
+setp.eq.b32 %p4, %r2, 4;
+add.s32 %r20, %r4, 8;
+mov.b32 %r22, 0;
+@!%p2 bra ROUND;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1};
+tcgen05.wait::st.sync.aligned;
+ROUND:
+@%p4 bra WRITER;
+@!%p2 bra DONE;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r10}, [%r20];
+{wait}
+setp.lt.u32 %p5, %r22, {late};
+@%p5 st.global.b32 [%rd3], %r10;
+bar.sync 1, 64;
+@!%p5 st.global.b32 [%rd3], %r10;
+{end}
+bar.sync 2, 64;
+bra NEXT;
+WRITER:
+bar.sync 1, 64;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r20], {%r1};
+tcgen05.wait::st.sync.aligned;
+bar.sync 2, 64;
+NEXT:
+add.s32 %r22, %r22, 1;
+setp.lt.u32 %p3, %r22, 2;
+@%p3 bra ROUND;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("late", "error"), [(2, False), (1, True), (0, True)])
+def test_a_load_that_is_used_after_its_warp_let_others_go_on(schedule: str, late: int, error: bool) -> None:
+    """Without tcgen05.wait::ld: a use before that makes sure of the load, one behind it comes too late."""
+    body = OVERWRITTEN.replace("{late}", str(late)).replace("{wait}", "").replace("{end}", WAIT_LOAD)
+    machine = run(ALLOCATED + body + FREED, zeros(160), block=160, schedule=schedule)
+    found = [one for one in machine.findings if one.kind is Kind.TENSOR_ORDER and "is written" in one.message]
+    assert found
+    assert any(not one.warning for one in found) == error
+    body = OVERWRITTEN.replace("{late}", str(late)).replace("{wait}", WAIT_LOAD).replace("{end}", "")
+    machine = run(ALLOCATED + body + FREED, zeros(160), block=160, schedule=schedule)
+    assert Kind.TENSOR_ORDER not in kinds(machine)
+
+
 @pytest.mark.parametrize("kind", ["f32", "s32"])
 def test_a_load_with_a_reduction(kind: str) -> None:
     out = zeros(128)
