@@ -124,7 +124,10 @@ def test_waits(schedule) -> None:
     bra END;
     WAIT:
     mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0;
+    @!%p2 bra WAIT;
+    AGAIN:
     mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0;
+    @!%p2 bra AGAIN;
     END:
     """
     machine = run(THREAD + body, zeros(4), block=96, schedule=schedule)

@@ -7,6 +7,7 @@ import pytest
 from snippets import kernel
 
 from emulator.ptx import BLOCKING, Graph, graph
+from emulator.ptx.flow import spinning
 
 
 def flow(body: str) -> Graph:
@@ -64,6 +65,31 @@ def test_indirect_branches_have_all_their_targets():
 def test_an_endless_loop_meets_nowhere():
     found = flow("@%p1 bra OUT; A: bra A; OUT: ret;")
     assert found.meets == (2, None, None)
+
+
+TRY = "mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;"
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (f"A: {TRY} @!%p1 bra A; ret;", {0}),
+        # As CuTe DSL writes it; one that counts its turns, and one that sleeps.
+        (f"A: {TRY} @%p1 bra B; bra A; B: ret;", {0}),
+        (f"A: {TRY} add.s32 %r2, %r2, 1; @%p1 bra B; nanosleep.u32 20; bra A; B: ret;", {0}),
+        # A look, and a wait behind it.
+        (f"{TRY} @%p1 bra B; A: {TRY} @!%p1 bra A; B: ret;", {2}),
+        # A look in a loop that does something.
+        (f"A: {TRY} st.shared.b32 [%r1], %r2; @%p1 bra A; ret;", set()),
+        (f"A: st.shared.b32 [%r1], %r2; {TRY} @%p1 bra A; ret;", set()),
+        (f"A: {TRY} @%p1 bra B; bar.sync 0; bra A; B: ret;", set()),
+        (f"A: {TRY} selp.b32 %r2, 1, 0, %p1; B: {TRY} @!%p1 bra B; st.shared.b32 [%r1], %r2; bra A;", {2}),
+        (TRY, set()),
+    ],
+)
+def test_waits_that_their_loops_repeat(body: str, waits: set[int]):
+    found = flow(body)
+    assert spinning(found, lambda instr: instr.op.name in {"bra", "add", "selp", "nanosleep"}) == waits
 
 
 def test_a_declaration_has_no_graph():
