@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in the experts' kernels' PTX are found on the emulator: by a wrong value or by a check.
 
-One of each kernel for SM90; full: all of every kernel.
+A few of each kernel; full: all of them.
 """
 
 import pytest
@@ -14,9 +14,9 @@ LIMIT_S = 3600
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("SM90")])
+@pytest.mark.parametrize("name", KERNELS)
 def test_some_mutants(name: str) -> None:
-    assert SUITE.survivors(some(KERNELS[name], 1)) == []
+    assert SUITE.survivors(some(KERNELS[name], 2)) == []
 
 
 @pytest.mark.full
