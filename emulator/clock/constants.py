@@ -49,7 +49,7 @@ class Known:
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChipClock:
     """A chip as the clock models it.
 

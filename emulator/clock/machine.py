@@ -2,15 +2,16 @@
 """The machine of `schedule="clock"`: checks a launch as the others do, records it, and says how long it takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emulator.clock import grid
 from emulator.clock.chips import chip_of
 from emulator.clock.constants import ChipClock
 from emulator.clock.grid import Layout
 from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
+from emulator.clock.order import order_of
 from emulator.clock.registers import registers_of
-from emulator.clock.replay import Replayed, WarpData, replay
+from emulator.clock.replay import Replayed, WarpData, reordered, replay
 from emulator.clock.tables import Table, table_of
 from emulator.clock.traces import Recorder
 from emulator.core.program import Program
@@ -134,9 +135,18 @@ def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> 
     counts = recorded.instructions
     alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
     timed = _alike if alike else _different
-    cycles, replayed = timed(recorded, table, chip, layout, shortest)
+    cycles, replayed = timed(in_order(recorded, chip), table, chip, layout, shortest)
     microseconds = chip["launch_us"] + chip.microseconds(cycles)
     return LaunchTime(recorded, chip, layout, cycles, microseconds, replayed)
+
+
+def in_order(recorded: Recorded, chip: ChipClock) -> Recorded:
+    """The same with instructions in an assembler's order."""
+    order = order_of(recorded.program, chip)
+    classes = [
+        [[(reordered(entries, order), events) for entries, events in cta] for cta in one] for one in recorded.classes
+    ]
+    return replace(recorded, classes=classes)
 
 
 def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int) -> tuple[float, Replayed]:

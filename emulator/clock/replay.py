@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from emulator import native
 from emulator.clock.constants import NAMES
+from emulator.clock.order import Order
 from emulator.clock.tables import STATIC, Table
 from emulator.clock.traces import EVENT
 from emulator.errors import EmulatorError
@@ -91,6 +92,14 @@ class Replayed:
     stalls: NDArray[np.uint64]
     engines: NDArray[np.float64]
     segments: NDArray[np.void] = field(repr=False)
+
+
+def reordered(entries: NDArray[np.uint32], order: Order) -> NDArray[np.uint32]:
+    """A trace with the instructions of whole blocks in another order."""
+    moved = entries.copy()
+    arguments = (moved.ctypes.data, moved.size, order.order.ctypes.data, order.stops.ctypes.data)
+    library().clock_reorder(*arguments)
+    return moved
 
 
 def replay(

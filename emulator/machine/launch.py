@@ -68,6 +68,8 @@ class Run:
         votes: of barrier.red: each warp's predicates and lanes, by barrier and round.
         flags: what was released to words of memory, by their address: (cluster's rank or -1, address).
         recorder: keeps what the warps do; None where nobody asks for it.
+        stand_for: clusters of the grid that each one which runs stands for: who claims the next tile by a counter in
+            global memory finds that the others have claimed theirs.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Run:
         self._indices = self._cluster_indices()
         self.recorder: Recorder | None = None
         self.places: tuple[int, ...] = ()
+        self.stand_for = 1
         self.cancelled = 0  # clusters that cluster launch control took from the grid
 
     def _parameter_block(self) -> bytes:
@@ -153,6 +156,7 @@ class Run:
     def record(self, recorder: Recorder, places: tuple[int, ...]) -> None:
         """Run only the clusters at some places of the grid, ascending, and keep what their warps do."""
         self.recorder, self.places = recorder, places
+        self.stand_for = max(1, round(self.grid_clusters / len(places)))
         wanted = set(places)
         every = enumerate(self._cluster_indices())
         self._indices = (first for place, first in every if place in wanted)

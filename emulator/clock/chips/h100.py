@@ -44,7 +44,7 @@ HOPPER = {
     "commit_latency": Known(20, "not on this chip"),
     "launch_us": Known(1.8, "assumed: from one kernel of a graph to the next, and its first instructions"),
     "hbm_efficiency": Known(0.92, "assumed"),
-    "l2_terabytes": Known(5.6, "Chips and Cheese, 'Nvidia's H100', L2 reads of all SMs"),
+    "l2_terabytes": Known(9.0, "NVIDIA A100 whitepaper: 5120 bytes a cycle; taken to be the same here"),
 }
 H100 = ChipClock(
     "H100", "sm_90", sms=132, gigahertz=1.755, constants={**HOPPER, "hbm_terabytes": Known(3.35, "data sheet")}

@@ -50,6 +50,8 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
     assert source is not None
     bits = BITS[kind]
     values = read_items(runner, items(source), bits)
+    if runner.run.stand_for > 1 and claims(instr, values):
+        values = values * values.dtype.type(runner.run.stand_for)
     third = instr["c"] if "c" in instr.op.form.place else None
     others = None if third is None else read_items(runner, items(third), bits)
     size = values.dtype.itemsize * values.shape[1]
@@ -73,6 +75,11 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
     to = instr["d"] if "d" in instr.op.form.place else None
     if to is not None:
         write_items(runner, items(to), before, kind if kind[0] != "s" else f"u{bits}")
+
+
+def claims(instr: Instr, values: Values) -> bool:
+    """Whether one thread counts one in memory of the GPU, and wants to know how many were counted before."""
+    return instr.op.name == "atom" and instr.op["op"] == "add" and values.size == 1 and int(values[0, 0]) == 1
 
 
 def update(memory: Any, offsets: Values, lanes: Values, op: str, kind: str, values: Values, others: Values | None,

@@ -115,6 +115,7 @@ bar.sync 0;
 setp.ge.u32 %p1, %r1, 32;
 @%p1 bra WAIT;
 {work}
+st.shared.f32 [%r0+128], %f{last};
 @%p0 mbarrier.arrive.shared.b64 _, [%r0];
 ret;
 WAIT:
@@ -123,8 +124,13 @@ mbarrier.try_wait.parity.shared.b64 %p2, [%r0], 0;
 """
 
 
+def behind(count):
+    """A warp waits for another one, which waits for a chain of instructions."""
+    return BARRIER.format(work=chain(count, dependent=True), last=count)
+
+
 def test_a_wait_lasts_as_long_as_the_work_that_it_waits_for():
-    short, long = (clocked(BARRIER.format(work=chain(n, dependent=True)), block=64) for n in (10, 110))
+    short, long = (clocked(behind(n), block=64) for n in (10, 110))
     assert long.cycles - short.cycles == 100 * CHIP["fma_latency"]
     assert report.longest_waits(long)[0].reason == "an mbarrier"
 
@@ -141,7 +147,7 @@ def test_the_timeline_has_the_waits(tmp_path):
     import json
 
     file = tmp_path / "trace.json"
-    time = clocked(BARRIER.format(work=chain(100, dependent=True)), block=64)
+    time = clocked(behind(100), block=64)
     timeline.write([time], file)
     events = json.loads(file.read_text())["traceEvents"]
     longest = max((event for event in events if event["ph"] == "X"), key=lambda event: event["dur"])
