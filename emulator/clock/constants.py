@@ -37,7 +37,7 @@ NAMES = (
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
 OF_TABLES = ("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops")
-OF_LAUNCHES = ("launch_us", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
+OF_LAUNCHES = ("launch_us", "overlapped_us", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
 EVERY = frozenset((*NAMES, *OF_TABLES, *OF_LAUNCHES)) - {"hbm_bytes", "l2_bytes"}
 
 
@@ -84,11 +84,11 @@ class ChipClock:
         changed = {name: Known(value, "given by the caller") for name, value in values.items()}
         return replace(self, constants={**self.constants, **changed})
 
-    def share(self, terabytes: float, active: int) -> float:
+    def share(self, terabytes: float, active: float) -> float:
         """Bytes a cycle of each of so many SMs, of a rate of the chip's in TB/s."""
         return terabytes * 1e3 / self.gigahertz / max(1, min(active, self.sms))
 
-    def of_replay(self, active: int) -> NDArray[np.float64]:
+    def of_replay(self, active: float) -> NDArray[np.float64]:
         """The replay's constants while so many SMs are at work."""
         shares = {
             "hbm_bytes": self.share(self["hbm_terabytes"] * self["hbm_efficiency"], active),

@@ -66,9 +66,9 @@ class Layout:
         return -(-self.clusters // self.groups)
 
     @property
-    def active(self) -> int:
-        """SMs at work."""
-        return self.groups * self.members
+    def active(self) -> float:
+        """SMs at work, on average while those work that have most to do."""
+        return self.clusters / self.per_group * self.members
 
 
 def nearest(place: int, places: Sequence[int]) -> int:

@@ -136,7 +136,8 @@ def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> 
     alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
     timed = _alike if alike else _different
     cycles, replayed = timed(in_order(recorded, chip), table, chip, layout, shortest)
-    microseconds = chip["launch_us"] + chip.microseconds(cycles)
+    start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * launch.programmatic)
+    microseconds = start + chip.microseconds(cycles)
     return LaunchTime(recorded, chip, layout, cycles, microseconds, replayed)
 
 

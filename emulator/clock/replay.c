@@ -509,7 +509,8 @@ static int issue(Sim *s, Scheduler *q, Warp *w, u64 t) {
     return 1;
 }
 
-// The warp that a scheduler issues from: the one of the last cycle if it can, else the oldest.
+// The warp that a scheduler issues from: the one of the last cycle if it can, else the youngest (Huerta et al.,
+// "Analyzing Modern NVIDIA GPU cores", arXiv 2503.20481).
 static int schedule(Sim *s, Scheduler *q, u64 t) {
     for (;;) {
         Warp *best = NULL;
@@ -518,7 +519,7 @@ static int schedule(Sim *s, Scheduler *q, u64 t) {
             Warp *w = q->warps[i];
             if (w->ready > t)
                 next = MIN(next, w->ready);
-            else if (!best || w == q->last || (best != q->last && w->order < best->order))
+            else if (!best || w == q->last || (best != q->last && w->order > best->order))
                 best = w;
         }
         q->next = next;

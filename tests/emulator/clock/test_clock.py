@@ -180,3 +180,37 @@ def test_clusters_are_chosen_all_over_the_grid():
     assert sum(grid.weights(100, (0, 50, 99))) == 100
     layout = grid.Layout(clusters=4, groups=2, slots=1, members=1)
     assert grid.laid_out(layout, (0, 3), [10.0, 4.0]) == 14.0
+
+
+TURNS = """
+mov.u32 %r1, %tid.x;
+mov.f32 %f0, 0f3F800000;
+setp.ge.u32 %p1, %r1, 128;
+@%p1 bra SECOND;
+{special}
+{behind}
+ret;
+SECOND:
+{before}
+{arithmetic}
+"""
+
+
+def test_warpgroups_that_take_turns_are_slower_than_side_by_side():
+    """The overlap of exponentials with other work that attention lives on, and the same with a barrier between them."""
+    work = {
+        "special": chain(64, dependent=False, op="ex2.approx.ftz.f32 {d}, {a};"),
+        "arithmetic": chain(64, dependent=True),
+    }
+    side_by_side = clocked(TURNS.format(behind="", before="", **work), block=256).cycles
+    in_turn = clocked(TURNS.format(behind="bar.arrive 1, 256;", before="bar.sync 1, 256;", **work), block=256).cycles
+    assert side_by_side == pytest.approx(64 * 8, rel=0.1)
+    assert in_turn - side_by_side > 200
+
+
+def test_arithmetic_waits_less_in_an_assemblers_order():
+    """Two chains one behind the other in the PTX, whose instructions take turns on a GPU."""
+    first = chain(32, dependent=True)
+    second = "\n".join(f"fma.rn.f32 %f{n + 101}, %f{n + 100}, %f0, %f0;" for n in range(32))
+    time = clocked(f"{first}\nmov.f32 %f100, 0f3F800000;\n{second}")
+    assert time.cycles < 1.2 * 32 * CHIP["fma_latency"]
