@@ -17,6 +17,20 @@ CPU = torch.device("cpu")
 Run = Callable[[], None]
 
 
+class Zeroed(Workspace):
+    """Scratch that says that nothing was split: of CTAs that do not run there is nothing to be combined."""
+
+    def partials(self, count: int) -> torch.Tensor:
+        fresh = self._partials.numel() < count
+        found = super().partials(count)
+        return found.zero_() if fresh else found
+
+    def integers(self, count: int) -> torch.Tensor:
+        fresh = self._integers.numel() < count
+        found = super().integers(count)
+        return found.zero_() if fresh else found
+
+
 def chip() -> Target:
     return replace(from_arch(ARCH), sm_count=SMS)
 
@@ -91,7 +105,7 @@ def attention(operator: str, row: str) -> Run:
     keys, values = inputs.split(problem, cache)
 
     def run() -> None:
-        plan = Planner(problem.spec, chip(), Workspace(CPU), "cute").plan(given.batch)
+        plan = Planner(problem.spec, chip(), Zeroed(CPU), "cute").plan(given.batch)
         api.run(plan, q, keys, values, out=out)
 
     return run

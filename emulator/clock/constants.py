@@ -37,7 +37,7 @@ NAMES = (
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
 OF_TABLES = ("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops")
-OF_LAUNCHES = ("launch_us", "overlapped_us", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
+OF_LAUNCHES = ("launch_us", "overlapped_us", "matrix_clock", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
 EVERY = frozenset((*NAMES, *OF_TABLES, *OF_LAUNCHES)) - {"hbm_bytes", "l2_bytes"}
 
 
@@ -96,5 +96,10 @@ class ChipClock:
         }
         return np.array([shares[name] if name in shares else self[name] for name in NAMES])
 
-    def microseconds(self, cycles: float) -> float:
-        return cycles / self.gigahertz / 1e3
+    def microseconds(self, cycles: float, matrix: float = 0.0) -> float:
+        """Time of some cycles.
+
+        Args:
+            matrix: part of them in which the tensor cores are busy: their power lowers the clock.
+        """
+        return cycles / self.gigahertz / 1e3 / (1 - (1 - self["matrix_clock"]) * min(1.0, matrix))

@@ -11,7 +11,7 @@ from emulator.clock.grid import Layout
 from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
 from emulator.clock.order import order_of
 from emulator.clock.registers import registers_of
-from emulator.clock.replay import Replayed, WarpData, reordered, replay
+from emulator.clock.replay import ENGINES, Replayed, WarpData, reordered, replay
 from emulator.clock.tables import Table, table_of
 from emulator.clock.traces import Recorder
 from emulator.core.program import Program
@@ -137,7 +137,8 @@ def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> 
     timed = _alike if alike else _different
     cycles, replayed = timed(in_order(recorded, chip), table, chip, layout, shortest)
     start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * launch.programmatic)
-    microseconds = start + chip.microseconds(cycles)
+    matrix = float(replayed.engines[ENGINES.index("tensor cores")]) / replayed.cycles
+    microseconds = start + chip.microseconds(cycles, matrix)
     return LaunchTime(recorded, chip, layout, cycles, microseconds, replayed)
 
 

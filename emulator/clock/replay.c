@@ -335,7 +335,8 @@ static void wait_wgmma(Sim *s, Warp *w, s32 pending, u64 t) {
     block(w, ON_WGMMA, MATRIX);
 }
 
-static void bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
+// A load, and its targets behind it; returns the event behind those, of another load of the same instruction.
+static const Event *bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
     Sm *sm = w->cta->sm;
     double start = MAX(sm->copies, (double)t + constant(s, C_TMA_ISSUE));
     double cycles = (double)e->b / constant(s, C_PORT_BYTES);
@@ -344,15 +345,17 @@ static void bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
                              : global_memory(s, w->cta, start, e->a, (double)e->b, 0, e->index);
     done += constant(s, C_TMA_LATENCY);
     busy(s, w->cta, COPY_ENGINE, start, cycles, e->index);
-    for (u32 i = 0; i < e->more; i++) {
-        const Event *to = next_event(w, e->index);
-        if (!to || to->kind != E_TARGET) break;
+    const Event *to = e;
+    while (to->more) {
+        to = next_event(w, e->index);
+        if (to->kind != E_TARGET) return to;
         Cta *cta = w->cta->cluster->ctas + (u64)to->a % s->p->members;
         double arrived = done;
         // What another SM gets of a multicast takes its port.
         if (cta != w->cta) arrived = MAX(done, serve(&cta->sm->port, start, cycles) + done - start - cycles);
         contribute(s, cta->cluster, mbarrier_at(s, w, to->b), 0, -e->b, after(arrived));
     }
+    return NULL;
 }
 
 static void bulk_store(Sim *s, Warp *w, const Event *e, u64 t) {
@@ -435,8 +438,14 @@ static u64 by_event(Sim *s, Warp *w, const Event *e, u64 t) {
         case E_ARRIVE:
         case E_CP_ARRIVE:
         case E_COMMIT: arrive_mbarriers(s, w, e, t); return t;
-        case E_LOAD: bulk_load(s, w, e, t); return t;
-        case E_STORE: bulk_store(s, w, e, t); return t;
+        case E_LOAD:
+            while (e) e = bulk_load(s, w, e, t);
+            return t;
+        case E_STORE:
+            for (;; e = next_event(w, e->index)) {
+                bulk_store(s, w, e, t);
+                if (!e->more) return t;
+            }
         case E_CP_ASYNC: copy_async(s, w, e, t); return t;
         case E_MMA: multiply(s, w, e, t); return t;
         case E_TENSOR_MOVE: move_tensor(s, w, e, t); return t;
