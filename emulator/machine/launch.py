@@ -183,7 +183,12 @@ class Run:
         return True
 
     def next_cancelled(self) -> Dim3 | None:
-        """Take the next cluster off the grid, for cluster launch control: its first CTA, None if there is none left."""
+        """Take the next cluster off the grid, for cluster launch control: its first CTA, None if there is none left.
+
+        Clusters that are recorded are each for themselves, and find none.
+        """
+        if self.recorder is not None:
+            return None
         first = next(self._indices, None)
         if first is not None:
             self.cancelled += 1
