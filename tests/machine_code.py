@@ -31,7 +31,9 @@ from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.sm90.configs import SwapABConfig
 from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.quant.format import ROW_SCALED
 from dsl_backend.runtime import registry
 from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
@@ -134,6 +136,12 @@ LINEAR_LAYERS: dict[str, dict[str, Any]] = {
     "geglu-all": ALL | {"activation": Geglu()},
     "geglu-tanh-all": ALL | {"activation": Geglu(tanh=True)},
 }
+SIZES_OF_SCALED: dict[str, Any] = {"n": 4096, "k": 4096, "x": ROW_SCALED, "weight": ROW_SCALED}
+SCALED_LAYERS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "swiglu-oai-all": {"activation": SWIGLU_OAI, "interleaved": True, "bias": True},
+    "geglu-all": {"activation": Geglu(), "bias": True},
+}
 EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
 EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "swiglu": EXPERTS | {"topk": 4},
@@ -199,6 +207,9 @@ def linear_subjects() -> Iterator[Subject]:
         for name, facts in LINEAR_LAYERS.items():
             yield Subject(id=f"{arch}-{name}", arch=arch, kernels=partial(linear_kernels, arch, LinearSpec(**facts)))
     spec = LinearSpec(**LINEAR_LAYERS["swiglu"])
+    for name, facts in SCALED_LAYERS.items():
+        spec_of = partial(ScaledLinearSpec, **SIZES_OF_SCALED | facts)
+        yield Subject(id=f"sm_100a-scaled-{name}", arch="sm_100a", kernels=partial(scaled_kernels, spec_of()))
     yield Subject(id="sm_90a-swapped", arch="sm_90a", kernels=partial(linear_kernels, "sm_90a", spec, swapped=True))
 
 
@@ -220,6 +231,17 @@ def linear_kernels(arch: str, spec: LinearSpec, swapped: bool = False) -> Iterat
             continue
         build = partial(host.build, host.key_of(spec, config), target)
         yield Made(config, build)
+
+
+def scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
+    from dsl_backend.gemm import scaled_host
+    from dsl_backend.gemm.sm100 import scaled_configs
+    from dsl_backend.runtime.target import from_arch
+
+    target = from_arch("sm_100a")
+    for config in scaled_configs.fitting(spec, target.smem_bytes):
+        key = scaled_host.key_of(spec, config, spec.column_major)
+        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(spec), key, target))
 
 
 def experts_subjects() -> Iterator[Subject]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_backend.errors import InvalidInput
+from dsl_backend.gemm.scaled import ScaledOperands
 
 
 class GemmOperands(NamedTuple):
@@ -56,12 +57,25 @@ class GemmArgs(NamedTuple):
     max_ctas: int
 
 
+class ScaledArgs(NamedTuple):
+    """The same of a GEMM of quantised operands."""
+
+    operands: ScaledOperands
+    scratch: StreamKScratch | None
+    max_ctas: int
+
+
 def launch_args(args: GemmArgs) -> tuple[torch.Tensor, GemmArgs]:
     """The positional arguments of a compiled function.
 
     x stands beside the tuple that contains it: TVM-FFI finds the device and its current stream by a tensor that is an
     argument itself, and does not look for one in tuples (CuTe DSL 4.6.0).
     """
+    return args.operands.x, args
+
+
+def scaled_launch_args(args: ScaledArgs) -> tuple[torch.Tensor, ScaledArgs]:
+    """The same of a GEMM of quantised operands."""
     return args.operands.x, args
 
 

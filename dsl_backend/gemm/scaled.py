@@ -20,6 +20,8 @@ from dsl_backend.quant.format import (
     BLOCK_SCALED_E8M0,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    MXFP8,
+    NVFP4,
     ROW_SCALED,
     TENSOR_SCALED,
     ScaledFormat,
@@ -36,6 +38,8 @@ PAIRS = (
     (GROUP_SCALED, BLOCK_SCALED),
     (GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0),
 )
+# Formats whose scales are SM100's matrix products' own.
+MMA_PAIRS = ((MXFP8, MXFP8), (NVFP4, NVFP4))
 # Of an output that is quantised: by a scale that the consumer has, or with computed scales.
 OUTPUTS = (TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, GROUP_SCALED_E8M0)
 
@@ -60,8 +64,9 @@ class ScaledGemmSpec(GemmSpec):
 
     def __post_init__(self) -> None:
         checks.dtype("dtype", self.dtype, DTYPES)
-        if (self.x, self.weight) not in PAIRS:
-            wanted = "; ".join(f"{x} with {weight}" for x, weight in PAIRS)
+        pairs = (*PAIRS, *MMA_PAIRS)
+        if (self.x, self.weight) not in pairs:
+            wanted = "; ".join(f"{x} with {weight}" for x, weight in pairs)
             raise InvalidInput(f"x is {self.x} and the weight {self.weight}: {wanted} are possible")
         if self.out is not None and self.out not in OUTPUTS:
             raise InvalidInput(f"out is {self.out}: {'; '.join(map(str, OUTPUTS))} or None is needed")
@@ -103,6 +108,8 @@ class ScaledOperands(NamedTuple):
         weight_scale: of the weight: the block of row r is r // 128, with an activation too.
         bias: [n] or [2 n], in the spec's dtype.
         out: [rows, n].
+        alpha: float32 [1], multiplied into all sums before the bias: the product of the scales of whole matrices of
+            NVFP4. None with other formats.
         out_scale: of a quantised output; float32 [1] that is read, or written with the output. None without.
     """
 
@@ -113,3 +120,4 @@ class ScaledOperands(NamedTuple):
     bias: torch.Tensor | None
     out: torch.Tensor
     out_scale: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from dsl_backend.quant.format import E4M3
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Of operands that have scales; see `gemm.scaled`.
-SCALED_DTYPES = (E4M3.dtype,)
+SCALED_DTYPES = (E4M3.dtype, torch.uint8)
 # Kernels count rows and columns in 32 bits, and index past the end of a matrix by less than a tile.
 MOST = 2**31 - 2**10
 

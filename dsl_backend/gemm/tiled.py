@@ -167,7 +167,9 @@ class GemmBase:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def load(self, params: GemmParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
+    def load(
+        self, params: GemmParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline, sScales: cute.Tensor = None
+    ):
         """The load warp: x's tile, and the boxes of weights that this CTA loads."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
@@ -199,6 +201,10 @@ class GemmBase:
                         source = tXgX_tail[None, m_tile * (self.tile_m // TAIL_ROWS) + i, k_tile]
                         cute.copy(params.tma_atom_x_tail, source, tXsX_tail[None, i, stage], tma_bar_ptr=mbar_full)
                 self.load_boxes(params, tWgW, tWsW, n_tile, k_tile, stage, cta_rank, mbar_full)
+                self.load_scales(params, sScales, m_tile, n_tile, k_tile, stage, mbar_full)
+
+    def load_scales(self, params: GemmParams, sScales: cute.Tensor, m_tile, n_tile, k_tile, stage, mbar):
+        """The operands' scale factors for matrix products: here there are none."""
 
     def box(self, tWgW: cute.Tensor, n_tile, k_tile, index):
         """Box 0 or 1 of a tile's weights: gate or up rows, or the first or second half of its rows."""

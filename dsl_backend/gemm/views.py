@@ -5,7 +5,13 @@ import cutlass
 import torch
 from cutlass import cute
 
-NUMERIC = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+# e4m3 and pairs of e2m1 go through copies as bytes.
+NUMERIC = {
+    torch.float16: cutlass.Float16,
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float8_e4m3fn: cutlass.Uint8,
+    torch.uint8: cutlass.Uint8,
+}
 
 
 def parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cute.Tensor:

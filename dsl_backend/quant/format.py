@@ -60,6 +60,8 @@ FP8_DTYPES = tuple(kind.dtype for kind in FP8)
 
 # Columns that share a scale of an activation, and rows and columns of a block of a weight: DeepSeek's.
 GROUP = 128
+# The largest e2m1, and rows whose swizzled scales lie together.
+E2M1_MAX, SWIZZLED_ROWS = 6.0, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class ScaledFormat:
         scales: float32, or float8_e8m0fnu: powers of two, stored as their exponent plus 127 in a byte.
         block_rows, block_columns: of the block that shares a scale; None is all of them. The last block of a row or a
             column may be smaller.
+        packed: elements in one of `values`, the first in its low bits; the matrix has so many times fewer columns.
+        swizzled: scales lie as SM100's matrix products take them, see `quant.reference.swizzled`.
     """
 
     name: str
@@ -79,6 +83,8 @@ class ScaledFormat:
     scales: torch.dtype = torch.float32
     block_rows: int | None
     block_columns: int | None
+    packed: int = 1
+    swizzled: bool = False
 
     @property
     def blocked(self) -> bool:
@@ -87,10 +93,16 @@ class ScaledFormat:
 
     @property
     def largest(self) -> float:
-        return torch.finfo(self.values).max
+        return E2M1_MAX if self.packed > 1 else torch.finfo(self.values).max
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the scales of a matrix: [1], [rows], or [blocks of rows, blocks of columns]."""
+        """Shape of the scales of a matrix: [1], [rows], or [blocks of rows, blocks of columns].
+
+        Swizzled ones are padded: rows to 128s, blocks of columns to fours.
+        """
+        if self.swizzled:
+            assert self.block_columns is not None
+            return -(-rows // SWIZZLED_ROWS) * SWIZZLED_ROWS, -(-columns // (4 * self.block_columns)) * 4
         if self.block_columns is not None:
             return -(-rows // (self.block_rows or max(1, rows))), -(-columns // self.block_columns)
         return (1,) if self.block_rows is None else (-(-rows // self.block_rows),)
@@ -107,9 +119,26 @@ BLOCK_SCALED = ScaledFormat(name="e4m3-128x128", values=E4M3.dtype, block_rows=G
 # The same with scales that are powers of two.
 GROUP_SCALED_E8M0 = replace(GROUP_SCALED, name="e4m3-1x128-e8m0", scales=torch.float8_e8m0fnu)
 BLOCK_SCALED_E8M0 = replace(BLOCK_SCALED, name="e4m3-128x128-e8m0", scales=torch.float8_e8m0fnu)
+# What SM100's matrix products scale themselves: OCP's MXFP8 with a scale for 32 columns, and NVIDIA's NVFP4, two
+# elements of e2m1 in a byte and a scale for 16 columns, to which belongs one float32 scale of the whole matrix.
+MXFP8 = ScaledFormat(
+    name="mxfp8", values=E4M3.dtype, scales=torch.float8_e8m0fnu, block_rows=1, block_columns=32, swizzled=True
+)
+NVFP4 = ScaledFormat(
+    name="nvfp4", values=torch.uint8, scales=E4M3.dtype, block_rows=1, block_columns=16, packed=2, swizzled=True
+)
 SCALED_FORMATS = {
     kind.name: kind
-    for kind in (TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, BLOCK_SCALED, GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0)
+    for kind in (
+        TENSOR_SCALED,
+        ROW_SCALED,
+        GROUP_SCALED,
+        BLOCK_SCALED,
+        GROUP_SCALED_E8M0,
+        BLOCK_SCALED_E8M0,
+        MXFP8,
+        NVFP4,
+    )
 }
 
 

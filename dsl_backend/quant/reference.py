@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.format import E2M1_MAX, NVFP4, SWIZZLED_ROWS, ScaledFormat
 
 # Largest magnitudes below these count as these, so that a row or a group of zeros has a scale: the bounds of vLLM's
 # quantisation kernels.
@@ -87,3 +87,77 @@ def quantized(x: torch.Tensor, kind: ScaledFormat, scale: torch.Tensor | None = 
             scale = found.copy_(scale)
         scale = scale.to(kind.scales)
     return Quantized(stored(wide, scale, kind), scale, kind)
+
+
+# Swizzled scales, and elements of 4 bits
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [rows, blocks] as SM100's matrix products take them: padded with zeros to [128s of rows, fours of blocks].
+
+    Those of 128 rows and 4 blocks are 512 neighbouring bytes, in which row r and block b are 16 (r % 32) + 4 (r // 32)
+    + b; the next 4 blocks follow, then the next 128 rows.
+    """
+    rows, blocks = scale.shape
+    height, width = -(-rows // SWIZZLED_ROWS) * SWIZZLED_ROWS, -(-blocks // 4) * 4
+    padded = torch.zeros(height, width, dtype=torch.uint8, device=scale.device)
+    padded[:rows, :blocks] = scale.view(torch.uint8)
+    atoms = padded.view(-1, 4, 32, width // 4, 4).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width).view(scale.dtype)
+
+
+def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """The inverse of `swizzled`."""
+    height, width = scale.shape
+    atoms = scale.view(torch.uint8).view(-1, width // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width)[:rows, :blocks].contiguous().view(scale.dtype)
+
+
+def packed_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """A matrix as the nearest e2m1, ties to even, saturated: [rows, columns / 2] bytes, the first in low bits."""
+    known = torch.tensor(E2M1, dtype=x.dtype, device=x.device)
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    above = torch.searchsorted(known, magnitude).clamp(max=len(E2M1) - 1)
+    below = (above - 1).clamp(min=0)
+    distance = (magnitude - known[below]) - (known[above] - magnitude)
+    nearest = torch.where((distance > 0) | ((distance == 0) & (above % 2 == 0)), above, below)
+    codes = (nearest + 8 * torch.signbit(x)).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """The inverse of `packed_e2m1`."""
+    known = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=dtype, device=values.device)
+    codes = torch.stack((values & 15, values >> 4), -1).flatten(1)
+    return known[codes.long()]
+
+
+def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float = 1.0) -> Quantized:
+    """A matrix of any dtype in MXFP8 or NVFP4; NVFP4's values times block scales times the global scale are x."""
+    assert kind.block_columns is not None
+    wide = x.float() / global_scale
+    rows, columns = wide.shape
+    padded = torch.nn.functional.pad(wide, (0, -columns % kind.block_columns))
+    largest = padded.view(rows, -1, kind.block_columns).abs().amax(2)
+    if kind == NVFP4:
+        scale = (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
+    else:
+        exponent = (largest.clamp(min=LEAST_OF_GROUP) / kind.largest).log2().ceil().clamp(min=-127)
+        scale = torch.exp2(exponent).to(kind.scales)
+    wide = wide / scale.float().repeat_interleave(kind.block_columns, 1)[:, :columns]
+    if kind == NVFP4:
+        return Quantized(packed_e2m1(wide.nan_to_num()), swizzled(scale), kind)
+    return Quantized(wide.clamp(-kind.largest, kind.largest).to(kind.values), swizzled(scale), kind)
+
+
+def mma_dequantized(matrix: Quantized, global_scale: float = 1.0) -> torch.Tensor:
+    """The inverse, float64."""
+    values, scale, kind = matrix
+    assert kind.block_columns is not None
+    wide = unpacked_e2m1(values) if kind == NVFP4 else values.double()
+    rows, columns = wide.shape
+    found = unswizzled(scale, rows, -(-columns // kind.block_columns))
+    factors = found.to(torch.float32).double().repeat_interleave(kind.block_columns, 1)[:, :columns]
+    return wide * factors * global_scale

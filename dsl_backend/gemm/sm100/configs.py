@@ -5,12 +5,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.gemm.sizes import WARP, WARPGROUP, ceil_div
+from dsl_backend.gemm.scaled import ScaledGemmSpec
+from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP, WARPGROUP, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+from dsl_backend.quant.format import SWIZZLED_ROWS
 
 MMA_M = 128  # rows of a CTA in one tcgen05.mma
 MMA_K = 16
+TMEM_COLUMNS = 512
 ACC_STAGES = 2  # accumulators in tensor memory: a tile's epilogue runs while the next tile's products do
 # Warps behind the epilogue's warpgroups.
 MMA_WARP, LOAD_WARP, SINGLE_WARPS = 0, 1, 2
@@ -71,6 +74,67 @@ class GemmConfig(GemmTiles):
         reasons = []
         if not 16 <= self.box_n <= 128 or self.box_n % 16:
             reasons.append(f"box_n {self.box_n} is not a multiple of 16 from 16 to 128")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScaledConfig(GemmConfig):
+    """The same for operands whose scale factors lie in tensor memory beside the accumulators.
+
+    A box of weights has 128 rows, or 64 where both boxes are neighbours: 128 rows' scale factors lie together.
+    """
+
+    @property
+    def weight_atoms(self) -> int:
+        """128s of rows of weights of a tile, over all CTAs."""
+        return 2 * self.box_n // SWIZZLED_ROWS
+
+    @property
+    def overlaps_accumulators(self) -> bool:
+        """Whether two accumulators and the scale factors do not fit side by side."""
+        return 4 * self.box_n + self.most_factor_columns > TMEM_COLUMNS
+
+    @property
+    def most_factor_columns(self) -> int:
+        """Columns of scale factors of 128 bytes of k: of each row 16 of NVFP4, in 4 columns for each 128 rows and 4."""
+        return 16 * (1 + self.weight_atoms)
+
+    @property
+    def acc_stride(self) -> int:
+        """Columns from one accumulator to the next."""
+        return (
+            TMEM_COLUMNS - self.most_factor_columns - 2 * self.box_n if self.overlaps_accumulators else 2 * self.box_n
+        )
+
+    def factor_columns(self, scale_atoms: int) -> tuple[int, int]:
+        """First columns of the factors of x and of the weights.
+
+        Args:
+            scale_atoms: see `primitives.narrow_mma.NarrowKind`.
+        """
+        first = self.acc_stride + 2 * self.box_n
+        return first, first + 4 * scale_atoms
+
+    @property
+    def tmem_columns(self) -> int:
+        return allocated(self.acc_stride + 2 * self.box_n + self.most_factor_columns)
+
+    def factor_bytes(self, spec: ScaledGemmSpec) -> int:
+        """Of a CTA's stage: 512 bytes for each 128 rows and 4 blocks of k."""
+        assert spec.x.block_columns is not None
+        blocks = BLOCK_BYTES * spec.x.packed // spec.x.block_columns
+        return 128 * blocks * (1 + self.weight_atoms)
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        assert isinstance(spec, ScaledGemmSpec)
+        return super().smem_bytes(spec) + self.stages * self.factor_bytes(spec)
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if self.box_n not in (64, 128) or (self.box_n == 64 and spec.parts == 2):
+            reasons.append(f"box_n {self.box_n} is not 128, or 64 without an activation")
+        if spec.parts == 2 and (spec.interleaved or spec.n % SWIZZLED_ROWS):
+            reasons.append(f"gate and up rows alternate, or n {spec.n} is not a multiple of {SWIZZLED_ROWS}")
         return reasons + super().objections(spec, smem_bytes)
 
 

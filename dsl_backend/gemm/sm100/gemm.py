@@ -37,6 +37,9 @@ def swizzled(address: cutlass.Int32, width: int):
 class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
+    # Whether the next tile's accumulators may overwrite what of a tile's is stored first, and nothing else of them.
+    releases_early = False
+
     def __init__(self, key: GemmKey[GemmConfig]):
         super().__init__(key, PackedArithmetic())
         config = key.config
@@ -52,14 +55,18 @@ class Gemm(GemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`."""
+        self.launch(args.operands, args.max_ctas, stream)
+
+    def launch(self, operands, max_ctas: cutlass.Int32, stream):
+        """Launch so many CTAs at most."""
         epi_tile = cutlass.const_expr((WARP, self.epilogue_n))
         sOut_layout = hopper_helpers.make_smem_layout_epi(
             self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
         )
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
-        params = self.params(args.operands, load, load, cute.slice_(sOut_layout, (None, None, 0)), epi_tile)
+        params = self.params(operands, load, load, cute.slice_(sOut_layout, (None, None, 0)), epi_tile)
         self.kernel(params, self.tiled_mma(), *self.smem_layouts(self.weight_rows), sOut_layout).launch(
-            grid=self.grid(args.operands, args.max_ctas),
+            grid=self.grid(operands, max_ctas),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if self.two_cta else None,
             stream=stream,
@@ -92,6 +99,7 @@ class Gemm(GemmBase):
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
         sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
+        sScales = self.scale_stages(smem)
         pipeline = self.load_edge.allocate(smem)
         acc_pipeline = self.acc_edge.allocate(smem)
         tmem_address = smem.allocate_array(cutlass.Int32, 1)
@@ -116,9 +124,9 @@ class Gemm(GemmBase):
         dependent_launch.launch_dependents()
         dependent_launch.wait()
         if role == LOAD_WARP:
-            self.load(params, sX, sW, pipeline)
+            self.load(params, sX, sW, pipeline, sScales)
         if role == MMA_WARP and cta_rank == 0:
-            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
+            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, sScales)
         if role < 0:
             self.epilogue(params, sOut, acc_pipeline, tmem_ptr, cta_rank)
         # A CTA's memory and barriers stay until its peer is done with them.
@@ -126,6 +134,9 @@ class Gemm(GemmBase):
         self.cluster_sync()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns, is_two_cta=self.two_cta)
+
+    def scale_stages(self, smem: cutlass.utils.SmemAllocator):
+        """Stages of scale factors for matrix products: here there are none."""
 
     def cluster_sync(self):
         """All threads of both CTAs."""
@@ -167,11 +178,12 @@ class Gemm(GemmBase):
         pipeline: Pipeline,
         acc_pipeline: Pipeline,
         tmem_ptr: cute.Pointer,
+        sScales: cute.Tensor,
     ):
         """The MMA warp, with two_cta that of the leader."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
         _, _, tiles = self.schedule(m_tiles, n_tiles)
-        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles)
+        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles, sScales)
 
     @cute.jit
     def issue(
@@ -184,6 +196,7 @@ class Gemm(GemmBase):
         tmem_ptr: cute.Pointer,
         tiles: cutlass.Int32,
         k_tiles: cutlass.Int32,
+        sScales: cute.Tensor = None,
     ):
         """Issue the products of so many tiles."""
         tCrX = tiled_mma.make_fragment_A(cute.tiled_divide(sX, (MMA_M, MMA_K)))
@@ -193,7 +206,7 @@ class Gemm(GemmBase):
         for tile in cutlass.range(tiles, unroll=1):
             acc_pipeline.producer_acquire(tile)
             tmem.after_sync()
-            tCtAcc = cute.make_tensor(tmem_ptr + acc_pipeline.stage(tile) * (2 * self.box_n), acc_layout)
+            tCtAcc = cute.make_tensor(tmem_ptr + self.acc_column(acc_pipeline, tile), acc_layout)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
@@ -238,10 +251,11 @@ class Gemm(GemmBase):
             first_row = (m_tile * self.cluster + cta_rank) * self.tile_m + warp * WARP
             acc_pipeline.consumer_wait(tile)
             tmem.after_sync()
-            tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
-            for epi in cutlass.range(epi_tiles, unroll=1):
+            tmem_column = self.acc_column(acc_pipeline, tile)
+            for i in cutlass.range(epi_tiles, unroll=1):
+                epi = self.epi_tile(tile, i, epi_tiles)
                 first_column = n_tile * self.columns + epi * self.epilogue_n
-                stage = warp * 2 + (tile * epi_tiles + epi) % 2
+                stage = warp * 2 + (tile * epi_tiles + i) % 2
                 # The TMA store from this stage, the last but one, has read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
                 cute.arch.sync_warp()
@@ -261,14 +275,31 @@ class Gemm(GemmBase):
                     target = tOgO[None, first_row // WARP, first_column // self.epilogue_n]
                     cute.copy(params.tma_atom_out, source, target)
                     cute.arch.cp_async_bulk_commit_group()
-            tmem.before_sync()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                if cutlass.const_expr(self.two_cta):
-                    cute.arch.mbarrier_arrive(acc_pipeline.empty(tile), 0)
-                else:
-                    cute.arch.mbarrier_arrive(acc_pipeline.empty(tile))
+                if cutlass.const_expr(self.releases_early):
+                    if i == 0:
+                        self.release(acc_pipeline, tile)
+            if cutlass.const_expr(not self.releases_early):
+                self.release(acc_pipeline, tile)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def acc_column(self, acc_pipeline: Pipeline, tile):
+        """The first column of a tile's accumulators in tensor memory."""
+        return acc_pipeline.stage(tile) * (2 * self.box_n)
+
+    def epi_tile(self, tile, i, epi_tiles: int):
+        """Which columns of a tile are stored i-th."""
+        return i
+
+    @cute.jit
+    def release(self, acc_pipeline: Pipeline, tile: cutlass.Int32):
+        """By a warp: it has read the accumulators."""
+        tmem.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.two_cta):
+                cute.arch.mbarrier_arrive(acc_pipeline.empty(tile), 0)
+            else:
+                cute.arch.mbarrier_arrive(acc_pipeline.empty(tile))
 
     @cute.jit
     def convert(

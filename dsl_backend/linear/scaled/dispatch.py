@@ -1,26 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a linear layer of quantised operands on a target: a table of reasons, best kernel first."""
 
+from dsl_backend.gemm.sm100 import scaled_configs
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.runtime import dispatch
+from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "scaled_linear"
 
 
+def mma_scales(spec: ScaledLinearSpec) -> list[str]:
+    """Why a kernel without matrix products that have scales of their own does not serve."""
+    return [f"x is {spec.x}: no kernel but SM100's multiplies it"] if spec.x.swizzled else []
+
+
 def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    return triton_objections(target, spec.dtype)
+    return mma_scales(spec) + triton_objections(target, spec.dtype)
+
+
+def sm100(spec: ScaledLinearSpec, target: Target) -> list[str]:
+    """What SM100's CuTe DSL kernels need."""
+    if reasons := target.arch_objections("sm100"):
+        return reasons
+    reasons = toolkit.missing()
+    if not spec.aligned:
+        reasons.append("TMA needs rows, and scales of rows, that start at multiples of 16 bytes")
+    return reasons + scaled_configs.objections(spec, target.smem_bytes)
 
 
 def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    reasons = cpu_only(spec, target)
+    reasons = mma_scales(spec) + cpu_only(spec, target)
     if spec.batch_invariant:
         reasons.append("is not batch invariant: torch sums in an order that depends on the number of rows")
     return reasons
 
 
 TABLE: tuple[Entry[ScaledLinearSpec], ...] = (
+    # By name: it was never timed.
+    Entry("cute-sm100", "scaled-linear sm100", "dsl_backend.linear.scaled.cute.sm100:bind", sm100, by_name=True),
     Entry("triton", "scaled-linear triton", "dsl_backend.linear.scaled.triton.gemm:bind", triton),
     Entry("reference", "scaled-linear reference", "dsl_backend.linear.scaled.reference:bind", reference),
 )

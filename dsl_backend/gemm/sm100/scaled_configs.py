@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GEMM of quantised operands SM100 has for a problem, and its tiles."""
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
+from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig
+
+MOST_STAGES = 12
+# Arithmetic, none of it timed.
+BLOCK_SCALED_GEMMS = tuple(
+    BlockScaledConfig(box_n=box_n, two_cta=two_cta)
+    for box_n, two_cta in ((128, True), (64, True), (128, False), (64, False))
+)
+
+
+def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
+    """Why no kernel serves a problem; empty where one does."""
+    reasons = []
+    if spec.x.blocked and not spec.x.swizzled:
+        reasons.append(f"x is {spec.x}: scales of groups and blocks are not multiplied yet")
+    if spec.k % (MULTIPLE * spec.x.packed):
+        reasons.append(f"k {spec.k} is not a multiple of {MULTIPLE * spec.x.packed}: TMA needs rows of whole 16 bytes")
+    if spec.out is not None:
+        reasons.append(f"out is {spec.out}: outputs are float16 or bfloat16")
+    if not reasons and not fitting(spec, smem_bytes):
+        reasons.append(f"{smem_bytes} bytes of shared memory are too few for every tile")
+    return reasons
+
+
+def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig]:
+    """The tiles that fit a problem, each with as many stages as fit."""
+    found: list[GemmConfig] = []
+    for tiles in BLOCK_SCALED_GEMMS if spec.x.swizzled else GEMMS:
+        tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
+        found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
+    return found
+
+
+def kernel(spec: ScaledGemmSpec) -> Any:
+    """The class of a problem's kernel. Imports CuTe DSL."""
+    module, name = ("block_scaled_gemm", "BlockScaledGemm") if spec.x.swizzled else ("scaled_gemm", "ScaledGemm")
+    return getattr(import_module(f"dsl_backend.gemm.sm100.{module}"), name)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of quantised operands for SM100's kernels, with tiles small enough for the emulator."""
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+import emulator
+from dsl_backend.gemm import scaled_host
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.sm100 import scaled_configs
+from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.format import NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
+from dsl_backend.quant.reference import Quantized, dequantized, mma_dequantized, mma_quantized
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.scaled import (
+    TENSOR,
+    Outputs,
+    ScaledCase,
+    Tensors,
+    budget_of,
+    check_outputs,
+    random_case,
+    tensors,
+)
+
+SMEM_BYTES = 227 * 1024
+SMS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """A case and the kernel that it runs with.
+
+    Attributes:
+        why: what this case alone would find.
+        sms: CTAs at most.
+    """
+
+    id: str
+    why: str
+    case: ScaledCase
+    config: GemmConfig
+    sms: int = SMS
+
+
+def spec_of(case: ScaledCase) -> ScaledLinearSpec:
+    return ScaledLinearSpec(
+        n=case.n,
+        k=case.k,
+        x=scaled_format(case.x),
+        weight=scaled_format(case.weight),
+        dtype=case.dtype,
+        out=case.out_kind,
+        activation=case.activation,
+        interleaved=case.interleaved,
+        bias=case.bias,
+    )
+
+
+GLOBAL_SCALES = (0.007, 0.3)
+
+
+def mma_tensors(case: ScaledCase, kind: ScaledFormat) -> tuple[Tensors, Tensors, torch.Tensor | None]:
+    """Tensors of MXFP8 or NVFP4, what they stand for in float64, and NVFP4's product of global scales."""
+    plain = tensors(replace(case, x=TENSOR, weight=TENSOR), "cpu")
+    global_scales = GLOBAL_SCALES if kind == NVFP4 else (1.0, 1.0)
+    stored, meant = [], []
+    for matrix, global_scale in zip(plain[:2], global_scales, strict=True):
+        spread = dequantized(matrix) * 2.0 ** (torch.arange(matrix.values.shape[1]) // 16 % 7 - 3)
+        quantized = mma_quantized(spread, kind, global_scale)
+        stored.append(quantized)
+        meant.append(Quantized(mma_dequantized(quantized, global_scale), torch.ones(1), TENSOR_SCALED))
+    alpha = torch.tensor([GLOBAL_SCALES[0] * GLOBAL_SCALES[1]]) if kind == NVFP4 else None
+    return Tensors(*stored, plain.bias, None), Tensors(*meant, plain.bias, None), alpha
+
+
+def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
+    """Compile, run on the emulator, judge; any finding or warning raises."""
+    case, spec = one.case, spec_of(one.case)
+    alpha = None
+    if spec.x.swizzled:
+        given, meant, alpha = mma_tensors(case, spec.x)
+    else:
+        given = meant = tensors(case, "cpu")
+    budget = budget_of(case, meant)
+    assert one.config.objections(spec, SMEM_BYTES) == []
+    out = torch.zeros(case.rows, case.n, dtype=spec.dtypes.out)
+    operands = ScaledOperands(
+        given.x.values, given.x.scale, given.weight.values, given.weight.scale, given.bias, out, given.out_scale, alpha
+    )
+    workspace = Workspace(torch.device("cpu"))
+    with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
+        function = scaled_host.build(
+            scaled_configs.kernel(spec), scaled_host.key_of(spec, one.config, False), from_arch("sm_100a")
+        )
+        scaled_host.run(function, one.config, operands, one.sms, workspace)
+    check_outputs(case, Outputs(out, None), budget)
+    return device
+
+
+PLAIN = ScaledCase(rows=150, n=80, k=656)
+GATED = replace(PLAIN, activation=Swiglu())
+TENSORS = {"x": "e4m3-tensor", "weight": "e4m3-tensor"}
+# Two stages and six blocks of k; tiles are 128 rows high.
+ONE_CTA = GemmConfig(box_n=32, stages=2)
+TWO_CTA = GemmConfig(box_n=32, stages=2, two_cta=True)
+SCALED_64 = BlockScaledConfig(box_n=64, stages=2)
+SCALED_128 = BlockScaledConfig(box_n=128, stages=2)
+
+CASES = [
+    Emulated(id="rows", why="all edges ragged; scales of rows and channels", case=PLAIN, config=ONE_CTA),
+    Emulated(
+        id="gated", why="scales of gate and up; sums of tiles in turn", case=replace(GATED, rows=300), config=ONE_CTA
+    ),
+    Emulated(
+        id="tensors",
+        why="one scale each; no edge; float16",
+        case=replace(GATED, rows=256, n=64, k=256, dtype=torch.float16, **TENSORS),
+        config=ONE_CTA,
+    ),
+    Emulated(id="one", why="one row of each tile is inside", case=replace(GATED, rows=1, n=16, k=16), config=ONE_CTA),
+    Emulated(
+        id="interleaved",
+        why="gate and up in turn, in scales and bias",
+        case=replace(GATED, n=112, k=144, interleaved=True, bias=True, activation=SWIGLU_OAI, gain=5),
+        config=GemmConfig(box_n=96, stages=2),
+    ),
+    Emulated(
+        id="wide",
+        why="all of tensor memory; three stages; rows apart",
+        case=replace(PLAIN, rows=140, n=272, k=400, bias=True, pad_x=16, pad_weight=32, x="e4m3-tensor"),
+        config=GemmConfig(box_n=128, stages=3),
+        sms=1,
+    ),
+    Emulated(
+        id="special",
+        why="NaN, and scales that are NaN, infinite and denormal",
+        case=replace(GATED, rows=70, special=True),
+        config=ONE_CTA,
+    ),
+    Emulated(
+        id="special-weights",
+        why="the same of weights",
+        case=replace(PLAIN, rows=20, special_weights=True),
+        config=ONE_CTA,
+    ),
+    Emulated(
+        id="two-cta",
+        why="two blocks multiply as one; the second one's last rows are outside",
+        case=replace(GATED, rows=300),
+        config=TWO_CTA,
+    ),
+    Emulated(
+        id="two-cta-plain",
+        why="neighbouring boxes, one a block; the second block has no row",
+        case=replace(PLAIN, rows=100, bias=True, weight="e4m3-tensor"),
+        config=TWO_CTA,
+    ),
+    Emulated(
+        id="two-cta-turns",
+        why="more tiles than there are sums, for two blocks; three stages",
+        case=replace(GATED, rows=700, n=144, k=272, interleaved=True, bias=True, activation=Geglu()),
+        config=replace(TWO_CTA, stages=3, band=1),
+        sms=2,
+    ),
+    Emulated(
+        id="mxfp8",
+        why="all edges ragged; accumulators side by side",
+        case=replace(PLAIN, x="mxfp8", weight="mxfp8"),
+        config=SCALED_64,
+    ),
+    Emulated(
+        id="mxfp8-gated",
+        why="scale factors of gate and up; accumulators overlap, of more tiles than two",
+        case=replace(GATED, rows=300, n=256, k=272, x="mxfp8", weight="mxfp8", bias=True),
+        config=SCALED_128,
+        sms=2,
+    ),
+    Emulated(
+        id="mxfp8-two-cta",
+        why="each CTA has all weights' factors",
+        case=replace(PLAIN, rows=300, n=272, k=400, x="mxfp8", weight="mxfp8"),
+        config=replace(SCALED_128, two_cta=True),
+        sms=2,
+    ),
+    Emulated(
+        id="nvfp4",
+        why="all edges ragged; four 16s of k a product",
+        case=replace(PLAIN, k=1184, x="nvfp4", weight="nvfp4"),
+        config=SCALED_64,
+    ),
+    Emulated(
+        id="nvfp4-gated",
+        why="scale factors of gate and up; accumulators overlap; alpha",
+        case=replace(GATED, rows=300, n=256, k=544, x="nvfp4", weight="nvfp4", bias=True),
+        config=SCALED_128,
+        sms=2,
+    ),
+    Emulated(
+        id="nvfp4-two-cta",
+        why="each CTA has all weights' factors; the second CTA has no row",
+        case=replace(GATED, rows=100, n=128, k=800, x="nvfp4", weight="nvfp4"),
+        config=replace(SCALED_128, two_cta=True, stages=3),
+        sms=2,
+    ),
+    Emulated(
+        id="nvfp4-two-cta-64",
+        why="half a box of 128 rows' factors for each CTA",
+        case=replace(PLAIN, rows=400, n=272, k=544, x="nvfp4", weight="nvfp4"),
+        config=replace(SCALED_64, two_cta=True, stages=3),
+        sms=2,
+    ),
+]
+
+
+def random_emulated(seed: int) -> Emulated:
+    """A small problem; the same for the same seed."""
+    draw = random.Random(f"quantised operands for SM100 {seed}")
+    config = GemmConfig(
+        box_n=draw.choice((16, 32, 64, 96)),
+        stages=draw.randint(2, 4),
+        two_cta=draw.random() < 0.5,
+        band=draw.randint(1, 4),
+    )
+    case = random_case(draw, 320)
+    x, weight = draw.choice(("e4m3-row", "e4m3-tensor")), draw.choice(("e4m3-row", "e4m3-tensor"))
+    case = replace(case, x=x, weight=weight, to="", row_major=False)
+    return Emulated(
+        id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
+    )
