@@ -33,7 +33,15 @@ from dsl_backend.gemm.sm90.configs import SwapABConfig
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.quant.format import ROW_SCALED
+from dsl_backend.quant.format import (
+    BLOCK_SCALED,
+    BLOCK_SCALED_E8M0,
+    GROUP_SCALED,
+    GROUP_SCALED_E8M0,
+    MXFP8,
+    NVFP4,
+    ROW_SCALED,
+)
 from dsl_backend.runtime import registry
 from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
@@ -141,6 +149,11 @@ SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "rows": {},
     "swiglu-oai-all": {"activation": SWIGLU_OAI, "interleaved": True, "bias": True},
     "geglu-all": {"activation": Geglu(), "bias": True},
+    "mxfp8": {"x": MXFP8, "weight": MXFP8, "activation": Swiglu(), "bias": True},
+    "nvfp4": {"x": NVFP4, "weight": NVFP4, "activation": Swiglu(), "bias": True},
+    "nvfp4-plain": {"x": NVFP4, "weight": NVFP4},
+    "blocks": {"x": GROUP_SCALED, "weight": BLOCK_SCALED, "bias": True},
+    "blocks-geglu": {"x": GROUP_SCALED_E8M0, "weight": BLOCK_SCALED_E8M0, "activation": Geglu(), "bias": True},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
 EXPERTS_LAYERS: dict[str, dict[str, Any]] = {

@@ -206,6 +206,15 @@ def e5m2_to_f16(word: cutlass.Int32, numeric: type[cutlass.Numeric], *, loc=None
     )
 
 
+@cute.jit
+def e8m0_to_f32(exponent: cutlass.Uint8) -> cutlass.Float32:
+    """2^(exponent - 127); NaN for 255. 2^-127 is denormal."""
+    bits = cutlass.max(cutlass.Int32(exponent) << 23, 1 << 22)
+    if exponent == 255:
+        bits = cutlass.Int32(0x7FC00000)
+    return bits.bitcast(cutlass.Float32)
+
+
 @dsl_user_op
 def f32_to_e4m3(
     a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, d: cutlass.Float32, *, loc=None, ip=None

@@ -5,18 +5,6 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-
-import emulator
-from dsl_backend.gemm import scaled_host
-from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
-from dsl_backend.gemm.scaled import ScaledOperands
-from dsl_backend.gemm.sm100 import scaled_configs
-from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig
-from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
-from dsl_backend.quant.reference import Quantized, dequantized, mma_dequantized, mma_quantized
-from dsl_backend.runtime.target import from_arch
-from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.scaled import (
     TENSOR,
     Outputs,
@@ -27,6 +15,18 @@ from dsl_backend.testing.scaled import (
     random_case,
     tensors,
 )
+
+import emulator
+from dsl_backend.gemm import scaled_host
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.sm100 import scaled_configs
+from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.format import NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
+from dsl_backend.quant.reference import Quantized, dequantized, mma_dequantized, mma_quantized
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 
 SMEM_BYTES = 227 * 1024
 SMS = 4
@@ -59,6 +59,7 @@ def spec_of(case: ScaledCase) -> ScaledLinearSpec:
         activation=case.activation,
         interleaved=case.interleaved,
         bias=case.bias,
+        column_major=case.x in ("e4m3-1x128", "e4m3-1x128-e8m0") and not case.row_major,
     )
 
 
@@ -96,7 +97,7 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
         function = scaled_host.build(
-            scaled_configs.kernel(spec), scaled_host.key_of(spec, one.config, False), from_arch("sm_100a")
+            scaled_configs.kernel(spec), scaled_host.key_of(spec, one.config, spec.column_major), from_arch("sm_100a")
         )
         scaled_host.run(function, one.config, operands, one.sms, workspace)
     check_outputs(case, Outputs(out, None), budget)
@@ -109,6 +110,9 @@ TENSORS = {"x": "e4m3-tensor", "weight": "e4m3-tensor"}
 # Two stages and six blocks of k; tiles are 128 rows high.
 ONE_CTA = GemmConfig(box_n=32, stages=2)
 TWO_CTA = GemmConfig(box_n=32, stages=2, two_cta=True)
+BLOCKED = {"x": "e4m3-1x128", "weight": "e4m3-128x128"}
+POWERS = {"x": "e4m3-1x128-e8m0", "weight": "e4m3-128x128-e8m0"}
+PROMOTED = PromotedConfig(box_n=64, stages=2)
 SCALED_64 = BlockScaledConfig(box_n=64, stages=2)
 SCALED_128 = BlockScaledConfig(box_n=128, stages=2)
 
@@ -214,6 +218,38 @@ CASES = [
         case=replace(PLAIN, rows=400, n=272, k=544, x="nvfp4", weight="nvfp4"),
         config=replace(SCALED_64, two_cta=True, stages=3),
         sms=2,
+    ),
+    Emulated(
+        id="blocks",
+        why="all edges ragged; more groups than accumulators",
+        case=replace(PLAIN, n=144, bias=True, **BLOCKED),
+        config=PROMOTED,
+    ),
+    Emulated(
+        id="blocks-gated",
+        why="scales of gate and up, whose rows begin within a block; more tiles than one; row-major scales",
+        case=replace(GATED, rows=300, n=192, k=272, row_major=True, **BLOCKED),
+        config=PROMOTED,
+        sms=2,
+    ),
+    Emulated(
+        id="blocks-interleaved",
+        why="a tile's gates and ups have one scale; powers of two",
+        case=replace(GATED, n=144, k=400, interleaved=True, **POWERS),
+        config=replace(PROMOTED, box_n=32),
+    ),
+    Emulated(
+        id="blocks-two-cta",
+        why="both CTAs' warps free an accumulator; scales that are NaN, infinite and denormal",
+        case=replace(PLAIN, rows=300, n=272, k=400, special=True, **BLOCKED),
+        config=replace(PROMOTED, two_cta=True, stages=3),
+        sms=2,
+    ),
+    Emulated(
+        id="powers-special",
+        why="exponents 0 and 255",
+        case=replace(PLAIN, rows=30, n=144, k=272, special=True, special_weights=True, **POWERS),
+        config=replace(PROMOTED, two_cta=True),
     ),
 ]
 

@@ -139,6 +139,32 @@ class BlockScaledConfig(GemmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromotedConfig(GemmConfig):
+    """The same where an epilogue thread sums a row of the tile in registers, and each stage has an accumulator."""
+
+    box_n: int = 64
+
+    @property
+    def acc_stages(self) -> int:
+        """Accumulators in tensor memory: a power of two."""
+        return TMEM_COLUMNS // allocated(2 * self.box_n)
+
+    @property
+    def tmem_columns(self) -> int:
+        return TMEM_COLUMNS
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if self.box_n not in (16, 32, 64):
+            reasons.append(
+                f"box_n {self.box_n} is not 16, 32 or 64: a thread sums up to 128 columns, and 128 are a block"
+            )
+        if spec.parts == 2 and not spec.interleaved and spec.n % self.box_n:
+            reasons.append(f"n {spec.n} is not a multiple of {self.box_n}: a box of up rows would have several scales")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SmallMConfig(SmallMTiles):
     """The GEMM for few rows: the weights are tcgen05.mma's M.
 

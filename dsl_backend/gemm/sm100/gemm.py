@@ -256,31 +256,40 @@ class Gemm(GemmBase):
                 epi = self.epi_tile(tile, i, epi_tiles)
                 first_column = n_tile * self.columns + epi * self.epilogue_n
                 stage = warp * 2 + (tile * epi_tiles + i) % 2
-                # The TMA store from this stage, the last but one, has read it.
-                cute.arch.cp_async_bulk_wait_group(1, read=True)
-                cute.arch.sync_warp()
-                row_address = swizzled(
-                    sOut.iterator.toint() + (stage * WARP + lane) * (2 * self.epilogue_n), self.epilogue_n
-                )
+                row_address = self.begin_store(sOut, stage)
                 # Of 64 columns whose halves were unrolled, ptxas spilled 40 bytes (erf, bias, residual).
                 for start in cutlass.range(0, self.epilogue_n, self.register_columns, unroll=1):
                     columns = tmem_column + epi * self.epilogue_n + start
                     self.convert(
                         params, row_address ^ start * 2, tmem_ptr, columns, first_row + lane, first_column + start
                     )
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    source = tOsO[None, stage]
-                    target = tOgO[None, first_row // WARP, first_column // self.epilogue_n]
-                    cute.copy(params.tma_atom_out, source, target)
-                    cute.arch.cp_async_bulk_commit_group()
+                self.end_store(
+                    params, tOsO[None, stage], tOgO[None, first_row // WARP, first_column // self.epilogue_n]
+                )
                 if cutlass.const_expr(self.releases_early):
                     if i == 0:
                         self.release(acc_pipeline, tile)
             if cutlass.const_expr(not self.releases_early):
                 self.release(acc_pipeline, tile)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def begin_store(self, sOut: cute.Tensor, stage: cutlass.Int32):
+        """Where in shared memory the thread's row of an epilogue tile goes, once it is free."""
+        # The TMA store from this stage, the last but one, has read it.
+        cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.arch.sync_warp()
+        row = stage * WARP + cute.arch.lane_idx()
+        return swizzled(sOut.iterator.toint() + row * (2 * self.epilogue_n), self.epilogue_n)
+
+    @cute.jit
+    def end_store(self, params: GemmParams, source: cute.Tensor, target: cute.Tensor):
+        """Store an epilogue tile that the warp has written."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.copy(params.tma_atom_out, source, target)
+            cute.arch.cp_async_bulk_commit_group()
 
     def acc_column(self, acc_pipeline: Pipeline, tile):
         """The first column of a tile's accumulators in tensor memory."""
@@ -319,24 +328,26 @@ class Gemm(GemmBase):
             row, first_column: of the whole output.
         """
         thread = cute.arch.thread_idx()[0]
-        row_scale = self.row_scale(params, row)
         acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
             tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
         cute.arch.fence_view_async_tmem_load()
+        self.finish(params, smem_address, acc, row, first_column)
+
+    def finish(self, params: GemmParams, smem_address, acc: list, row, first_column):
+        """The same of accumulators in registers, a tensor for each part."""
+        row_scale = self.row_scale(params, row)
         rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
-        for i in cutlass.range_constexpr(self.register_columns // VECTOR):
+        for i in range(self.register_columns // VECTOR):
             column = first_column + i * VECTOR
             values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
             values = self.with_scales(params, values, row_scale, column)
-            if cutlass.const_expr(params.mBias is not None):
+            if params.mBias is not None:
                 self.add_bias(params, values, column)
-            found = values[0]
-            if cutlass.const_expr(self.gated):
-                found = self.activate(*values)
-            if cutlass.const_expr(params.mResidual is not None):
+            found = self.activate(*values) if self.gated else values[0]
+            if params.mResidual is not None:
                 found = self.with_residual(params, found, row, column)
-            for j in cutlass.range_constexpr(VECTOR):
+            for j in range(VECTOR):
                 rOut[j] = found[j].to(self.out_dtype)
             # The swizzle flips bits of a vector's place in its row.
             address = smem_address ^ (i * VECTOR_BYTES)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
-from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig
+from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig, PromotedConfig
 
 MOST_STAGES = 12
 # Arithmetic, none of it timed.
@@ -14,13 +14,12 @@ BLOCK_SCALED_GEMMS = tuple(
     BlockScaledConfig(box_n=box_n, two_cta=two_cta)
     for box_n, two_cta in ((128, True), (64, True), (128, False), (64, False))
 )
+PROMOTED_GEMMS = tuple(PromotedConfig(two_cta=two_cta) for two_cta in (True, False))
 
 
 def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     """Why no kernel serves a problem; empty where one does."""
     reasons = []
-    if spec.x.blocked and not spec.x.swizzled:
-        reasons.append(f"x is {spec.x}: scales of groups and blocks are not multiplied yet")
     if spec.k % (MULTIPLE * spec.x.packed):
         reasons.append(f"k {spec.k} is not a multiple of {MULTIPLE * spec.x.packed}: TMA needs rows of whole 16 bytes")
     if spec.out is not None:
@@ -33,13 +32,24 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig]:
     """The tiles that fit a problem, each with as many stages as fit."""
     found: list[GemmConfig] = []
-    for tiles in BLOCK_SCALED_GEMMS if spec.x.swizzled else GEMMS:
+    for tiles in tiles_of(spec):
         tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
         found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
     return found
 
 
+def tiles_of(spec: ScaledGemmSpec) -> tuple[GemmConfig, ...]:
+    """Tiles of a problem's kernel."""
+    if spec.x.swizzled:
+        return BLOCK_SCALED_GEMMS
+    return PROMOTED_GEMMS if spec.x.blocked else GEMMS
+
+
 def kernel(spec: ScaledGemmSpec) -> Any:
     """The class of a problem's kernel. Imports CuTe DSL."""
-    module, name = ("block_scaled_gemm", "BlockScaledGemm") if spec.x.swizzled else ("scaled_gemm", "ScaledGemm")
+    module, name = "scaled_gemm", "ScaledGemm"
+    if spec.x.blocked:
+        module, name = "promoted_gemm", "PromotedGemm"
+    if spec.x.swizzled:
+        module, name = "block_scaled_gemm", "BlockScaledGemm"
     return getattr(import_module(f"dsl_backend.gemm.sm100.{module}"), name)
