@@ -91,9 +91,8 @@ def build(kernel: Callable[[ScaledKey[Any]], Any], key: ScaledKey[Config], targe
 
 def as_bytes(operands: ScaledOperands) -> ScaledOperands:
     """The operands as kernels see them."""
-    return ScaledOperands(
-        *(tensor.view(torch.uint8) if tensor is not None and tensor.itemsize == 1 else tensor for tensor in operands)
-    )
+    tensors = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
+    return operands._replace(**{name: one.view(torch.uint8) for name, one in tensors.items() if one.itemsize == 1})
 
 
 def run(function: Function, config: Config, operands: ScaledOperands, max_ctas: int, workspace: Workspace) -> None:

@@ -5,16 +5,6 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from dsl_backend.testing.scaled import (
-    TENSOR,
-    Outputs,
-    ScaledCase,
-    Tensors,
-    budget_of,
-    check_outputs,
-    random_case,
-    tensors,
-)
 
 import emulator
 from dsl_backend.gemm import scaled_host
@@ -27,6 +17,16 @@ from dsl_backend.quant.format import NVFP4, TENSOR_SCALED, ScaledFormat, scaled_
 from dsl_backend.quant.reference import Quantized, dequantized, mma_dequantized, mma_quantized
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.scaled import (
+    TENSOR,
+    Outputs,
+    ScaledCase,
+    Tensors,
+    budget_of,
+    check_outputs,
+    random_case,
+    tensors,
+)
 
 SMEM_BYTES = 227 * 1024
 SMS = 4
@@ -257,15 +257,24 @@ CASES = [
 def random_emulated(seed: int) -> Emulated:
     """A small problem; the same for the same seed."""
     draw = random.Random(f"quantised operands for SM100 {seed}")
-    config = GemmConfig(
-        box_n=draw.choice((16, 32, 64, 96)),
-        stages=draw.randint(2, 4),
-        two_cta=draw.random() < 0.5,
-        band=draw.randint(1, 4),
-    )
-    case = random_case(draw, 320)
-    x, weight = draw.choice(("e4m3-row", "e4m3-tensor")), draw.choice(("e4m3-row", "e4m3-tensor"))
-    case = replace(case, x=x, weight=weight, to="", row_major=False)
+    case = replace(random_case(draw, 320), to="")
+    more = {"stages": draw.randint(2, 4), "two_cta": draw.random() < 0.5, "band": draw.randint(1, 4)}
+    config: GemmConfig
+    if draw.random() < 0.4:
+        kind = draw.choice(("mxfp8", "nvfp4"))
+        more["stages"] = draw.randint(2, 3)
+        multiple = 16 if kind == "mxfp8" else 32
+        case = replace(case, k=-(-case.k // multiple) * multiple, interleaved=False, pad_weight=0, special=False)
+        case = replace(case, x=kind, weight=kind, row_major=False, special_weights=False)
+        if case.activation is not None:
+            case = replace(case, n=-(-case.n // 128) * 128)
+        config = BlockScaledConfig(box_n=128 if case.activation is not None else draw.choice((64, 128)), **more)
+    elif scaled_format(case.x).blocked:
+        config = PromotedConfig(box_n=draw.choice((16, 32, 64)), **more)
+        if case.activation is not None:
+            case = replace(case, n=-(-case.n // 64) * 64)
+    else:
+        config = GemmConfig(box_n=draw.choice((16, 32, 64, 96)), **more)
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )

@@ -15,7 +15,6 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import MMA_M, BlockScaledConfig
@@ -58,7 +57,7 @@ class BlockScaledGemm(ScaledGemm):
         if self.releases_early:
             self.acc_edge = Edge("accumulators", UMMA, warps(WARPGROUP // WARP, self.cluster), 1)
 
-    def params(self, operands: ScaledOperands, x_op, weight_op, sOut_tile, epi_tile) -> BlockScaledParams:
+    def params(self, operands, x_op, weight_op, sOut_tile, epi_tile):
         """The kernel's, with TMA descriptors; arguments as the base's."""
         base = super().params(operands, x_op, weight_op, sOut_tile, epi_tile)
         values = [getattr(base, field.name) for field in fields(base)]
@@ -80,12 +79,12 @@ class BlockScaledGemm(ScaledGemm):
         layout = cute.make_layout((1, words, rows, self.stages), stride=(words, 1, words, words * rows))
         return smem.allocate_tensor(cutlass.Int64, layout, byte_alignment=128)
 
-    def tx_bytes(self, params: BlockScaledParams, m_tile, cta_rank):
+    def tx_bytes(self, params, m_tile, cta_rank):
         """With the scale factors of all CTAs."""
         factors = self.atoms * SCALE_ATOM_BYTES * (1 + self.weight_atoms) * self.cluster
         return super().tx_bytes(params, m_tile, cta_rank) + factors
 
-    def load_scales(self, params: BlockScaledParams, sScales: cute.Tensor, m_tile, n_tile, k_tile, stage, mbar):
+    def load_scales(self, params, sScales, m_tile, n_tile, k_tile, stage, mbar):
         """X's scale factors and the weights'."""
         box = (1, self.atoms * ATOM_WORDS)
         self.load_factors(params.tma_atom_x_factors, params.mXFactors, sScales, 0, (m_tile, k_tile), stage, mbar, box)
@@ -167,7 +166,7 @@ class BlockScaledGemm(ScaledGemm):
             return params.mAlpha[0]
         return cutlass.Float32(1.0)
 
-    def with_scales(self, params: BlockScaledParams, values: list, row_scale, column) -> list:
+    def with_scales(self, params, values, row_scale, column):
         """8 accumulators of neighbouring columns of each part times alpha."""
         if params.mAlpha is None:
             return values

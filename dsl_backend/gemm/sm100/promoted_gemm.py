@@ -139,9 +139,9 @@ class PromotedGemm(ScaledGemm):
         found = scales[block, k_tile]
         return found if scales.element_type is cutlass.Float32 else e8m0_to_f32(found)
 
-    def row_scale(self, params: ScaledParams, row):
+    def row_scale(self, params, row):
         """None: scales were multiplied into the parts of the sums."""
 
-    def with_scales(self, params: ScaledParams, values: list, row_scale, column) -> list:
+    def with_scales(self, params, values, row_scale, column):
         """The sums as they are."""
         return values

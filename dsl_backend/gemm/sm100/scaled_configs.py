@@ -25,7 +25,7 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     if spec.out is not None:
         reasons.append(f"out is {spec.out}: outputs are float16 or bfloat16")
     if not reasons and not fitting(spec, smem_bytes):
-        reasons.append(f"{smem_bytes} bytes of shared memory are too few for every tile")
+        reasons += tiles_of(spec)[0].objections(spec, smem_bytes)
     return reasons
 
 

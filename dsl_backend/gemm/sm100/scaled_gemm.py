@@ -11,7 +11,6 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.gemm.args import GemmOperands, ScaledArgs
-from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sizes import BLOCK_BYTES
 from dsl_backend.gemm.sm100.configs import MMA_M, GemmConfig
@@ -46,7 +45,7 @@ class ScaledGemm(Gemm):
         """Launch; see `args.scaled_launch_args`."""
         self.launch(args.operands, args.max_ctas, stream)
 
-    def params(self, operands: ScaledOperands, x_op, weight_op, sOut_tile, epi_tile) -> ScaledParams:
+    def params(self, operands, x_op, weight_op, sOut_tile, epi_tile):
         """The kernel's, with TMA descriptors; arguments as the base's."""
         plain = GemmOperands(operands.x, operands.weight, operands.bias, None, operands.out)
         base = super().params(plain, x_op, weight_op, sOut_tile, epi_tile)
@@ -95,7 +94,7 @@ class ScaledGemm(Gemm):
             return params.mXScale[0]
         return params.mXScale[cutlass.min(row, params.mOut.shape[0] - 1)]
 
-    def with_scales(self, params: ScaledParams, values: list, row_scale, column) -> list:
+    def with_scales(self, params, values, row_scale, column):
         """8 accumulators of neighbouring columns of each part times the weights' scales, then x's."""
         if self.weight_format.block_rows is None:
             by_part = [[params.mWeightScale[0]] * VECTOR] * self.parts
