@@ -289,7 +289,8 @@ def launch(spec: ScaledLinearSpec, target: Target, operands: ScaledOperands) -> 
     tile = tile_of(spec, rows)
     given = ScaledOperands(*(as_bits(one, target) for one in operands))  # type: ignore[arg-type]
     x_scale = given.x_scale
-    tensors = Tensors(*(given.out if one is None else one for one in given))
+    used = (getattr(given, name) for name in Tensors._fields)
+    tensors = Tensors(*(given.out if one is None else one for one in used))
     strides = Strides(
         x=given.x.stride(0),
         x_scale=x_scale.stride(0),
