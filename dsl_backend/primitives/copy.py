@@ -88,6 +88,34 @@ def store_shared_remote(
 
 
 @dsl_user_op
+def load_matrices_transposed(address: cutlass.Int32, *, loc=None, ip=None) -> tuple[cutlass.Int32, ...]:
+    """Ldmatrix of four transposed matrices of 8 x 8 elements of 16 bits, by a warp.
+
+    Args:
+        address: in shared memory, of row lane % 8 of matrix lane / 8; 16 bytes.
+
+    Returns:
+        For each matrix elements (2 (lane % 4), lane / 4) and (2 (lane % 4) + 1, lane / 4), by (row in memory, place).
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[cutlass.Int32] * 4,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_matrices(address: cutlass.Int32, words: list, *, loc=None, ip=None) -> None:
+    """Stmatrix of one, two or four matrices of 8 x 8 elements of 16 bits, by a warp; arguments as below.
+
+    Row lane / 4 in memory has the words of four lanes.
+    """
+    store_matrix_words("", address, words, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_matrices_transposed(address: cutlass.Int32, words: list, *, loc=None, ip=None) -> None:
     """Stmatrix of one, two or four transposed matrices of 8 x 8 elements of 16 bits, by a warp.
 
@@ -96,10 +124,14 @@ def store_matrices_transposed(address: cutlass.Int32, words: list, *, loc=None, 
         words: for each matrix elements (lane / 4, 2 (lane % 4)) and (lane / 4, 2 (lane % 4) + 1). A row in memory has
             the first index from 0 to 7.
     """
+    store_matrix_words(".trans", address, words, loc=loc, ip=ip)
+
+
+def store_matrix_words(transposed: str, address: cutlass.Int32, words: list, *, loc, ip) -> None:
     count = len(words)
     registers = ", ".join(f"{{$r{1 + i}}}" for i in range(count))
     cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [{{$r0}}], {{ {registers} }};",
+        f"stmatrix.sync.aligned.m8n8.x{count}{transposed}.shared.b16 [{{$r0}}], {{ {registers} }};",
         read_only_args=[address, *words],
         loc=loc,
         ip=ip,

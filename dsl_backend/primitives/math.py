@@ -239,6 +239,40 @@ def f32_to_fp8(
     return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=[a, b, c, d], loc=loc, ip=ip)
 
 
+@dsl_user_op
+def permute_bytes(
+    low: cutlass.Int32, high: cutlass.Int32, selector: cutlass.Int32, *, loc=None, ip=None
+) -> cutlass.Int32:
+    """prmt.b32: byte i of the result is byte (selector >> 4i) & 7 of the eight of `low` and `high`."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[cutlass.Int32],
+        read_only_args=[low, high, selector],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def add_f16x2(a: cutlass.Int32, b: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Int32:
+    """Add two pairs of float16."""
+    return cute.arch.inline_ptx(
+        "add.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[cutlass.Int32], read_only_args=[a, b], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def f16x2_to_f32(word: cutlass.Int32, *, loc=None, ip=None) -> Pair:
+    """Two float16 as float32, the low one first. Exact."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        write_only_types=[cutlass.Float32, cutlass.Float32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
 def ex2_emulation_pair(x: Pair) -> Pair:
     """2^x of finite x up to 127 on the FMA units (Cody and Waite, 1980); x below -126 counts as -126."""
     x = tuple(cute.arch.fmax(value, MIN_EXPONENT) for value in x)

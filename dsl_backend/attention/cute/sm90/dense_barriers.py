@@ -15,13 +15,15 @@ from dsl_backend.attention.cute.mbarriers import (
 )
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
+from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
+from dsl_backend.attention.cute.transpose import TRANSPOSE_WARPS
 
 
 class Barriers(NamedTuple):
     """Arrays of mbarriers in pairs: `full` for the producer of a stage, `empty` for its consumers.
 
     `k_loaded` and `k_taken` are full and empty of the fp8 stages of K, from which DequantWarps fill the 16-bit ones;
-    `v_loaded` and `v_taken` those of V.
+    `v_loaded` and `v_taken` those of V. The kernel with e4m3 products has these of V alone: TransposeWarps fill `v_full`.
     """
 
     q_full: cute.Pointer
@@ -57,3 +59,20 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
     if fp8:
         arrays |= dequant_mbar_arrays("kv", fp8, dequant_warps)
     return arrays
+
+
+def fp8_mbar_arrays(config: Fp8Config) -> dict[str, MbarArray]:
+    """The same of the kernel with e4m3 products, in which V has stages as it is stored and stages transposed."""
+    q, kv = config.query_stages, config.stages
+    mma_warps = config.groups * WARPS_PER_WARPGROUP
+    return {
+        "q_full": MbarArray(q, TMA),
+        "q_empty": MbarArray(q, mma_warps),
+        "k_full": MbarArray(kv, TMA),
+        "k_empty": MbarArray(kv, mma_warps),
+        "v_full": MbarArray(kv, TRANSPOSE_WARPS),
+        "v_empty": MbarArray(kv, mma_warps),
+        "work_full": MbarArray(WORK_TILE_STAGES, SCHEDULER_WARPS),
+        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + TRANSPOSE_WARPS + LOAD_WARPS),
+        **dequant_mbar_arrays("v", kv, TRANSPOSE_WARPS),
+    }

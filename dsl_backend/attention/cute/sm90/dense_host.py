@@ -5,7 +5,9 @@ from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.host import DenseKernel
 from dsl_backend.attention.cute.sm90.dense_configs import default_config, default_split_config
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
-from dsl_backend.attention.variants import SM90_DECODE, SM90_PREFILL
+from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config
+from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward, Fp8Key
+from dsl_backend.attention.variants import SM90_DECODE, SM90_FP8_PREFILL, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -39,3 +41,17 @@ class Prefill(Dense):
     default = staticmethod(default_config)
     variants = staticmethod(SM90_PREFILL)
     extend_type = SplitKV
+
+
+def build_fp8(key: Fp8Key, target: Target) -> Function:
+    """The compiled function, which takes the operands of Fp8Forward.__call__."""
+    return compile_kernel(Fp8Forward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
+
+
+class Fp8Prefill(DenseKernel):
+    """Attention of long queries with e4m3 products."""
+
+    build = staticmethod(build_fp8)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM90_FP8_PREFILL)

@@ -19,7 +19,7 @@ from dsl_backend.attention.cute.sm90.dense_barriers import Barriers
 from dsl_backend.attention.cute.sm90.dense_configs import WGMMA_M
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.sm90.split_fold import SplitFold
-from dsl_backend.attention.cute.softmax import finalize
+from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.attention.cute.tiles import TiledKernel, row_offset
 from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register, keep_alive, words_of
 from dsl_backend.primitives.copy import clear_rows, store_vector
@@ -66,7 +66,25 @@ class MmaConsumer:
         self.row = self.warpgroup * WGMMA_M + thread % WARPGROUP // 32 * 16 + lane // QUAD
         self.column = lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(thread), tiled_mma_pv.get_slice(thread)
+        self.partition(tiled_mma_qk, tiled_mma_pv, sQ, sK, sV)
+        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        self.softmax = self.make_softmax()
+        self.split_fold = None
+        if kernel.key.tiles_per_split:
+            threads = kernel.config.groups * WARPGROUP
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads)
+
+    def partition(
+        self,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+    ) -> None:
+        """Make the thread's operands and accumulators."""
+        kernel = self.kernel
+        thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(self.thread), tiled_mma_pv.get_slice(self.thread)
         self.tSrQ = tiled_mma_qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
         self.tSrK = tiled_mma_qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
@@ -80,18 +98,15 @@ class MmaConsumer:
         )
         # The next P, while P V of the tile before still reads tOrP.
         self.tOrP_next = cute.make_rmem_tensor(self.tOrP.shape, kernel.dtype_v) if self.config.speculative_max else None
-        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        self.softmax = SpeculativeSoftmax(
+
+    def make_softmax(self) -> OnlineSoftmax:
+        return SpeculativeSoftmax(
             ROWS_PER_THREAD,
             QUAD,
             self.rows.score_mod,
             RESCALE_THRESHOLD,
-            in_order=kernel.key.tiles_per_split > 0,
+            in_order=self.key.tiles_per_split > 0,
         )
-        self.split_fold = None
-        if kernel.key.tiles_per_split:
-            threads = kernel.config.groups * WARPGROUP
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads)
 
     @cute.jit
     def run(self):
@@ -137,6 +152,7 @@ class MmaConsumer:
         self.acc_O.fill(0.0)
         self.rows.start(work)
         cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(tile_count, self.config.query_stages))
+        self.begin_q(q_stage)
         n_block = work.n_block_max - 1
         self.mma_first_n_block(work, n_block, q_stage, kv_idx)
         kv_idx += 1
@@ -155,10 +171,17 @@ class MmaConsumer:
             for i in cutlass.range(n_block_full_min - work.n_block_min, unroll=1):
                 self.mma_n_block(work, n_block_full_min - 1 - i, q_stage, kv_idx, True)
                 kv_idx += 1
-        self.release_q(q_stage)
+        self.end_q(q_stage)
         self.mma_last_pv(work, kv_idx - 1)
         self.epilogue(work)
         return kv_idx
+
+    def begin_q(self, q_stage: cutlass.Int32) -> None:
+        """Before the first Q K^T of a work tile, whose Q has arrived."""
+
+    def end_q(self, q_stage: cutlass.Int32) -> None:
+        """After the last Q K^T of a work tile."""
+        self.release_q(q_stage)
 
     # ------------------------------------------------------------------ key tiles
 
@@ -247,9 +270,13 @@ class MmaConsumer:
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.tSrQ, mode=[2])):
             tiled_mma = self.tiled_mma_qk if cutlass.const_expr(k > 0) else self.tiled_mma_qk_first
-            tSrQ, tSrK = self.tSrQ[None, None, k, q_stage], self.tSrK[None, None, k, stage]
+            tSrQ, tSrK = self.q_block(k, q_stage), self.tSrK[None, None, k, stage]
             cute.gemm(tiled_mma, self.acc_S, tSrQ, tSrK, self.acc_S)
         warpgroup.commit_group()
+
+    def q_block(self, k: int, q_stage: cutlass.Int32) -> cute.Tensor:
+        """The A operand of a k-block of Q K^T."""
+        return self.tSrQ[None, None, k, q_stage]
 
     @cute.jit
     def issue_pv(self, kv_idx: cutlass.Int32):

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of the SM90 kernel whose products are in 8 bits. Needs no CuTe DSL."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
+from dsl_backend.attention.cute.sm90.dense_configs import MAX_STAGES, REGISTERS, WGMMA_M
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import E4M3
+
+K_BLOCK = 32  # elements of a row that one WGMMA of 8 bits takes
+# P is at most 2^8.8 = 445.7: e4m3 holds 448.
+MAX_P_EXPONENT = 8.8
+# Registers of an MMA thread besides O, S, P and Q: addresses, the state of the softmax, the loop's.
+OTHER_REGISTERS = 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Tile shape and pipeline stages of the kernel with e4m3 products.
+
+    Attributes:
+        groups: MMA warpgroups, each with 64 rows of a tile.
+        tile_n: keys of a tile.
+        stages: smem stages of K, of V as it is stored, and of V transposed.
+        query_stages: smem stages of Q.
+        ctas_per_sm: CTAs per SM.
+        ping_pong: warpgroups take turns at issuing MMAs.
+        accumulate_period: key tiles whose P V the tensor cores add up before float32 additions take over: their own
+            accumulator keeps about 14 bits. 0: all tiles of a row.
+        p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
+            is left below 448 is how far a score may exceed row_max before O is rescaled.
+    """
+
+    groups: int
+    tile_n: int
+    stages: int
+    query_stages: int = 1
+    ctas_per_sm: int = 1
+    ping_pong: bool = False
+    accumulate_period: int = 4
+    p_offset: float = 8.0
+
+    @property
+    def tile_m(self) -> int:
+        return self.groups * WGMMA_M
+
+    @property
+    def threads(self) -> int:
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread of the MMA warpgroups, and of the load, scheduler and transposition warps; no dequantization."""
+        return (*REGISTERS[self.groups], 0)
+
+    @property
+    def dequant_stages(self) -> int:
+        """The stages that TMA fills."""
+        return self.stages
+
+    @property
+    def rescale_threshold(self) -> float:
+        """How far a score may exceed row_max, in base 2, before O is rescaled."""
+        return MAX_P_EXPONENT - self.p_offset
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Shared memory of a CTA."""
+        q_bytes = spec.dtype.itemsize * self.query_stages * self.tile_m * max(spec.head_dim, spec.head_dim_v)
+        kv_bytes = self.stages * self.tile_n * (spec.head_dim + 2 * spec.head_dim_v)
+        return q_bytes + kv_bytes + MBARRIER_BYTES * 2 * (self.query_stages + 3 * self.stages) + WORK_TILE_SMEM_BYTES
+
+    def registers_needed(self, spec: AttentionSpec) -> int:
+        """Registers of an MMA thread that hold O, in one level or two, S, P and Q, and the others."""
+        levels = 2 if self.accumulate_period else 1
+        return (
+            levels * spec.head_dim_v // 2 + self.tile_n // 2 + (self.tile_n + spec.head_dim) // 8 + OTHER_REGISTERS
+        )
+
+    def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
+        """Why the kernel cannot be built with this configuration; empty if it can.
+
+        Args:
+            smem_bytes: the limit of a CTA.
+        """
+        reasons = unserved(spec)
+        if self.groups not in REGISTERS:
+            reasons.append(f"{self.groups} warpgroups: one of {sorted(REGISTERS)} is possible")
+        if self.tile_n % K_BLOCK or not K_BLOCK <= self.tile_n <= 256:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {K_BLOCK} up to 256 is possible")
+        if self.stages < 2 or self.query_stages < 1:
+            reasons.append(f"{self.stages} K stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
+        if not 0 <= self.p_offset <= 8:
+            reasons.append(f"P times 2^{self.p_offset:g}: an exponent from 0 to 8 is possible")
+        if self.accumulate_period < 0:
+            reasons.append(f"sums of {self.accumulate_period} tiles: 1 or more are possible, or 0 for all")
+        if reasons:
+            return reasons
+        available = self.registers[0]
+        if self.registers_needed(spec) > available:
+            reasons.append(f"O, S, P and Q take {self.registers_needed(spec)} registers: a thread has {available}")
+        smem_needed = self.smem_bytes(spec) * self.ctas_per_sm
+        if smem_needed > smem_bytes:
+            reasons.append(f"{self.ctas_per_sm} CTAs need {smem_needed} bytes of shared memory: there are {smem_bytes}")
+        return reasons
+
+
+def unserved(spec: AttentionSpec) -> list[str]:
+    """What no configuration serves."""
+    reasons = []
+    if spec.kv != E4M3:
+        reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if dim % K_BLOCK or not 64 <= dim <= 256:
+            reasons.append(f"{name} {dim} is not a multiple of {K_BLOCK} from 64 to 256")
+    if spec.batch_invariant:
+        # Decode widens the cache: a row's bits would depend on how many queries its request has.
+        reasons.append("batch invariance: short queries have other products than long ones")
+    return reasons
+
+
+def default_fp8_config(spec: AttentionSpec) -> Fp8Config:
+    """The default for long queries: not measured on a GPU."""
+    if spec.head_dim_v <= 64:
+        return Fp8Config(groups=2, tile_n=128, stages=4, query_stages=2, ping_pong=True)
+    if spec.head_dim_v <= 128:
+        return Fp8Config(groups=2, tile_n=64, stages=4, ping_pong=True)
+    # Two accumulators of more than 128 columns do not fit a thread's registers.
+    return Fp8Config(groups=2, tile_n=64, stages=2, ping_pong=True, accumulate_period=0)
+
+
+def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8Config]:
+    """Configurations to tune, each with the most stages that fit."""
+    choices = itertools.product((64, 96, 128, 160, 192), (False, True), (0, 2, 4, 8), (8.0, 4.0))
+    for tile_n, ping_pong, period, p_offset in choices:
+        tiles = Fp8Config(
+            groups=2, tile_n=tile_n, stages=2, ping_pong=ping_pong, accumulate_period=period, p_offset=p_offset
+        )
+        fitting = [replace(tiles, stages=stages) for stages in range(2, MAX_STAGES + 1)]
+        yield from [config for config in fitting if not config.objections(spec, smem_bytes)][-1:]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention forward for SM90 with products in 8 bits, for long queries over an e4m3 cache.
+
+As in FlashAttention-3's fp8 forward (Shah et al., 2024): K is used as it is stored, V is transposed in shared memory,
+and P is rounded to e4m3. Here MMA warps quantize Q, which arrives in 16 bits; two of the load warp's warpgroup transpose.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
+from dsl_backend.attention.cute.dequant import tma_barriers
+from dsl_backend.attention.cute.loader.dense import LoadWarp
+from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
+from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
+from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, Barriers, fp8_mbar_arrays
+from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP, DenseForward
+from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
+from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer
+from dsl_backend.attention.cute.tiles import SWIZZLES, LayerKey, TiledKernel
+from dsl_backend.attention.cute.transpose import TransposeWarps
+from dsl_backend.primitives import dependent_launch
+
+FIRST_TRANSPOSE_WARP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Key(LayerKey):
+    """All that the kernel's code depends on."""
+
+    config: Fp8Config
+
+
+class Fp8Forward(DenseForward):
+    """As DenseForward, without split-KV; keys and values are e4m3."""
+
+    def __init__(self, key: Fp8Key):
+        TiledKernel.__init__(self, key, key.config)
+        self.mma_registers, self.load_registers, _ = key.config.registers
+
+    def tiled_mmas(self) -> TiledMmas:
+        groups, e4m3 = (self.config.groups, 1, 1), cutlass.Float8E4M3FN
+
+        def tiled_mma(columns: int) -> cute.TiledMma:
+            return hopper_helpers.make_trivial_tiled_mma(
+                e4m3,
+                e4m3,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                cutlass.Float32,
+                groups,
+                (64, columns),
+                warpgroup.OperandSource.RMEM,
+            )
+
+        return TiledMmas(tiled_mma(self.tile_n), tiled_mma(self.dims_v))
+
+    def fp8_atom(self, width: int) -> cute.ComposedLayout:
+        """The swizzled layout atom of rows of `width` bytes."""
+        return warpgroup.make_smem_layout_atom(SWIZZLES[fp8_chunk(width) // 2], cutlass.Uint8)
+
+    def fp8_stages(self, rows: int, width: int) -> cute.ComposedLayout:
+        """(row, byte, stage) in shared memory: chunks of columns, each (row, chunk)."""
+        return cute.tile_to_shape(self.fp8_atom(width), (rows, width, self.config.stages), order=(0, 1, 2))
+
+    def key_box(self, width: int):
+        box = (self.box, fp8_chunk(width))
+        return cute.tile_to_shape(self.fp8_atom(width), box, order=(0, 1)), box
+
+    def fp8_tensors(self, allocator: cutlass.utils.SmemAllocator, rows: int, width: int) -> list[cute.Tensor]:
+        """The same stages as bytes, which TMA and the transposition write, and as e4m3, which MMAs read."""
+        layout = self.fp8_stages(rows, width)
+        place = allocator.allocate(cute.cosize(layout.outer), byte_alignment=1024)
+        types = cutlass.Uint8, cutlass.Float8E4M3FN
+        return [cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype=kind), layout.outer) for kind in types]
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: TiledMmas,
+        loads: DenseLoads,
+        outputs: Outputs,
+        scheduler_workspace: cute.Tensor | None,
+        requests: Requests,
+        scoring: ScoreModArgs,
+    ):
+        config = self.config
+        q_layout = self.query_tiles(self.dims)
+        allocator = cutlass.utils.SmemAllocator()
+        q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+        sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
+        sK_tma, sK = self.fp8_tensors(allocator, self.tile_n, self.dims)
+        sV_tma, _ = self.fp8_tensors(allocator, self.tile_n, self.dims_v)
+        sVt_bytes, sVt = self.fp8_tensors(allocator, self.dims_v, self.tile_n)
+        work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
+        arrays = fp8_mbar_arrays(config)
+        barriers = Barriers(**allocate_mbarriers(allocator, arrays))
+
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                init_mbarriers(barriers, arrays)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        # Nothing before this point depends on the kernels before this one (programmatic dependent launch).
+        dependent_launch.wait()
+        work_pipeline = WorkTilePipeline(work_tiles, barriers.work_full, barriers.work_empty)
+        if warp < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(self.load_registers)
+            if warp == LOAD_WARP:
+                LoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
+            if warp == SCHEDULER_WARP:
+                self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
+            if warp >= FIRST_TRANSPOSE_WARP:
+                widths = fp8_chunk(self.dims_v), fp8_chunk(self.tile_n)
+                transposer = thread - FIRST_TRANSPOSE_WARP * 32
+                TransposeWarps(self, work_pipeline, barriers, sV_tma, sVt_bytes, widths, requests, transposer).run()
+        else:
+            cute.arch.setmaxregister_increase(self.mma_registers)
+            Fp8MmaConsumer(
+                self,
+                work_pipeline,
+                mmas,
+                barriers,
+                sQ,
+                sK,
+                sVt,
+                outputs,
+                requests,
+                scoring,
+                thread - WARPGROUP,
+            ).run()

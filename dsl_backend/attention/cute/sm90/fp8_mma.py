@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MMA warpgroups of the SM90 kernel with e4m3 products: Q quantized in registers, P from registers, O in two levels.
+
+Tensor cores add up 8-bit products with about 14 bits (DeepSeek-V3's report, 3.3.2). So they sum P V of a few key tiles
+only, which float32 additions then add to O.
+"""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import warpgroup
+
+from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
+from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand, rescale_rows
+from dsl_backend.attention.cute.sm90.fp8_softmax import Fp8Softmax
+from dsl_backend.primitives.accumulators import fence_operand, words_of
+from dsl_backend.primitives.math import f32_to_e4m3
+
+LARGEST = 448.0  # of e4m3
+LEAST_MAXIMUM = 2.0**-100  # of a row of Q: its scale and the scale's inverse are finite
+
+
+class Fp8MmaConsumer(MmaConsumer):
+    """As MmaConsumer. Q is read once for a work tile: its stage is empty before the first product."""
+
+    softmax: Fp8Softmax
+
+    def partition(
+        self,
+        tiled_mma_qk: cute.TiledMma,
+        tiled_mma_pv: cute.TiledMma,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,  # (head_dim_v, tile_n, stage), transposed
+    ) -> None:
+        kernel = self.kernel
+        thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(self.thread), tiled_mma_pv.get_slice(self.thread)
+        e4m3 = cutlass.Float8E4M3FN
+        self.tSrQ = cute.make_rmem_tensor(thr_mma_qk.partition_shape_A((kernel.tile_m, kernel.dims)), e4m3)
+        self.tSrK = tiled_mma_qk.make_fragment_B(thr_mma_qk.partition_B(sK))
+        self.tOrV = tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(sV))
+        self.acc_S = cute.make_rmem_tensor(
+            thr_mma_qk.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32
+        )
+        self.tOrP, self.tOrP_next = (
+            cute.make_rmem_tensor(thr_mma_pv.partition_shape_A((kernel.tile_m, kernel.tile_n)), e4m3) for _ in range(2)
+        )
+        shape_O = thr_mma_pv.partition_shape_C((kernel.tile_m, kernel.dims_v))
+        self.acc_O = cute.make_rmem_tensor(shape_O, cutlass.Float32)
+        self.acc_O_total = (
+            cute.make_rmem_tensor(shape_O, cutlass.Float32) if self.config.accumulate_period else None
+        )
+
+    def make_softmax(self) -> Fp8Softmax:
+        config = self.config
+        return Fp8Softmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, config.p_offset, config.rescale_threshold)
+
+    # ------------------------------------------------------------------ Q
+
+    @cute.jit
+    def begin_q(self, q_stage: cutlass.Int32):
+        """Quantize the thread's part of Q, each row by its own maximum."""
+        if cutlass.const_expr(self.acc_O_total is not None):
+            self.acc_O_total.fill(0.0)
+        words, sQ = words_of(self.tSrQ), self.sQ[None, None, q_stage]
+        count = cutlass.const_expr(self.kernel.dims // 16)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            values = cute.make_rmem_tensor((4, count), self.kernel.dtype)
+            for i in cutlass.range_constexpr(count):
+                block = cute.local_tile(sQ, (1, 4), (self.row + 8 * row, self.column // 2 + 4 * i))
+                cute.autovec_copy(cute.group_modes(block, 0, 2), values[None, i])
+            row_max = cutlass.Float32(LEAST_MAXIMUM)
+            for i in cutlass.range_constexpr(cute.size(values)):
+                value = values[i].to(cutlass.Float32)
+                row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
+            row_max = self.softmax.reduce_max(row_max)
+            self.softmax.q_scale[row] = row_max * (1.0 / LARGEST)
+            inverse = LARGEST / row_max
+            for i in cutlass.range_constexpr(count):
+                scaled = [values[j, i].to(cutlass.Float32) * inverse for j in range(4)]
+                words[i // 2 * 4 + i % 2 * 2 + row] = f32_to_e4m3(*scaled)
+        self.release_q(q_stage)
+
+    def end_q(self, q_stage: cutlass.Int32) -> None:
+        """Nothing: `begin_q` has released the stage."""
+
+    def q_block(self, k: int, q_stage: cutlass.Int32) -> cute.Tensor:
+        return self.tSrQ[None, None, k]
+
+    # ------------------------------------------------------------------ key tiles
+
+    @cute.jit
+    def mma_first_n_block(self, work: WorkTile, n_block: cutlass.Int32, q_stage: cutlass.Int32, kv_idx: cutlass.Int32):
+        self.warp_scheduler_barrier_sync()
+        self.issue_qk(q_stage, kv_idx)
+        self.warp_scheduler_barrier_arrive()
+        warpgroup.wait_group(0)
+        fence_operand(self.acc_S)
+        self.release_kv(self.barriers.k_empty, kv_idx)
+        self.softmax.online_softmax_e4m3(self.scores(work, n_block, True), words_of(self.tOrP), self.acc_scale)
+
+    @cute.jit
+    def mma_n_block(
+        self,
+        work: WorkTile,
+        n_block: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        self.warp_scheduler_barrier_sync()
+        self.issue_qk(q_stage, kv_idx)
+        self.issue_pv(kv_idx - 1)
+        self.warp_scheduler_barrier_arrive()
+        warpgroup.wait_group(1)
+        fence_operand(self.acc_S)
+        self.release_kv(self.barriers.k_empty, kv_idx)
+        scores = self.scores(work, n_block, masked)
+        self.softmax.online_softmax_e4m3(scores, words_of(self.tOrP_next), self.acc_scale)
+        self.wait_pv(kv_idx - 1)
+        if cutlass.const_expr(self.acc_O_total is not None):
+            if (n_block + 1) % self.config.accumulate_period == 0:
+                self.add_to_total()
+            rescale_rows(self.acc_O_total, self.acc_scale)
+        rescale_rows(self.acc_O, self.acc_scale)
+        move_operand(self.tOrP_next, self.tOrP, self.rows.requests.rows >> 31)
+
+    @cute.jit
+    def mma_last_pv(self, work: WorkTile, kv_idx: cutlass.Int32):
+        self.issue_pv(kv_idx)
+        self.wait_pv(kv_idx)
+        if cutlass.const_expr(self.acc_O_total is not None):
+            for i in cutlass.range_constexpr(cute.size(self.acc_O)):
+                self.acc_O[i] += self.acc_O_total[i]
+
+    @cute.jit
+    def add_to_total(self):
+        """Add O of the key tiles since the last call to that of the tiles before, in float32."""
+        for i in cutlass.range_constexpr(cute.size(self.acc_O)):
+            self.acc_O_total[i] += self.acc_O[i]
+            self.acc_O[i] = 0.0
+
+    @cute.jit
+    def scores(self, work: WorkTile, n_block: cutlass.Int32, masked: cutlass.Constexpr[bool]):
+        acc_S = reshape_acc_to_mn(self.acc_S)
+        if cutlass.const_expr(self.rows.score_mod.modifies):
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+                for j in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
+                    acc_S[row, j] *= self.softmax.q_scale[row]
+        self.rows.apply_score_mod(acc_S, work, n_block)
+        if cutlass.const_expr(masked):
+            self.rows.apply_mask(acc_S, work, n_block)
+        return acc_S
+
+    # ------------------------------------------------------------------ epilogue
+
+    def row_stats(self, row: int) -> tuple[cutlass.Float32, cutlass.Float32]:
+        return self.softmax.row_stats(row)
