@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from dsl_backend.providers import Launch
+from dsl_backend.providers import Launch, Limits
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.tuned import TunedConfigs
@@ -53,6 +53,7 @@ class Contest:
         precompile_spec: the precompile spec of a configuration; None if there is nothing to compile.
         prepare: makes the problem's tensors.
         note: text to print for a configuration and its microseconds.
+        limits: the largest errors of the first configuration.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Contest:
     precompile_spec: Callable[[Any], PrecompileSpec | None]
     prepare: Callable[[], Ready]
     note: Callable[[Any, float], str] = lambda config, time_us: ""
+    limits: Limits = BF16_LIMITS
 
     @property
     def precompile_specs(self) -> Iterator[PrecompileSpec]:
@@ -127,7 +129,7 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
             run = ready.runner(config)
             output = result_of(run, ready.outputs)
             if naive is None:
-                check.require_right(output, ready.expected, BF16_LIMITS)
+                check.require_right(output, ready.expected, contest.limits)
                 naive = output[ready.expected.rows].clone()
             else:
                 check.require_as_good(output, ready.expected, naive)

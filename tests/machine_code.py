@@ -125,6 +125,8 @@ LAYERS = (
     dense("hd512", heads=(16, 2), dim=512),
     dense("hd192x128-packed", heads=(16, 16), dim=192, dim_v=128, page=None),
     dense("hd128-fp8", heads=(32, 8), dim=128, fp8=True),
+    dense("hd64-fp8-window-softcap-sinks", heads=(64, 8), dim=64, fp8=True, window=(99, None), softcap=5.0, sinks=True),
+    dense("hd192x128-fp8-packed", heads=(16, 16), dim=192, dim_v=128, page=None, fp8=True),
     dense("hd64-invariant", heads=(64, 8), dim=64, batch_invariant=True),
     dense("hd128-invariant", heads=(32, 8), dim=128, batch_invariant=True),
     dense("hd192x128-invariant", heads=(16, 16), dim=192, dim_v=128, page=None, batch_invariant=True),
@@ -186,6 +188,7 @@ def attention_subjects() -> Iterator[Subject]:
                         kinds += ["longest"] if long_query_config(case.spec) else []
                         # On SM100 it is the kernel for short queries.
                         kinds += ["extend"] if extend_config(case.spec) else []
+                        kinds += ["e4m3"] if not dispatch.fp8_products(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.mla:
                         smem_bytes = from_arch(arch).smem_bytes
                         kinds += ["few"] if sm100.few_rows_config(case.spec, smem_bytes) else []
@@ -197,12 +200,14 @@ def attention_subjects() -> Iterator[Subject]:
 
 
 def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
+    from dsl_backend.attention.dispatch import FP8_PRODUCTS
     from dsl_backend.attention.plan import Planner
     from dsl_backend.runtime.target import from_arch
     from dsl_backend.runtime.workspace import Workspace
 
     spec: AttentionSpec = case.spec
-    planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), "cute")
+    name = FP8_PRODUCTS if kind == "e4m3" else "cute"
+    planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), name)
     kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
     kernel = kernel.other if kind in ("longest", "few") else kernel.extend if kind == "extend" else kernel
     if kind == "launched":
@@ -391,7 +396,7 @@ def counted(file: Path) -> tuple[int | None, int | None]:
         return None, None
     text = subprocess.run([program, "-c", str(file)], capture_output=True, text=True, check=True).stdout
     # A product of no size only closes a batch of them.
-    products = len(re.findall(r"HGMMA\.64x\d+x\d+\.F32", text))
+    products = len(re.findall(r"[HQ]GMMA\.64x\d+x\d+\.F32", text))
     return products, len(re.findall(r"WARPGROUP\.DEPBAR", text))
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """dsl_backend's own kernels as providers; `kernel` is a name from the dispatch table, or None for dispatch's choice."""
 
+from functools import partial
+
 import torch
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.providers import Run
+from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
+from ..check import FP8_LIMITS
 from ..columns import reasons
 from .inputs import Inputs
 from .problems import Problem, WriteProblem
@@ -49,3 +52,13 @@ def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = No
         return layer.cache
 
     return run
+
+
+provider(
+    "prefill",
+    name="e4m3",
+    objections=partial(objections, Operation.PREFILL, kernel=dispatch.FP8_PRODUCTS),
+    limits=lambda problem: FP8_LIMITS,
+    default=False,
+    package="dsl-backend",
+)(partial(attention, kernel=dispatch.FP8_PRODUCTS))

@@ -22,6 +22,7 @@ from dsl_backend.runtime.workspace import Workspace
 
 from .. import sweep, timing
 from ..case import Case, select
+from ..check import BF16_LIMITS, FP8_LIMITS
 from ..sweep import Contest, Ready
 from . import inputs, oracle, rows
 from .problems import Problem
@@ -47,14 +48,19 @@ def runner(kernel: Any, made: inputs.Inputs, fp8: bool) -> Callable[[int], torch
     return run
 
 
-def contest(operation: Operation, case: Case[Problem], target: Target, device: torch.device) -> Contest:
+def contest(
+    operation: Operation, case: Case[Problem], target: Target, device: torch.device, kernel: str = "cute"
+) -> Contest:
     """All configurations of the CuTe DSL kernel that serves a case.
+
+    Args:
+        kernel: its name in the dispatch table.
 
     Raises:
         Unsupported: no CuTe DSL kernel serves the case.
     """
     problem, spec = case.problem, case.problem.spec
-    kind = dispatch.choose(operation, spec, target, "cute").load()
+    kind = dispatch.choose(operation, spec, target, kernel).load()
     variants = TUNABLE[kind.default].variants(spec, target.smem_bytes)
 
     def precompile_spec(config: Any) -> PrecompileSpec:
@@ -83,6 +89,7 @@ def contest(operation: Operation, case: Case[Problem], target: Target, device: t
         precompile_spec=precompile_spec,
         prepare=prepare,
         note=note,
+        limits=FP8_LIMITS if kernel == dispatch.FP8_PRODUCTS else BF16_LIMITS,
     )
 
 

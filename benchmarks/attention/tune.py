@@ -2,6 +2,7 @@
 """The classes of attention problems that `dsl-backend tune` tunes: those of the benchmarks' rows, or of a model."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,11 +58,14 @@ def of_model(model: ModelShape) -> Iterator[tuple[Operation, Case[Problem]]]:
 def classes(target: Target, device: torch.device, model: ModelShape | None) -> list[Class]:
     """The classes that a CuTe DSL kernel serves."""
     found: dict[Any, list[Contest]] = {}
-    for operation, case in usual() if model is None else of_model(model):
+    asked = usual() if model is None else of_model(model)
+    for (operation, case), kernel in itertools.product(asked, ("cute", dispatch.FP8_PRODUCTS)):
+        if kernel == dispatch.FP8_PRODUCTS and operation is not Operation.PREFILL:
+            continue
         try:
-            kind = dispatch.choose(operation, case.problem.spec, target, "cute").load()
+            kind = dispatch.choose(operation, case.problem.spec, target, kernel).load()
         except Unsupported:
             continue
         problem = problem_of(case.problem.spec, TUNABLE[kind.default].operation)
-        found.setdefault(problem, []).append(sweep.contest(operation, case, target, device))
+        found.setdefault(problem, []).append(sweep.contest(operation, case, target, device, kernel))
     return [Class(TUNED_CONFIGS, problem, tuple(contests)) for problem, contests in found.items()]

@@ -8,6 +8,7 @@ import torch
 
 from dsl_backend.attention import variants
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
@@ -114,6 +115,19 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def fp8_products(spec: AttentionSpec) -> list[str]:
+    """What the kernel with products in 8 bits needs."""
+    reasons = [*toolkit.missing(), *storage(spec), *fp8_sm90.unserved(spec)]
+    if spec.mla:
+        reasons.append("serves keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+def fp8_decode(spec: AttentionSpec) -> list[str]:
+    """The short queries of layers whose long ones have products in 8 bits."""
+    return fp8_products(spec) or cute_dense(spec)
+
+
 def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     """What the CuTe DSL kernel that writes keys and values needs; it has no instruction of one SM alone."""
     if reasons := target.arch_objections("sm90", "sm100"):
@@ -134,8 +148,13 @@ def cute(
     needs: Callable[[AttentionSpec], list[str]],
     default: Heuristic,
     variants_of: Callable[[AttentionSpec, Target], list[Variant]],
+    by_name: str | None = None,
 ) -> Entry[AttentionSpec]:
-    """A kernel of one architecture. It objects to other ones, then by its needs, then by its configuration's."""
+    """A kernel of one architecture. It objects to other ones, then by its needs, then by its configuration's.
+
+    Args:
+        by_name: the name by which users have to ask for it.
+    """
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:
         if reasons := target.arch_objections(kernel_arch):
@@ -143,7 +162,12 @@ def cute(
         return needs(spec) or config_of(spec, target, default).objections(spec, target.smem_bytes)
 
     path = f"dsl_backend.attention.cute.{kernel_arch}.{kernel}"
-    return Entry("cute", f"{title} {kernel_arch}", path, objections, variants_of)
+    return Entry(by_name or "cute", f"{title} {kernel_arch}", path, objections, variants_of, by_name is not None)
+
+
+# The kernels of fp8 caches with products in 8 bits, which are less exact: by name, until they are measured. Short
+# queries are widened, as by default.
+FP8_PRODUCTS = "cute-fp8"
 
 
 def reference(title: str) -> Entry[AttentionSpec]:
@@ -155,6 +179,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     Operation.PREFILL: (
         cute("sm90", "dense-prefill", "dense_host:Prefill", cute_dense, sm90.default_config, variants.SM90_PREFILL),
         cute("sm100", "dense-prefill", "dense_host:Prefill", cute_dense, sm100.default_config, variants.SM100_PREFILL),
+        cute(
+            "sm90",
+            "dense-prefill e4m3",
+            "dense_host:Fp8Prefill",
+            fp8_products,
+            fp8_sm90.default_fp8_config,
+            variants.SM90_FP8_PREFILL,
+            FP8_PRODUCTS,
+        ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
     ),
@@ -162,6 +195,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         cute("sm90", "dense-decode", "dense_host:SplitKV", cute_dense, sm90.default_split_config, variants.SM90_DECODE),
         cute(
             "sm100", "dense-decode", "dense_host:SplitKV", cute_dense, sm100.default_split_config, variants.SM100_DECODE
+        ),
+        cute(
+            "sm90",
+            "dense-decode",
+            "dense_host:SplitKV",
+            fp8_decode,
+            sm90.default_split_config,
+            variants.SM90_DECODE,
+            FP8_PRODUCTS,
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),
         reference("dense-decode reference"),

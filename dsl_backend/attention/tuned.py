@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
+from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
@@ -28,13 +29,14 @@ class ProblemShape(tuned.ProblemShape):
     known.
 
     Attributes:
-        operation: `prefill` of long queries; `decode` and `mla_decode` of short ones.
+        operation: `prefill` of long queries, `prefill_e4m3` with products in 8 bits; `decode` and `mla_decode` of
+            short ones.
         group: query heads that share a key head: the rows of a token in a tile.
         paged: whether keys are in pages.
         features: that change scores, and cost registers; sorted.
     """
 
-    operation: Literal["prefill", "decode", "mla_decode"]
+    operation: Literal["prefill", "prefill_e4m3", "decode", "mla_decode"]
     head_dim: PositiveInt
     head_dim_v: PositiveInt
     dtype: Literal["float16", "bfloat16"]
@@ -88,6 +90,7 @@ class Tunable:
 TUNABLE: Mapping[Heuristic, Tunable] = MappingProxyType(
     {
         sm90.default_config: Tunable("prefill", sm90.DenseConfig, sm90.variants),
+        fp8_sm90.default_fp8_config: Tunable("prefill_e4m3", fp8_sm90.Fp8Config, fp8_sm90.fp8_variants),
         sm90.default_split_config: Tunable("decode", sm90.DenseConfig, sm90.split_variants),
         sm100.default_config: Tunable("prefill", sm100.DenseConfig, sm100.variants),
         sm100.default_split_config: Tunable("decode", sm100.DenseConfig, sm100.split_variants),
@@ -102,6 +105,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
     ProblemShape,
     {
         "sm90.DenseConfig": sm90.DenseConfig,
+        "sm90.Fp8Config": fp8_sm90.Fp8Config,
         "sm90.MlaConfig": latent_sm90.MlaConfig,
         "sm100.DenseConfig": sm100.DenseConfig,
         "sm100.MlaConfig": latent_sm100.MlaConfig,

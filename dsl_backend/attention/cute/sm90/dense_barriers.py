@@ -23,7 +23,8 @@ class Barriers(NamedTuple):
     """Arrays of mbarriers in pairs: `full` for the producer of a stage, `empty` for its consumers.
 
     `k_loaded` and `k_taken` are full and empty of the fp8 stages of K, from which DequantWarps fill the 16-bit ones;
-    `v_loaded` and `v_taken` those of V. The kernel with e4m3 products has these of V alone: TransposeWarps fill `v_full`.
+    `v_loaded` and `v_taken` those of V. The kernel with e4m3 products has those of V alone, from which TransposeWarps
+    fill the stages of `v_full`.
     """
 
     q_full: cute.Pointer

@@ -2,7 +2,7 @@
 """Attention forward for SM90 with products in 8 bits, for long queries over an e4m3 cache.
 
 As in FlashAttention-3's fp8 forward (Shah et al., 2024): K is used as it is stored, V is transposed in shared memory,
-and P is rounded to e4m3. Here MMA warps quantize Q, which arrives in 16 bits; two of the load warp's warpgroup transpose.
+and P is rounded to e4m3. Q arrives in 16 bits, and MMA warps quantize it. Two warps beside the load warp transpose V.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MMA warpgroups of the SM90 kernel with e4m3 products: Q quantized in registers, P from registers, O in two levels.
+"""The MMA warpgroups of the SM90 kernel with e4m3 products.
 
+Q is quantized in registers, and O is summed in two levels.
 Tensor cores add up 8-bit products with about 14 bits (DeepSeek-V3's report, 3.3.2). So they sum P V of a few key tiles
 only, which float32 additions then add to O.
 """
@@ -47,9 +48,7 @@ class Fp8MmaConsumer(MmaConsumer):
         )
         shape_O = thr_mma_pv.partition_shape_C((kernel.tile_m, kernel.dims_v))
         self.acc_O = cute.make_rmem_tensor(shape_O, cutlass.Float32)
-        self.acc_O_total = (
-            cute.make_rmem_tensor(shape_O, cutlass.Float32) if self.config.accumulate_period else None
-        )
+        self.acc_O_total = cute.make_rmem_tensor(shape_O, cutlass.Float32) if self.config.accumulate_period else None
 
     def make_softmax(self) -> Fp8Softmax:
         config = self.config
@@ -98,6 +97,7 @@ class Fp8MmaConsumer(MmaConsumer):
         fence_operand(self.acc_S)
         self.release_kv(self.barriers.k_empty, kv_idx)
         self.softmax.online_softmax_e4m3(self.scores(work, n_block, True), words_of(self.tOrP), self.acc_scale)
+        fence_operand(self.acc_O)
 
     @cute.jit
     def mma_n_block(
@@ -123,6 +123,8 @@ class Fp8MmaConsumer(MmaConsumer):
                 self.add_to_total()
             rescale_rows(self.acc_O_total, self.acc_scale)
         rescale_rows(self.acc_O, self.acc_scale)
+        # Else the compiler moves what sets O to 0 behind the fence of the next P V.
+        fence_operand(self.acc_O)
         move_operand(self.tOrP_next, self.tOrP, self.rows.requests.rows >> 31)
 
     @cute.jit

@@ -59,8 +59,8 @@ class Fp8Softmax(OnlineSoftmax):
         """Turn S [row, column] into P, e4m3; acc_scale [row] becomes what O is to be multiplied by.
 
         Args:
-            words: registers of the A operand, four P in each: of each 16 columns of a thread, which are neighbours in
-                threes of its accumulator, 8 of a row.
+            words: registers of the A operand. Each holds four P of a row; of 8 P of each of both rows there are four
+                words: the first halves of the rows, then the second ones (PTX ISA, wgmma .m64nNk32, matrix A).
         """
         columns = cutlass.const_expr(cute.size(acc_S, mode=[1]))
         for row in cutlass.range_constexpr(self.rows):

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with products in 8 bits, in torch: what a kernel that rounds in these places computes, and its budget.
+
+The oracle of `reference.attention` says how far 8 bits are from exact attention. This says whether a kernel computes
+what it means to: its errors against it are those of float32, but for a P that lies between two numbers of e4m3.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsl_backend.attention import reference
+from dsl_backend.testing.check import Result
+from dsl_backend.testing.inputs import SENTINEL, Problem
+from dsl_backend.testing.numerics import assert_errors_fit, assert_same_non_finite
+
+LARGEST = 448.0  # of e4m3
+LOG2_E = math.log2(math.e)
+WGMMA_K = 32  # addends of one product in 8 bits, besides the accumulator
+P_ULP = 2.0**-3  # of e4m3, relative at most
+SUM_ROUNDING = 2.0**-9  # of row sums, whose first additions are in float16
+# Rows that may have a P which float32 rounded to the other side: so many, and a part of all.
+FLIPPED_ROWS, FLIPPED_PART = 2, 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """Where a kernel rounds.
+
+    Attributes:
+        q: what shares a scale of quantized queries: `row`, `head` or `tensor`; None for queries as they are.
+        tile_n: keys of a tile.
+        p_offset: P is e4m3, and 2^p_offset at row_max. None: P is float16, and 1 there.
+        rescale_threshold: how far, in base 2, a score may exceed row_max before that follows.
+        rounded_sums: row sums are those of the rounded P.
+        accumulate_period: key tiles whose P V are summed in the accumulator of the tensor cores; 0: all.
+        accumulator_bits: of a sum in the tensor cores, below the largest addend's first one; None: exact.
+    """
+
+    q: str | None = "row"
+    tile_n: int = 64
+    p_offset: float | None = 8.0
+    rescale_threshold: float = 0.8
+    rounded_sums: bool = True
+    accumulate_period: int = 4
+    accumulator_bits: int | None = None
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to e4m3, saturated; in the same dtype."""
+    return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def quantized_q(q: torch.Tensor, shared_by: str | None) -> torch.Tensor:
+    """Queries [tokens, heads, dim] through e4m3 and back, with a scale of each row, head or of all."""
+    if shared_by is None:
+        return q
+    dims = {"row": (-1,), "head": (0, -1), "tensor": (0, 1, 2)}[shared_by]
+    finite = q.abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = finite.amax(dims, keepdim=True).clamp(min=2.0**-100) / LARGEST
+    return to_e4m3(q / scale) * scale
+
+
+class Online(NamedTuple):
+    """Results of `online`: out [..., rows, dim_v], lse and the largest weight of a key [..., rows]."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    largest_weight: torch.Tensor
+
+
+def tiles(keys: int, tile_n: int) -> Iterator[tuple[int, slice]]:
+    """Key tiles from the last to the first: number and keys."""
+    for tile in reversed(range(-(-keys // tile_n))):
+        yield tile, slice(tile * tile_n, min(keys, (tile + 1) * tile_n))
+
+
+def online(
+    scores: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, arithmetic: Arithmetic, sink: torch.Tensor | None = None
+) -> Online:
+    """Softmax of scores times V, tile by tile.
+
+    Args:
+        scores: [..., rows, keys] natural, -inf where masked; float64. v: [..., keys, dim_v]. keep: [rows, keys] bool.
+        sink: [..., rows], a logit that joins the denominator.
+    """
+    scores, offset = scores * LOG2_E, arithmetic.p_offset or 0.0
+    row_max = torch.full_like(scores[..., 0], -torch.inf)
+    row_sum, largest = torch.zeros_like(row_max), torch.zeros_like(row_max)
+    total = scores.new_zeros((*scores.shape[:-1], v.shape[-1]))
+    acc = total.clone()
+    for tile, keys in tiles(scores.shape[-1], arithmetic.tile_n):
+        s = scores[..., keys]
+        tile_max = s.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
+        moves = ~(tile_max - row_max <= arithmetic.rescale_threshold) & (tile_max > -torch.inf)
+        moved = torch.where(moves, tile_max, row_max)
+        rescale = torch.where(moves, torch.exp2(row_max - moved), 1.0)
+        row_max = moved
+        p = torch.exp2(s - torch.where(row_max.isinf(), 0.0, row_max)[..., None] + offset)
+        rounded = p.half().double() if arithmetic.p_offset is None else to_e4m3(p)
+        row_sum = row_sum * rescale + (rounded if arithmetic.rounded_sums else p).sum(-1)
+        largest = torch.maximum(largest * rescale, p.nan_to_num(0.0).amax(-1))
+        total, acc = total * rescale[..., None], acc * rescale[..., None]
+        acc = added(acc, rounded, v[..., keys, :], keep[:, keys], arithmetic.accumulator_bits)
+        if arithmetic.accumulate_period and tile % arithmetic.accumulate_period == 0:
+            total, acc = total + acc, torch.zeros_like(acc)
+    return finished(total + acc, row_max - offset, row_sum, largest, sink)
+
+
+def finished(
+    acc: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, largest: torch.Tensor, sink: torch.Tensor | None
+) -> Online:
+    """Divide O by the row sum, which a sink joins."""
+    if sink is not None:
+        row_sum = row_sum + torch.exp2(sink * LOG2_E - torch.where(row_max.isinf(), sink * LOG2_E, row_max))
+        row_max = torch.where(row_max.isinf(), sink * LOG2_E, row_max)
+    empty = row_sum == 0
+    out = torch.where(empty[..., None], 0.0, acc / torch.where(empty, 1.0, row_sum)[..., None])
+    return Online(out, (row_max + row_sum.log2()) / LOG2_E, torch.where(empty, 0.0, largest / row_sum))
+
+
+def added(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, bits: int | None) -> torch.Tensor:
+    """Acc + P V of a tile, as tensor cores add: each addend is cut `bits` below the largest one's first bit."""
+    if bits is None:
+        return acc + reference.product_pv(p, v, keep)
+    for first in range(0, p.shape[-1], WGMMA_K):
+        keys = slice(first, first + WGMMA_K)
+        addends = torch.cat([acc[..., None, :], p[..., keys, None] * v[..., None, keys, :]], dim=-2)
+        acc = cut_sum(addends, -2, bits)
+    return acc
+
+
+def cut_sum(addends: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """The sum over a dimension of addends that are cut `bits` below the first bit of the largest."""
+    exponent = torch.frexp(addends.abs().amax(dim, keepdim=True)).exponent
+    unit = torch.ldexp(torch.ones((), dtype=addends.dtype), exponent - 1 - bits)
+    return (torch.trunc(addends / unit) * unit).sum(dim)
+
+
+def product_qk(q: torch.Tensor, k: torch.Tensor, bits: int | None, keys_at_once: int = 1024) -> torch.Tensor:
+    """Q K^T of q [rows, dim] and k [keys, dim], float64, as tensor cores add; `bits` as in Arithmetic."""
+    if bits is None:
+        return q @ k.T
+    found = []
+    for part in k.split(keys_at_once):
+        acc = q.new_zeros((q.shape[0], part.shape[0]))
+        for first in range(0, q.shape[1], WGMMA_K):
+            columns = slice(first, first + WGMMA_K)
+            acc = cut_sum(torch.cat([acc[..., None], q[:, None, columns] * part[:, columns]], dim=-1), -1, bits)
+        found.append(acc)
+    return torch.cat(found, dim=-1)
+
+
+def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
+    """A problem's attention; out [rows, heads_q, head_dim_v], lse and largest weight [rows, heads_q], float64."""
+    spec, batch = problem.spec, problem.batch
+    q = quantized_q(problem.q.double(), arithmetic.q)
+    out = q.new_zeros((*q.shape[:2], spec.head_dim_v))
+    lse, largest = (torch.full_like(out[..., 0], value) for value in (-torch.inf, 0.0))
+    first = 0
+    for request, (q_len, kv_len) in enumerate(zip(problem.q_lens, problem.kv_lens, strict=True)):
+        mine, first = slice(first, first + q_len), first + q_len
+        if not q_len:
+            continue
+        k, v = (
+            reference.gather_keys(rows, spec, batch, request, kv_len).double() * scale.double().view(-1, 1)
+            for rows, scale in ((problem.keys, problem.k_scale), (problem.values, problem.v_scale))
+            if scale is not None
+        )
+        rows = q[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
+        scores, keep = reference.masked_scores(spec, batch, request, rows, k, problem.alibi_slopes)
+        sink = None
+        if problem.sinks is not None:
+            sink = problem.sinks.double().view(spec.heads_kv, spec.group, 1).expand(-1, -1, q_len)
+        found = online(scores, v.transpose(0, 1)[:, None], keep, arithmetic, sink)
+        out[mine] = found.out.permute(2, 0, 1, 3).flatten(1, 2)
+        for target, source in ((lse, found.lse), (largest, found.largest_weight)):
+            target[mine] = source.permute(2, 0, 1).flatten(1, 2)
+    return Online(out, lse, largest)
+
+
+def judge(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
+    """Raises AssertionError where a result is not what the arithmetic gives.
+
+    Each row has the budget of its output's rounding and of the row sum's. Some may have that of one P, the largest,
+    rounded to the other side.
+    """
+    mine, expected = problem.owned(), attention(problem, arithmetic)
+    for name, tensor in (("out", result.out), ("lse", result.lse)):
+        rest = tensor[~mine]
+        assert (rest == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
+    out, exact = result.out[mine].flatten(0, 1).double(), expected.out[mine].flatten(0, 1)
+    lse, exact_lse = result.lse[mine].flatten().double(), expected.lse[mine].flatten()
+    assert_same_non_finite(out, exact, "out")
+    assert_same_non_finite(lse, exact_lse, "lse")
+    largest = torch.where(exact.isfinite(), exact.abs(), 0.0).amax(-1)
+    values = largest_value(problem)
+    flip = 2 * P_ULP * expected.largest_weight[mine].flatten()
+    strict = (2 * torch.finfo(result.out.dtype).eps + SUM_ROUNDING) * largest + 1e-3 * values * flip
+    strict_lse = SUM_ROUNDING + 1e-6 * exact_lse.nan_to_num(0.0, 0.0, 0.0).abs()
+    for what, found, right, budget, flipped in (
+        ("out", out, exact, strict, flip * values),
+        ("lse", lse[:, None], exact_lse[:, None], strict_lse, flip),
+    ):
+        assert_errors_fit(found, right, budget + flipped, what)
+        error = torch.where(right.isfinite(), (found - right).abs(), 0.0).amax(-1)
+        count, rows = int((error > budget).sum()), len(error)
+        assert count <= FLIPPED_ROWS + FLIPPED_PART * rows, (
+            f"{what}: {count} of {rows} rows are further off than rounding explains"
+        )
+
+
+def largest_value(problem: Problem) -> float:
+    """The largest finite magnitude of the values that a request has."""
+    found = 0.0
+    assert problem.v_scale is not None
+    for request, (q_len, kv_len) in enumerate(zip(problem.q_lens, problem.kv_lens, strict=True)):
+        if q_len and kv_len:
+            rows = reference.gather_keys(problem.values, problem.spec, problem.batch, request, kv_len).double()
+            finite = (rows * problem.v_scale.double().view(-1, 1))[problem.first_key(q_len, kv_len) :]
+            found = max(found, float(finite.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if finite.numel() else 0.0)
+    return found

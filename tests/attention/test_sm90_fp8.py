@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM90 kernel with e4m3 products on the emulator: it computes what its arithmetic says, without findings."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import emulator
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
+from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config, default_fp8_config, fp8_variants
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.errors import Unsupported
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.testing import check, fp8_attention, fuzz
+from dsl_backend.testing.cases import FP16, FULL, Case
+from dsl_backend.testing.fp8_attention import Arithmetic
+from dsl_backend.testing.inputs import Layout, Surroundings
+from tests.attention.emulated import SCHEDULES, SMS, scratch
+
+NAME = "cute-fp8"
+CASES = (
+    Case(
+        id="ragged",
+        q_lens=(1, 70, 33),
+        kv_lens=(300, 200, 33),
+        heads=(4, 2),
+        dim=64,
+        fp8=True,
+        scales_by_head=True,
+        why="a long tile of keys; scales of each head; requests of all lengths",
+    ),
+    Case(id="paged-128", q_lens=(70,), kv_lens=(270,), heads=(2, 1), dim=128, page=64, fp8=True, why="two warpgroups"),
+    Case(
+        id="window-softcap-sinks",
+        q_lens=(40, 3),
+        kv_lens=(200, 90),
+        heads=(2, 1),
+        dim=64,
+        page=48,
+        window=(50, None),
+        softcap=5.0,
+        sinks=True,
+        dtype=FP16,
+        fp8=True,
+        around=Surroundings(stale=True),
+        why="scores in true units; NaN below the windows; boxes of 16 keys",
+    ),
+    Case(
+        id="packed-192x128",
+        q_lens=(18, 1, 40),
+        kv_lens=(40, 7, 150),
+        heads=(2, 2),
+        dim=192,
+        dim_v=128,
+        page=None,
+        fp8=True,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="tiles begin anywhere; rows of keys in chunks of 64 bytes",
+    ),
+    Case(
+        id="full-alibi-96",
+        q_lens=(20,),
+        kv_lens=(130,),
+        heads=(2, 2),
+        dim=96,
+        causality=FULL,
+        alibi=True,
+        fp8=True,
+        why="chunks of 32 bytes; scores of true units",
+    ),
+    Case(id="nan", q_lens=(5, 20), kv_lens=(70, 60), dim=64, fp8=True, nan_request=0, why="a NaN stays its request's"),
+    Case(
+        id="large-scores", q_lens=(40,), kv_lens=(300,), heads=(1, 1), dim=64, scale=2.0, fp8=True, why="O is rescaled"
+    ),
+)
+QUICK = ("ragged", "window-softcap-sinks")
+
+
+def config_of(case: Case, index: int) -> Fp8Config:
+    """Small tiles, so that rings go around and sums are promoted."""
+    tile_n = 64 if case.spec.head_dim > 64 else (96, 128, 32)[index % 3]
+    groups = index % 2 + 1
+    period = (2, 1, 0, 4)[index % 4]
+    return Fp8Config(
+        groups=groups,
+        tile_n=tile_n,
+        stages=2 + index % 2,
+        query_stages=groups,
+        ping_pong=groups == 2,
+        accumulate_period=period,
+        p_offset=(8.0, 4.0)[index // 2 % 2],
+    )
+
+
+def arithmetic_of(config: Fp8Config) -> Arithmetic:
+    return Arithmetic(
+        tile_n=config.tile_n,
+        p_offset=config.p_offset,
+        rescale_threshold=config.rescale_threshold,
+        accumulate_period=config.accumulate_period,
+    )
+
+
+def emulate(case: Case, config: Fp8Config, index: int, judged_as: Arithmetic | None = None) -> None:
+    """Run a case with a configuration for queries of all lengths, and judge it by its arithmetic."""
+    problem = case.problem()
+
+    def adjust(planner: Planner) -> None:
+        kernel = Fp8Prefill(planner.spec, planner.target, scratch(), config)
+        planner.short = planner.long = (*planner.long[:2], kernel)
+
+    target = replace(from_arch("sm_90a"), sm_count=SMS)
+    schedule = SCHEDULES[index % len(SCHEDULES)]
+    with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=index, strict=True):
+        result = check.run(problem, NAME, adjust=adjust, target=target)
+    fp8_attention.judge(result, problem, judged_as or arithmetic_of(config))
+
+
+@pytest.mark.parametrize(
+    ("index", "case"),
+    [
+        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.rest,))
+        for index, case in enumerate(CASES)
+    ],
+)
+def test_case(index: int, case: Case) -> None:
+    emulate(case, config_of(case, index), index)
+
+
+def spec_of(dim: int = 128, dim_v: int | None = None, **facts: Any) -> AttentionSpec:
+    case = Case(q_lens=(1,), kv_lens=(1,), dim=dim, dim_v=dim_v, **{"fp8": True} | facts)
+    spec: AttentionSpec = case.spec
+    return spec
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (160, 96)], ids=str)
+def test_configs_fit(dims: tuple[int, int]) -> None:
+    """The default and those to tune; sums of two levels are among them."""
+    spec, smem_bytes = spec_of(*dims), from_arch("sm_90a").smem_bytes
+    found = [default_fp8_config(spec), *fp8_variants(spec, smem_bytes)]
+    assert [config.objections(spec, smem_bytes) for config in found] == [[]] * len(found)
+    assert len({replace(config, stages=2) for config in found[1:]}) == len(found) - 1
+    assert all(found[0].accumulate_period * found[0].tile_n <= 512 for _ in found)
+    assert {bool(config.accumulate_period) for config in found} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"fp8": False}, "keys of bfloat16: its products are of float8_e4m3fn"),
+        ({"fp8_dtype": torch.float8_e5m2}, "keys of float8_e5m2"),
+        ({"dim": 256}, "head size 256 is not a multiple of 32 from 64 to 192"),
+        ({"dim": 80}, "head size 80 is not a multiple of 32"),
+        ({"dim": 192}, "value head size 192 is not a multiple of 32 from 64 to 128"),
+        ({"batch_invariant": True}, "short queries have other products"),
+    ],
+)
+def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        dispatch.choose(dispatch.Operation.PREFILL, spec_of(**facts), from_arch("sm_90a"), NAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile_n": 48}, "tiles of 48 keys: a multiple of 32 up to 256 is possible"),
+        ({"tile_n": 128}, "O, S, P and Q take 268 registers: a thread has 232"),
+        ({"stages": 1}, "1 K stages, 1 Q stages: at least 2 and 1 are needed"),
+        ({"stages": 9}, "bytes of shared memory: there are"),
+        ({"p_offset": 9.0}, "P times 2\\^9: an exponent from 0 to 8 is possible"),
+        ({"accumulate_period": -1}, "sums of -1 tiles"),
+        ({"groups": 4}, "4 warpgroups: one of"),
+    ],
+)
+def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
+    spec = spec_of()
+    (found,) = replace(default_fp8_config(spec), **change).objections(spec, from_arch("sm_90a").smem_bytes)
+    assert re.search(reason, found)
+
+
+def test_it_is_had_by_name_alone() -> None:
+    """Long queries by that name have e4m3 products, short ones are widened; nobody gets it unasked."""
+    target, spec = from_arch("sm_90a"), spec_of()
+    titles = [
+        dispatch.choose(operation, spec, target, NAME).title
+        for operation in (dispatch.Operation.PREFILL, dispatch.Operation.DECODE)
+    ]
+    assert titles == ["dense-prefill e4m3 sm90", "dense-decode sm90"]
+    assert dispatch.choose(dispatch.Operation.PREFILL, spec, target).name == "cute"
+    with pytest.raises(Unsupported):
+        dispatch.choose(dispatch.Operation.PREFILL, spec, from_arch("sm_100a"), NAME)
+
+
+LAYERS, PROBLEMS, SEED, SPECS = 12, 5, 20261125, 10_000
+SIZES = replace(fuzz.TINY, kv=400, q=150, requests=3, heads_kv=(1, 2))
+DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 64), (160, 96))
+
+
+def drawn(layer: int, turn: int) -> Case:
+    """A random problem of prefill, with sizes and keys that the kernel has."""
+    case = fuzz.problem("prefill", SEED, layer + turn * SPECS, SIZES, SPECS)
+    assert isinstance(case, Case)
+    dim, dim_v = DIMS[layer % len(DIMS)]
+    more = {"batch_invariant": False, "programs": None, "tile": None}
+    return replace(case, dim=dim, dim_v=dim_v, fp8=True, fp8_dtype=torch.float8_e4m3fn, **more)
+
+
+@pytest.mark.parametrize(
+    "layer", [pytest.param(n, marks=pytest.mark.full if n > 1 else pytest.mark.rest) for n in range(LAYERS)]
+)
+def test_random_problems_of_a_layer(layer: int) -> None:
+    """With the default of a layer, and small tiles in turn; short queries too."""
+    for turn in range(PROBLEMS):
+        case = drawn(layer, turn)
+        emulate(case, default_fp8_config(case.spec) if layer % 2 else config_of(case, layer // 2), layer + turn)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_every_schedule(index: int) -> None:
+    emulate(CASES[1], replace(config_of(CASES[1], 1), stages=2), index)
