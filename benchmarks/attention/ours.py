@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
-from dsl_backend.providers import Run, provider
+from dsl_backend.providers import Limits, Run, provider
 from dsl_backend.runtime import target as targets
 
 from ..check import FP8_LIMITS
@@ -30,6 +30,11 @@ def attention(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Ru
         return api.run(plan, layer.q, layer.keys, layer.values, out=layer.out, k_scale=scale, v_scale=scale)
 
     return run
+
+
+def fp8_limits(problem: Problem) -> Limits:
+    """Of the kernel with products in 8 bits."""
+    return FP8_LIMITS
 
 
 def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = None) -> Run:
@@ -58,7 +63,7 @@ provider(
     "prefill",
     name="e4m3",
     objections=partial(objections, Operation.PREFILL, kernel=dispatch.FP8_PRODUCTS),
-    limits=lambda problem: FP8_LIMITS,
+    limits=fp8_limits,
     default=False,
     package="dsl-backend",
 )(partial(attention, kernel=dispatch.FP8_PRODUCTS))

@@ -136,7 +136,7 @@ def added(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, keep: torch.Tenso
 def cut_sum(addends: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """The sum over a dimension of addends that are cut `bits` below the first bit of the largest."""
     exponent = torch.frexp(addends.abs().amax(dim, keepdim=True)).exponent
-    unit = torch.ldexp(torch.ones((), dtype=addends.dtype), exponent - 1 - bits)
+    unit = torch.exp2((exponent - 1 - bits).to(addends.dtype))
     return (torch.trunc(addends / unit) * unit).sum(dim)
 
 

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of attention with products in 8 bits, by a model of its arithmetic in torch: no GPU is needed.
+
+`python -m benchmarks.attention.fp8_accuracy [--out FILE]` prints the table of docs/attention-fp8.md.
+"""
+
+import argparse
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from dsl_backend.testing.fp8_attention import Arithmetic, online, product_qk, quantized_q, to_e4m3
+
+HEAD_DIM, ROWS = 128, 16
+# Of a sum in the tensor cores: DeepSeek-V3's report found about 14, the first one among them.
+BITS = 13
+OUTLIERS = 4  # channels that are 30 times as large as others
+OUTLIER_GAIN = 30.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of one head over its keys.
+
+    Attributes:
+        q: [rows, head_dim] bfloat16.
+        k, v: [keys, head_dim], e4m3 values as they are stored.
+        needle: a key whose weight is about a half; None if there is none.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    needle: int | None = None
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative to the norm of the exact result: of all rows, and of the worst row."""
+
+    total: float
+    row: float
+
+    @classmethod
+    def of(cls, out: torch.Tensor, exact: torch.Tensor) -> "Error":
+        error = (out - exact).norm(dim=-1)
+        return cls(float(error.norm() / exact.norm()), float((error / exact.norm(dim=-1)).max()))
+
+
+def stored(values: torch.Tensor) -> torch.Tensor:
+    """Values as a cache stores them, with a scale of their own that maps the largest to 448."""
+    return to_e4m3(values / (values.abs().max() / 448.0))
+
+
+def random_rows(keys: int, draw: torch.Generator, gain: float = 1.0) -> Sample:
+    """Normal numbers; `gain` multiplies some channels of queries, keys and values."""
+    q, k, v = (torch.randn(count, HEAD_DIM, generator=draw, dtype=torch.float64) for count in (ROWS, keys, keys))
+    for one in (q, k, v):
+        one[:, :OUTLIERS] *= gain
+    if gain > 1:
+        # Scores as wide as without outliers.
+        q /= gain**2 * math.sqrt(OUTLIERS / HEAD_DIM)
+    return Sample(q.bfloat16(), stored(k), stored(v))
+
+
+def needle(keys: int, draw: torch.Generator) -> Sample:
+    """Normal numbers, but for one key in the middle that each query gives about half of its weight."""
+    sample, place = random_rows(keys, draw), keys // 3
+    direction = torch.randn(HEAD_DIM, generator=draw, dtype=torch.float64)
+    direction /= direction.norm()
+    # The sum of e^s of normal scores is keys e^(1/2): as much for the needle. Keys are stored times `unit`.
+    unit = sample.k.std()
+    score = math.log(keys) + 0.5
+    q = sample.q.double()
+    q += (math.sqrt(score * math.sqrt(HEAD_DIM)) - q @ direction)[:, None] * direction
+    sample.k[place] = to_e4m3(direction * math.sqrt(score * math.sqrt(HEAD_DIM)) * unit)
+    return replace(sample, q=q.bfloat16(), needle=place)
+
+
+INPUTS: dict[str, Callable[[torch.Generator], Sample]] = {
+    "random, 4k keys": lambda draw: random_rows(4096, draw),
+    "channels 30x, 4k keys": lambda draw: random_rows(4096, draw, OUTLIER_GAIN),
+    "random, 64k keys": lambda draw: random_rows(65536, draw),
+    "needle in 64k keys": lambda draw: needle(65536, draw),
+    "needle in 128k keys": lambda draw: needle(131072, draw),
+}
+OURS = Arithmetic(accumulator_bits=BITS)
+# FlashAttention-3's: a scale of queries for each request and key head, an offset of 8, O rescaled with every new
+# maximum, sums of P before it is rounded.
+FA3 = Arithmetic(
+    q="head", tile_n=224, rescale_threshold=0.0, rounded_sums=False, accumulate_period=0, accumulator_bits=BITS
+)
+SCHEMES: dict[str, Arithmetic] = {
+    "widened (default)": Arithmetic(q=None, p_offset=None, tile_n=128, rescale_threshold=8.0, rounded_sums=False),
+    "e4m3": OURS,
+    "e4m3, one scale of queries": replace(OURS, q="tensor"),
+    "e4m3, offset 4": replace(OURS, p_offset=4.0, rescale_threshold=4.8),
+    "e4m3, sums of unrounded P": replace(OURS, rounded_sums=False),
+    "e4m3, each tile to float32": replace(OURS, accumulate_period=1),
+    "e4m3, one accumulator": replace(OURS, accumulate_period=0),
+    "FA3's": FA3,
+    "FA3's, 4 tiles of 128 to float32": replace(FA3, tile_n=128, accumulate_period=4),
+}
+
+
+def scores_of(sample: Sample, q: torch.Tensor, bits: int | None = None) -> torch.Tensor:
+    """Natural scores [rows, keys]: those of normal queries and keys have a variance of 1."""
+    return product_qk(q, sample.k, bits) / sample.k.std() / math.sqrt(HEAD_DIM)
+
+
+def exact(sample: Sample) -> torch.Tensor:
+    return torch.softmax(scores_of(sample, sample.q.double()), dim=-1) @ sample.v
+
+
+def error_of(sample: Sample, arithmetic: Arithmetic, right: torch.Tensor) -> Error:
+    """Of a scheme, rounded to bfloat16 at the end."""
+    q = quantized_q(sample.q.double()[:, None], arithmetic.q)[:, 0]
+    # Addends are cut relative to the largest: scales hardly change what is lost.
+    scores = scores_of(sample, q, arithmetic.accumulator_bits)
+    keep = torch.ones(scores.shape, dtype=torch.bool)
+    return Error.of(online(scores, sample.v, keep, arithmetic).out.bfloat16().double(), right)
+
+
+def table() -> Iterator[str]:
+    """Markdown: total error and worst row's of each scheme on each input."""
+    yield "| P and products | " + " | ".join(INPUTS) + " |"
+    yield "|---" * (len(INPUTS) + 1) + "|"
+    samples = [make(torch.Generator().manual_seed(seed)) for seed, make in enumerate(INPUTS.values())]
+    rights = [exact(sample) for sample in samples]
+    for name, arithmetic in SCHEMES.items():
+        errors = [error_of(sample, arithmetic, right) for sample, right in zip(samples, rights, strict=True)]
+        yield f"| {name} | " + " | ".join(f"{100 * one.total:.2f} ({100 * one.row:.2f})" for one in errors) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention.fp8_accuracy", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=None, help="also write the table to this file")
+    given = parser.parse_args()
+    lines = []
+    for line in table():
+        print(line, flush=True)
+        lines.append(line)
+    if given.out is not None:
+        given.out.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the source of the SM90 kernel with e4m3 products are found: by a wrong value or by a check."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+import emulator
+from dsl_backend.attention.cute import transpose
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.sm90 import fp8_mma, fp8_softmax
+from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
+from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
+from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward
+from dsl_backend.attention.plan import Planner
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.testing import check, fp8_attention
+from dsl_backend.testing.cases import Case
+from dsl_backend.testing.inputs import Surroundings
+from emulator.errors import EmulatorError
+from tests.attention.emulated import SCHEDULES, scratch
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.attention.test_sm90_fp8 import NAME, arithmetic_of
+
+# Tiles of 32 keys go around rings of two stages; maxima move, sums of two tiles are promoted, and memory that no query
+# sees is NaN.
+CASE = Case(
+    q_lens=(40, 3),
+    kv_lens=(233, 90),
+    heads=(1, 1),
+    dim=64,
+    page=32,
+    window=(120, None),
+    scale=0.4,
+    fp8=True,
+    around=Surroundings(stale=True),
+)
+SOFTCAP = replace(CASE, softcap=5.0, window=(None, None), around=Surroundings())
+CONFIG = Fp8Config(groups=1, tile_n=32, stages=2, accumulate_period=2)
+
+MISTAKES = {
+    transpose.TransposeWarps: (
+        (
+            "bytes of odd and even columns are swapped",
+            "EVEN_BYTES, ODD_BYTES = 0x6420",
+            "ODD_BYTES, EVEN_BYTES = 0x6420",
+        ),
+        (
+            "keys in the order of memory",
+            "(words[0], words[1]), (words[2], words[3])",
+            "(words[0], words[2]), (words[1], words[3])",
+        ),
+        (
+            "the source's swizzle is left out",
+            "source += (column % self.width) ^ swizzle_of(self.key_offset, self.width)",
+            "source += column % self.width",
+        ),
+        ("no fence for MMAs", '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
+        (
+            "a stage of V transposed is overwritten",
+            "        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase ^ 1)\n",
+            "",
+        ),
+        (
+            "V is read before it has arrived",
+            "        cute.arch.mbarrier_wait(self.barriers.v_loaded + stage, phase)\n",
+            "",
+        ),
+        ("keys beyond the end stay", "if num_keys < self.tile_n:", "if num_keys < 0:"),
+        ("keys before the window stay", "if num_keys > 0:", "if num_keys > self.tile_n:"),
+        (
+            "the warps do not wait for each other's zeros",
+            "        cute.arch.barrier(",
+            "        return\n        cute.arch.barrier(",
+        ),
+    ),
+    fp8_mma.Fp8MmaConsumer: (
+        ("promoted sums are not set to 0", "            self.acc_O[i] = 0.0\n", ""),
+        ("the total is not rescaled", "            rescale_rows(self.acc_O_total, self.acc_scale)\n", ""),
+        ("the total is left out", "self.acc_O[i] += self.acc_O_total[i]", "self.acc_O[i] += 0.0 * self.acc_O_total[i]"),
+        (
+            "halves of Q's k-blocks are swapped",
+            "words[i // 2 * 4 + i % 2 * 2 + row]",
+            "words[i // 2 * 4 + (1 - i % 2) * 2 + row]",
+        ),
+        ("rows of Q share a scale's inverse", "inverse = LARGEST / row_max", "inverse = LARGEST / 3.0"),
+    ),
+    fp8_softmax.Fp8Softmax: (
+        ("the offset stays in the LSE", "self.scale_log2(row) - self.p_offset, self", "self.scale_log2(row), self"),
+        ("queries' scales are left out", "scale if self.score_mod.modifies else scale * self.q_scale[row]", "scale"),
+        (
+            "halves of P's k-blocks are swapped",
+            "words[j // 8 * 4 + j // 4 % 2 * 2 + row] = ",
+            "words[j // 8 * 4 + (1 - j // 4 % 2) * 2 + row] = ",
+        ),
+        ("sums are not rescaled", "self.row_sum[row] * acc_scale[row] + sum", "self.row_sum[row] + sum"),
+        ("P saturates", "> self.rescale_threshold", "> 6.0 * self.rescale_threshold"),
+    ),
+}
+QUICK = ("keys in the order of memory", "no fence for MMAs")
+
+
+def run(case: Case, index: int) -> None:
+    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
+
+    class Fresh(Fp8Prefill):
+        @staticmethod
+        def build(key: Any, target: Target) -> Any:
+            return toolkit.compiled(Fp8Forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+
+    def adjust(planner: Planner) -> None:
+        kernel = Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        planner.short = planner.long = (*planner.long[:2], kernel)
+
+    problem, target = case.problem(), replace(from_arch("sm_90a"), sm_count=1)
+    with emulator.device(arch="sm_90a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
+        result = check.run(problem, NAME, adjust=adjust, target=target)
+    fp8_attention.judge(result, problem, arithmetic_of(CONFIG))
+
+
+def run_twice() -> None:
+    """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
+    for index in (1, 0):
+        run(CASE, index)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=["window", "softcap"])
+def test_right_without_a_mistake(case: Case) -> None:
+    run(case, 1)
+
+
+@pytest.mark.parametrize(
+    ("right", "mistake"),
+    [
+        pytest.param(right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
+        for right, mistakes in MISTAKES.items()
+        for mistake in mistakes
+    ],
+)
+def test_a_mistake_is_found(
+    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[right.__module__]
+    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run_twice()
