@@ -265,7 +265,7 @@ class TestVerdict:
         [
             (
                 '{"dsl": {"attention_kernel": "fastest"}}',
-                "attention_kernel: 'fastest' is not one of cute, triton, refe",
+                "attention_kernel: 'fastest' is not one of cute, cute-fp8",
             ),
             ('{"dsl": {"atention_kernel": "triton"}}', "atention_kernel: unknown key (accepted keys: attention_kernel"),
             ('{"dsl": {"mla_latent_queries": 0}}', "mla_latent_queries: Input should be greater than 0"),

@@ -58,7 +58,9 @@ def test_all_that_is_wrong_is_said_at_once(make: Make, monkeypatch: pytest.Monke
     lines = refusal(make, additional_config={"dsl": {"attention_kernel": "fastest", "kernel": 1}})
     assert lines[1].startswith("  - DSL_BACKEND_SAMLPER is not a variable of dsl-backend")
     assert lines[2] == f"  - {WRONG}"
-    assert "attention_kernel: 'fastest' is not one of cute, triton, reference; kernel: unknown key" in lines[3]
+    assert (
+        "attention_kernel: 'fastest' is not one of cute, cute-fp8, triton, reference; kernel: unknown key" in lines[3]
+    )
     assert len(lines) == 4
 
 
