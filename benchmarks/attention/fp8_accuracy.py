@@ -66,6 +66,12 @@ def random_rows(keys: int, draw: torch.Generator, gain: float = 1.0) -> Sample:
     return Sample(q.bfloat16(), stored(k), stored(v))
 
 
+def shifted(keys: int, draw: torch.Generator) -> Sample:
+    """Normal numbers; those of values have a mean of 1, so that sums of P V grow with every key."""
+    sample = random_rows(keys, draw)
+    return replace(sample, v=stored(1.0 + torch.randn(keys, HEAD_DIM, generator=draw, dtype=torch.float64)))
+
+
 def needle(keys: int, draw: torch.Generator) -> Sample:
     """Normal numbers, but for one key in the middle that each query gives about half of its weight."""
     sample, place = random_rows(keys, draw), keys // 3
@@ -86,6 +92,7 @@ INPUTS: dict[str, Callable[[torch.Generator], Sample]] = {
     "random, 64k keys": lambda draw: random_rows(65536, draw),
     "needle in 64k keys": lambda draw: needle(65536, draw),
     "needle in 128k keys": lambda draw: needle(131072, draw),
+    "values' mean 1, 64k keys": lambda draw: shifted(65536, draw),
 }
 OURS = Arithmetic(accumulator_bits=BITS)
 # FlashAttention-3's: a scale of queries for each request and key head, an offset of 8, O rescaled with every new
@@ -96,6 +103,8 @@ FA3 = Arithmetic(
 SCHEMES: dict[str, Arithmetic] = {
     "widened (default)": Arithmetic(q=None, p_offset=None, tile_n=128, rescale_threshold=8.0, rounded_sums=False),
     "e4m3": OURS,
+    "e4m3 for P and values alone": replace(OURS, q=None),
+    "e4m3 for queries and keys alone": replace(OURS, p_offset=None, rescale_threshold=8.0, rounded_sums=False),
     "e4m3, one scale of queries": replace(OURS, q="tensor"),
     "e4m3, offset 4": replace(OURS, p_offset=4.0, rescale_threshold=4.8),
     "e4m3, sums of unrounded P": replace(OURS, rounded_sums=False),
