@@ -78,27 +78,26 @@ def masked_scores(
     spec: AttentionSpec,
     batch: Batch,
     request: int,
-    rows: torch.Tensor,
-    k: torch.Tensor,
+    products: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of a request's queries, -inf where a key is masked, and which keys a query sees.
 
     Args:
-        rows: [heads_kv, group, q_len, dim]. k: [kv_len, heads_kv, dim], in rows' dtype.
+        products: q·k, [heads_kv, group, q_len, kv_len].
 
     Returns:
         scores [heads_kv, group, q_len, kv_len], keep [q_len, kv_len] bool.
     """
-    q_len, kv_len, device = rows.shape[2], k.shape[0], k.device
-    scores = rows @ k.permute(1, 2, 0)[:, None] * spec.scale
+    (q_len, kv_len), device, dtype = products.shape[2:], products.device, products.dtype
+    scores = products * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if alibi_slopes is not None:
         positions = torch.arange(kv_len - q_len, kv_len, device=device)
         distance = (positions[:, None] - torch.arange(kv_len, device=device)[None, :]).abs()
-        slopes = alibi_slopes.to(k.dtype).view(spec.heads_kv, spec.group, 1, 1)
-        scores = scores - slopes * distance.to(k.dtype)
+        slopes = alibi_slopes.to(dtype).view(spec.heads_kv, spec.group, 1, 1)
+        scores = scores - slopes * distance.to(dtype)
     causal = spec.causality is Causality.CAUSAL
     if spec.causality is Causality.PER_REQUEST:
         assert batch.causal is not None
@@ -149,7 +148,8 @@ def attention(
             v = v * v_scale.to(compute_dtype).view(-1, 1)
         # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
         rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
-        scores, keep = masked_scores(spec, batch, request, rows, k, alibi_slopes)
+        products = rows @ k.permute(1, 2, 0)[:, None]
+        scores, keep = masked_scores(spec, batch, request, products, alibi_slopes)
         if sinks is not None:
             sink = sinks.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1).expand(-1, -1, q_len, 1)
             probs = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]

@@ -20,6 +20,8 @@ from dsl_backend.testing.numerics import assert_errors_fit, assert_same_non_fini
 LARGEST = 448.0  # of e4m3
 LOG2_E = math.log2(math.e)
 WGMMA_K = 32  # addends of one product in 8 bits, besides the accumulator
+BITS = 13  # that SM90 keeps of a sum behind the first
+SMALLEST_NORMAL, NO_EXPONENT = -6, -500  # exponents: of e4m3; of what has none
 P_ULP = 2.0**-3  # of e4m3, relative at most
 SUM_ROUNDING = 2.0**-9  # of row sums, whose first additions are in float16
 # Rows that may have a P which float32 rounded to the other side: so many, and a part of all.
@@ -37,7 +39,7 @@ class Arithmetic:
         rescale_threshold: how far, in base 2, a score may exceed row_max before that follows.
         rounded_sums: row sums are those of the rounded P.
         accumulate_period: key tiles whose P V are summed in the accumulator of the tensor cores; 0: all.
-        accumulator_bits: of a sum in the tensor cores, below the largest addend's first one; None: exact.
+        accumulator_bits: of a sum of 8-bit products in the tensor cores, behind the first one; None: exact.
     """
 
     q: str | None = "row"
@@ -46,7 +48,7 @@ class Arithmetic:
     rescale_threshold: float = 0.8
     rounded_sums: bool = True
     accumulate_period: int = 4
-    accumulator_bits: int | None = None
+    accumulator_bits: int | None = BITS
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -54,14 +56,14 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(values.dtype)
 
 
-def quantized_q(q: torch.Tensor, shared_by: str | None) -> torch.Tensor:
-    """Queries [tokens, heads, dim] through e4m3 and back, with a scale of each row, head or of all."""
+def quantized_q(q: torch.Tensor, shared_by: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [tokens, heads, dim] as e4m3 values and their scales [.., .., 1]; as they are with a scale of 1."""
     if shared_by is None:
-        return q
+        return q, q.new_ones(1, 1, 1)
     dims = {"row": (-1,), "head": (0, -1), "tensor": (0, 1, 2)}[shared_by]
     finite = q.abs().nan_to_num(0.0, 0.0, 0.0)
     scale = finite.amax(dims, keepdim=True).clamp(min=2.0**-100) / LARGEST
-    return to_e4m3(q / scale) * scale
+    return to_e4m3(q / scale), scale
 
 
 class Online(NamedTuple):
@@ -78,13 +80,11 @@ def tiles(keys: int, tile_n: int) -> Iterator[tuple[int, slice]]:
         yield tile, slice(tile * tile_n, min(keys, (tile + 1) * tile_n))
 
 
-def online(
-    scores: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, arithmetic: Arithmetic, sink: torch.Tensor | None = None
-) -> Online:
+def online(scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, sink: torch.Tensor | None = None) -> Online:
     """Softmax of scores times V, tile by tile.
 
     Args:
-        scores: [..., rows, keys] natural, -inf where masked; float64. v: [..., keys, dim_v]. keep: [rows, keys] bool.
+        scores: [..., rows, keys] natural, -inf where masked; float64. v: [..., keys, dim_v], as they are stored.
         sink: [..., rows], a logit that joins the denominator.
     """
     scores, offset = scores * LOG2_E, arithmetic.p_offset or 0.0
@@ -104,7 +104,8 @@ def online(
         row_sum = row_sum * rescale + (rounded if arithmetic.rounded_sums else p).sum(-1)
         largest = torch.maximum(largest * rescale, p.nan_to_num(0.0).amax(-1))
         total, acc = total * rescale[..., None], acc * rescale[..., None]
-        acc = added(acc, rounded, v[..., keys, :], keep[:, keys], arithmetic.accumulator_bits)
+        bits = None if arithmetic.p_offset is None else arithmetic.accumulator_bits
+        acc = product(rounded, v[..., keys, :], bits, acc)
         if arithmetic.accumulate_period and tile % arithmetic.accumulate_period == 0:
             total, acc = total + acc, torch.zeros_like(acc)
     return finished(total + acc, row_max - offset, row_sum, largest, sink)
@@ -122,42 +123,45 @@ def finished(
     return Online(out, (row_max + row_sum.log2()) / LOG2_E, torch.where(empty, 0.0, largest / row_sum))
 
 
-def added(acc: torch.Tensor, p: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, bits: int | None) -> torch.Tensor:
-    """Acc + P V of a tile, as tensor cores add: each addend is cut `bits` below the largest one's first bit."""
+def product(a: torch.Tensor, b: torch.Tensor, bits: int | None, acc: torch.Tensor | None = None) -> torch.Tensor:
+    """Acc + a [..., m, k] times b [..., k, n] of e4m3 values, float64, as SM90 adds: 32 of k at once.
+
+    An H200's sums are these, bit for bit (emulator/machine/narrow_sums.py). Addends and the accumulator are cut `bits`
+    below the largest exponent, which of a product is the sum of its factors'. The sum is cut below its own first bit.
+    """
+    acc = a.new_zeros((*a.shape[:-1], b.shape[-1])) if acc is None else acc
     if bits is None:
-        return acc + reference.product_pv(p, v, keep)
-    for first in range(0, p.shape[-1], WGMMA_K):
-        keys = slice(first, first + WGMMA_K)
-        addends = torch.cat([acc[..., None, :], p[..., keys, None] * v[..., None, keys, :]], dim=-2)
-        acc = cut_sum(addends, -2, bits)
+        return acc + a @ b
+    for first in range(0, a.shape[-1], WGMMA_K):
+        one, other = a[..., first : first + WGMMA_K], b[..., first : first + WGMMA_K, :]
+        exponents = exponents_of(one)[..., None] + exponents_of(other)[..., None, :, :]
+        unit = torch.exp2(torch.maximum(exponents.amax(-2), leading(acc)).double() - bits)
+        addends = torch.trunc(one[..., None] * other[..., None, :, :] / unit[..., None, :])
+        total = (addends.sum(-2) + torch.trunc(acc / unit)) * unit
+        unit = torch.exp2(leading(total).double() - bits)
+        acc = torch.trunc(total / unit) * unit
     return acc
 
 
-def cut_sum(addends: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """The sum over a dimension of addends that are cut `bits` below the first bit of the largest."""
-    exponent = torch.frexp(addends.abs().amax(dim, keepdim=True)).exponent
-    unit = torch.exp2((exponent - 1 - bits).to(addends.dtype))
-    return (torch.trunc(addends / unit) * unit).sum(dim)
+def exponents_of(factors: torch.Tensor) -> torch.Tensor:
+    """Of e4m3 values, those of subnormals that of the smallest normal; far below all others of 0 and NaN."""
+    found = leading(factors)
+    return torch.where(found > NO_EXPONENT, found.clamp(min=SMALLEST_NORMAL), NO_EXPONENT)
 
 
-def product_qk(q: torch.Tensor, k: torch.Tensor, bits: int | None, keys_at_once: int = 1024) -> torch.Tensor:
-    """Q K^T of q [rows, dim] and k [keys, dim], float64, as tensor cores add; `bits` as in Arithmetic."""
-    if bits is None:
-        return q @ k.T
-    found = []
-    for part in k.split(keys_at_once):
-        acc = q.new_zeros((q.shape[0], part.shape[0]))
-        for first in range(0, q.shape[1], WGMMA_K):
-            columns = slice(first, first + WGMMA_K)
-            acc = cut_sum(torch.cat([acc[..., None], q[:, None, columns] * part[:, columns]], dim=-1), -1, bits)
-        found.append(acc)
-    return torch.cat(found, dim=-1)
+def leading(values: torch.Tensor) -> torch.Tensor:
+    """The exponent of the first bit; NO_EXPONENT of 0 and NaN."""
+    usable = values.isfinite() & (values != 0)
+    return torch.where(usable, torch.frexp(values.nan_to_num()).exponent - 1, NO_EXPONENT)
 
 
 def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
     """A problem's attention; out [rows, heads_q, head_dim_v], lse and largest weight [rows, heads_q], float64."""
     spec, batch = problem.spec, problem.batch
-    q = quantized_q(problem.q.double(), arithmetic.q)
+    assert problem.k_scale is not None
+    assert problem.v_scale is not None
+    q, q_scale = quantized_q(problem.q.double(), arithmetic.q)
+    q_scale = q_scale.expand(*q.shape[:2], 1)
     out = q.new_zeros((*q.shape[:2], spec.head_dim_v))
     lse, largest = (torch.full_like(out[..., 0], value) for value in (-torch.inf, 0.0))
     first = 0
@@ -166,17 +170,21 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
         if not q_len:
             continue
         k, v = (
-            reference.gather_keys(rows, spec, batch, request, kv_len).double() * scale.double().view(-1, 1)
-            for rows, scale in ((problem.keys, problem.k_scale), (problem.values, problem.v_scale))
-            if scale is not None
+            reference.gather_keys(rows, spec, batch, request, kv_len).double()
+            for rows in (problem.keys, problem.values)
         )
-        rows = q[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
-        scores, keep = reference.masked_scores(spec, batch, request, rows, k, problem.alibi_slopes)
+        rows, scale = (one[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3) for one in (q, q_scale))
+        products = product(rows, k.permute(1, 2, 0)[:, None], arithmetic.accumulator_bits) * scale
+        products = products * problem.k_scale.double().view(-1, 1, 1, 1)
+        scores, keep = reference.masked_scores(spec, batch, request, products, problem.alibi_slopes)
+        # The kernel sets what no query sees to 0.
+        v = torch.where(keep.any(0)[:, None, None], v, 0.0).transpose(0, 1)[:, None]
         sink = None
         if problem.sinks is not None:
             sink = problem.sinks.double().view(spec.heads_kv, spec.group, 1).expand(-1, -1, q_len)
-        found = online(scores, v.transpose(0, 1)[:, None], keep, arithmetic, sink)
-        out[mine] = found.out.permute(2, 0, 1, 3).flatten(1, 2)
+        found = online(scores, v, arithmetic, sink)
+        values = found.out * problem.v_scale.double().view(-1, 1, 1, 1)
+        out[mine] = values.permute(2, 0, 1, 3).flatten(1, 2)
         for target, source in ((lse, found.lse), (largest, found.largest_weight)):
             target[mine] = source.permute(2, 0, 1).flatten(1, 2)
     return Online(out, lse, largest)

@@ -18,8 +18,9 @@ from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check, fp8_attention, fuzz
 from dsl_backend.testing.cases import FP16, FULL, Case
-from dsl_backend.testing.fp8_attention import Arithmetic
+from dsl_backend.testing.fp8_attention import Arithmetic, to_e4m3
 from dsl_backend.testing.inputs import Layout, Surroundings
+from emulator.machine import narrow_sums
 from tests.attention.emulated import SCHEDULES, SMS, scratch
 
 NAME = "cute-fp8"
@@ -218,6 +219,23 @@ def test_random_problems_of_a_layer(layer: int) -> None:
     for turn in range(PROBLEMS):
         case = drawn(layer, turn)
         emulate(case, default_fp8_config(case.spec) if layer % 2 else config_of(case, layer // 2), layer + turn)
+
+
+def test_sums_are_those_of_the_machine() -> None:
+    """The model's products are the emulator's, bit for bit, of all magnitudes of e4m3 and of an accumulator."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 64, generator=draw).double() * 2.0 ** torch.arange(-4, 4).repeat(8) for _ in range(2))
+    a, b = to_e4m3(a), to_e4m3(b * 16)
+    a[3], b[5, :40] = 0, 0
+    acc = torch.randn(16, 16, generator=draw).double() * 100
+    acc = torch.from_numpy(narrow_sums.cut(acc.numpy()))
+    found = fp8_attention.product(a, b.T, fp8_attention.BITS, acc)
+    expected = acc.numpy()
+    for first in (0, 32):
+        parts = (one[:, first : first + 32].numpy() for one in (a, b))
+        expected = narrow_sums.cut(narrow_sums.summed(*parts, expected, "e4m3", "e4m3"))
+    assert found.equal(torch.from_numpy(expected))
+    assert not found.equal(acc + a @ b.T)
 
 
 @pytest.mark.full
