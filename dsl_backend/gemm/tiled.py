@@ -15,8 +15,8 @@ from cutlass.utils import LayoutEnum, hopper_helpers
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
 from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, TAIL_ROWS
-from dsl_backend.gemm.tiles import GemmTiles
+from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS
+from dsl_backend.gemm.tiles import GemmTiles, block_k
 from dsl_backend.gemm.views import NUMERIC, parts_view
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.pipeline import Pipeline
@@ -45,14 +45,14 @@ class GemmParams:
     mResidual: cute.Tensor
 
 
-def box_layout(rows: int, block_k: int = BLOCK_K) -> cute.ComposedLayout:
+def box_layout(rows: int, columns: int = BLOCK_K) -> cute.ComposedLayout:
     """Of so many rows of a stage, 128 bytes each in the widest swizzle.
 
     It is a stage of what `hopper_helpers` make; CuTe DSL 4.6.0 aborts the process where it is to take one of 8 times an
     odd number of rows.
     """
     return cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, block_k), stride=(block_k, 1))
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, columns), stride=(columns, 1))
     )
 
 
@@ -76,8 +76,9 @@ class GemmBase:
         self.columns = config.columns(self.parts)
         self.x_dtype, self.weight_dtype = NUMERIC[key.dtypes.x], NUMERIC[key.dtypes.weight]
         self.out_dtype = NUMERIC[key.dtypes.out]
-        self.block_k = BLOCK_BYTES // key.dtypes.x.itemsize
-        self.weight_bytes = config.weight_rows * BLOCK_BYTES
+        self.block_k = block_k(key.dtypes)
+        self.x_row_bytes = self.block_k * key.dtypes.x.itemsize
+        self.weight_bytes = config.stage_bytes(key.dtypes) - config.tile_m * self.x_row_bytes
 
     def params(
         self, operands: GemmOperands, x_op, weight_op, sOut_tile: cute.ComposedLayout, epi_tile: tuple[int, int]
@@ -154,7 +155,7 @@ class GemmBase:
 
     def tx_bytes(self, params: GemmParams, m_tile, cta_rank):
         """Bytes of a stage that the CTA's barrier counts, in a row of clusters' tiles."""
-        return self.weight_bytes + self.rows_loaded(params, m_tile * self.cluster + cta_rank) * BLOCK_BYTES
+        return self.weight_bytes + self.rows_loaded(params, m_tile * self.cluster + cta_rank) * self.x_row_bytes
 
     @cute.jit
     def zero_fill(self, params: GemmParams, sX: cute.Tensor, cta_rank, thread, threads: cutlass.Constexpr[int]):

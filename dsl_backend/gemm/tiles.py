@@ -15,6 +15,11 @@ ALIGNMENT_BYTES = 1024
 NUM_SPLITS = (1, 2, 4, 8)
 
 
+def block_k(dtypes: Dtypes) -> int:
+    """Elements of k in a stage: 128 bytes of the narrower operand."""
+    return BLOCK_BYTES // min(dtypes.x.itemsize, dtypes.weight.itemsize)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmTiles:
     """Tiles of the persistent GEMM.
@@ -68,8 +73,9 @@ class GemmTiles:
         return 2 * self.box_n
 
     def stage_bytes(self, dtypes: Dtypes) -> int:
-        """Bytes of a CTA's stage, whose rows have 128 bytes whatever the type is."""
-        return (self.tile_m + self.weight_rows) * BLOCK_BYTES
+        """Bytes of a CTA's stage."""
+        row_bytes = self.tile_m * dtypes.x.itemsize + self.weight_rows * dtypes.weight.itemsize
+        return row_bytes * block_k(dtypes)
 
     def columns(self, parts: int) -> int:
         """Columns of the output in a tile."""

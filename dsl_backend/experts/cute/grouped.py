@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, TAIL_ROWS, WARPGROUP
+from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import GemmBase, box_layout
 from dsl_backend.gemm.tiles import GemmTiles
@@ -257,7 +257,7 @@ class GroupedProduct(GemmBase):
                 params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
             )
             boxes = cute.ceil_div(work.rows, TAIL_ROWS)
-            tx_bytes = self.weight_bytes + boxes * (TAIL_ROWS * BLOCK_BYTES)
+            tx_bytes = self.weight_bytes + boxes * (TAIL_ROWS * self.x_row_bytes)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
