@@ -41,6 +41,7 @@ from dsl_backend.quant.format import (
     MXFP8,
     NVFP4,
     ROW_SCALED,
+    TENSOR_SCALED,
 )
 from dsl_backend.runtime import registry
 from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
@@ -157,6 +158,16 @@ SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "blocks": {"x": GROUP_SCALED, "weight": BLOCK_SCALED, "bias": True},
     "blocks-geglu": {"x": GROUP_SCALED_E8M0, "weight": BLOCK_SCALED_E8M0, "activation": Geglu(), "bias": True},
 }
+BY_ROW: dict[str, Any] = {"x": ROW_SCALED, "weight": ROW_SCALED}
+BY_BLOCK: dict[str, Any] = {"x": GROUP_SCALED, "weight": BLOCK_SCALED}
+SM90_SCALED_LAYERS: dict[str, dict[str, Any]] = {
+    "product": BY_ROW | {"bias": True},
+    "swiglu": BY_ROW | {"activation": Swiglu(), "bias": True},
+    "swiglu-tensor": BY_ROW | {"activation": Swiglu(), "out": TENSOR_SCALED},
+    "blocks": BY_BLOCK,
+    "blocks-swiglu": BY_BLOCK | {"activation": Swiglu(), "bias": True},
+    "blocks-swiglu-groups": BY_BLOCK | {"activation": Swiglu(), "out": GROUP_SCALED},
+}
 EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
 EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "swiglu": EXPERTS | {"topk": 4},
@@ -228,6 +239,9 @@ def linear_subjects() -> Iterator[Subject]:
     for name, facts in SCALED_LAYERS.items():
         spec_of = partial(ScaledLinearSpec, **SIZES_OF_SCALED | facts)
         yield Subject(id=f"sm_100a-scaled-{name}", arch="sm_100a", kernels=partial(scaled_kernels, spec_of()))
+    for name, facts in SM90_SCALED_LAYERS.items():
+        spec_of = partial(ScaledLinearSpec, n=4096, k=4096, **facts)
+        yield Subject(id=f"sm_90a-scaled-{name}", arch="sm_90a", kernels=partial(sm90_scaled_kernels, spec_of()))
     yield Subject(id="sm_90a-swapped", arch="sm_90a", kernels=partial(linear_kernels, "sm_90a", spec, swapped=True))
 
 
@@ -260,6 +274,17 @@ def scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
     for config in scaled_configs.fitting(spec, target.smem_bytes):
         key = scaled_host.key_of(spec, config, spec.column_major)
         yield Made(config, partial(scaled_host.build, scaled_configs.kernel(spec), key, target))
+
+
+def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
+    from dsl_backend.gemm import scaled_host
+    from dsl_backend.gemm.sm90 import scaled_configs
+    from dsl_backend.runtime.target import from_arch
+
+    target = from_arch("sm_90a")
+    for config in scaled_configs.fitting(spec, target.smem_bytes):
+        key = scaled_host.key_of(spec, config, spec.column_major)
+        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(config), key, target))
 
 
 def experts_subjects() -> Iterator[Subject]:

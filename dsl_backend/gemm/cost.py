@@ -4,9 +4,9 @@
 import math
 from dataclasses import dataclass
 
-from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, ceil_div
+from dsl_backend.gemm.sizes import TAIL_ROWS, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
-from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles, block_k
 from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
 
@@ -154,12 +154,17 @@ def combined(power: float, *causes_ns: float) -> float:
     return float(sum(cause**power for cause in causes_ns) ** (1 / power))
 
 
+def flops_of(rates: Rates, spec: GemmSpec) -> float:
+    """Operations on x's elements: tensor cores do twice as many in 8 bits. No kernel in 8 bits was timed yet."""
+    return rates.flops * 2 / spec.dtypes.x.itemsize
+
+
 def iteration_ns(config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float) -> float:
     """Of a k tile of the GEMM for few rows; `memory`: bytes that a CTA reads in a nanosecond."""
     weight_bytes, x_bytes = spec.dtypes.weight.itemsize, spec.dtypes.x.itemsize
     bytes_read = (2 * config.box * weight_bytes + config.tile_tokens * x_bytes / X_FASTER) * config.tile_k
     flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
-    return combined(SMALL_M_POWER, bytes_read / memory, flops / (SMALL_M_FLOPS * rates.flops))
+    return combined(SMALL_M_POWER, bytes_read / memory, flops / (SMALL_M_FLOPS * flops_of(rates, spec)))
 
 
 def split_k_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int) -> float:
@@ -197,17 +202,18 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
     tiles, clusters = m_tiles * ceil_div(spec.n, config.columns(spec.parts)), ctas // config.cluster
     waves = ceil_div(tiles, clusters)
-    box_bytes = 2 * config.box_n * BLOCK_K * spec.dtypes.weight.itemsize
-    x_bytes = config.tile_m * BLOCK_K * spec.dtypes.x.itemsize
+    tile_k = block_k(spec.dtypes)
+    box_bytes = 2 * config.box_n * tile_k * spec.dtypes.weight.itemsize
+    x_bytes = config.tile_m * tile_k * spec.dtypes.x.itemsize
     inside = rows / (m_tiles * config.tile_m * config.cluster)
-    flops = 2 * config.tile_m * 2 * config.box_n * BLOCK_K * (inside + (1 - inside) * costs.outside)
+    flops = 2 * config.tile_m * 2 * config.box_n * tile_k * (inside + (1 - inside) * costs.outside)
     copies_ns = tail_copies_ns(config, rows, costs.copy_ns)
 
     def step_ns(active: int) -> float:
         """Of a k tile while so many clusters run."""
         return combined(
             costs.power,
-            flops / (costs.flops * rates.flops) + config.mma_rows * costs.row_ns,
+            flops / (costs.flops * flops_of(rates, spec)) + config.mma_rows * costs.row_ns,
             # A cluster reads its weights once.
             (x_bytes + box_bytes / config.cluster) * active * config.cluster / (costs.l2 * rates.l2 * sms),
             # Tiles of a column have the same weights.
@@ -217,7 +223,7 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
         )
 
     last = tiles - (waves - 1) * clusters
-    products_ns = ceil_div(spec.k, BLOCK_K) * ((waves - 1) * step_ns(clusters) + step_ns(last))
+    products_ns = ceil_div(spec.k, tile_k) * ((waves - 1) * step_ns(clusters) + step_ns(last))
     # All weights come from memory once.
     weights_ns = spec.weight_rows * spec.k * spec.dtypes.weight.itemsize / (GEMM_MEMORY * rates.memory * sms)
     epilogues = 1 if config.overlaps_epilogue else waves

@@ -148,6 +148,10 @@ class GemmBase:
         clusters = cute.arch.grid_dim()[0] // self.cluster
         return first, clusters, cute.ceil_div(m_tiles * n_tiles - first, clusters)
 
+    def place(self, first, tile, clusters, m_tiles, n_tiles):
+        """(m_tile, n_tile) of a cluster's tile; arguments as `schedule` and `tile_counts` return them."""
+        return raster(first + tile * clusters, m_tiles, n_tiles, self.band)
+
     def rows_loaded(self, params: GemmParams, m_tile):
         """Rows of a CTA's tile of x that are loaded: those that exist, rounded up to TAIL_ROWS."""
         rows = params.mX.shape[0] - m_tile * self.tile_m
@@ -187,7 +191,7 @@ class GemmBase:
         )
         tWsW, tWgW = self.weight_partition(params, sW)
         for tile in cutlass.range(tiles, unroll=1):
-            m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
+            m_tile, n_tile = self.place(first, tile, clusters, m_tiles, n_tiles)
             tx_bytes = self.tx_bytes(params, m_tile, cta_rank)
             m_tile = m_tile * self.cluster + cta_rank
             rows = self.rows_loaded(params, m_tile)

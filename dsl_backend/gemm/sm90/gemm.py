@@ -14,7 +14,7 @@ from cutlass.utils import LayoutEnum, hopper_helpers
 from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
+from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, ConsumerTiles
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.gemm.views import bias_of
@@ -22,7 +22,6 @@ from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
-from dsl_backend.primitives.schedule import raster
 
 # Named barriers: one of each consumer, then those of the ping-pong order.
 CONSUMER_BARRIER, ORDER_BARRIER = 1, 1 + CONSUMERS
@@ -47,6 +46,10 @@ class Gemm(GemmBase):
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
         """Launch; see `args.launch_args`."""
+        self.launch(args, stream)
+
+    def launch(self, args, stream):
+        """Launch with any operands that `params` takes."""
         sOut_layout = self.sOut_layout()
         tiled_mma = self.tiled_mma(self.mma_n)
         multicast = cutlass.const_expr(self.cluster > 1)
@@ -176,7 +179,7 @@ class Gemm(GemmBase):
         for i in cutlass.range(cute.ceil_div(tiles - start, stride), unroll=1):
             tile = start + i * stride
             self.await_order(tile, group)
-            m_tile, n_tile = raster(first + tile * clusters, m_tiles, n_tiles, self.band)
+            m_tile, n_tile = self.place(first, tile, clusters, m_tiles, n_tiles)
             if cutlass.const_expr(params.mBias is not None):
                 self.init_acc(params, acc, n_tile * self.columns, row_tile, thread)
             self.mainloop(tiled_mma, acc, tCrA, tCrB, pipeline, tile * k_tiles, k_tiles, thread)
@@ -211,7 +214,7 @@ class Gemm(GemmBase):
         thr_mma = tiled_mma.get_slice(thread)
         # Ping-pong: all of a tile's rows.
         row_tile = 0 if self.pingpong else group
-        sX_rows = cute.local_tile(sX, (self.consumer_m, BLOCK_K), (row_tile, 0, None))
+        sX_rows = cute.local_tile(sX, (self.consumer_m, self.block_k), (row_tile, 0, None))
         tCrX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX_rows))
         tCrW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
         acc_shape = tiled_mma.partition_shape_C((self.consumer_m, 2 * self.box_n))
@@ -304,26 +307,51 @@ class Gemm(GemmBase):
         row_tile: cutlass.Int32 | int,
     ):
         """Accumulators of a consumer's rows of a CTA's tile to the output, 64 rows at a time."""
-        copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
+        copies = self.epilogue_copy(thread)
         first_row = m_tile * self.tile_m + row_tile * self.consumer_m
+        tOsO, tOgO = self.store_partition(params, sOut)
+        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+            self.convert(params, acc, copies[2], mma_tile, thread, first_row + mma_tile * MMA_M, n_tile * self.columns)
+            self.store_rows(
+                params, copies, sOut, tOsO, tOgO[None, first_row // MMA_M + mma_tile, n_tile], group, thread
+            )
+
+    def store_partition(self, params: GemmParams, sOut: cute.Tensor):
+        """(tOsO, tOgO) of the stores of 64 rows: [copy, consumer] and [copy, 64 rows, column of tiles]."""
         gOut = cute.local_tile(params.mOut, self.epi_tile, (None, None))
-        tOsO, tOgO = cpasync.tma_partition(
+        return cpasync.tma_partition(
             params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
-        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
-            self.convert(params, acc, tCrOut, mma_tile, thread, first_row + mma_tile * MMA_M, n_tile * self.columns)
-            # The TMA store that was issued last has read this buffer.
-            if thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-            cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-            if thread < 32:
-                # Stores are awaited by the thread that issued them: `elect_one` elects the same one every time.
-                with cute.arch.elect_one():
-                    cute.copy(params.tma_atom_out, tOsO[None, group], tOgO[None, first_row // MMA_M + mma_tile, n_tile])
-                    cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_rows(
+        self,
+        params: GemmParams,
+        copies: tuple,
+        sOut: cute.Tensor,
+        tOsO: cute.Tensor,
+        target: cute.Tensor,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Store 64 rows from the registers of `epilogue_copy` by way of the consumer's buffer."""
+        # The TMA store that was issued last has read this buffer.
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+        self.stage_rows(copies, sOut, group, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+        if thread < 32:
+            # Stores are awaited by the thread that issued them: `elect_one` elects the same one every time.
+            with cute.arch.elect_one():
+                cute.copy(params.tma_atom_out, tOsO[None, group], target)
+                cute.arch.cp_async_bulk_commit_group()
+
+    def stage_rows(self, copies, sOut: cute.Tensor, group, thread):
+        """The 64 rows that `convert` left in the registers of `epilogue_copy` to the consumer's buffer."""
+        copy_atom_r2s, thr_copy_r2s, tCrOut = copies
+        cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
 
     @cute.jit
     def convert(

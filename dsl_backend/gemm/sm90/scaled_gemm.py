@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The persistent GEMM of e4m3 operands on SM90: sums of few blocks of k are promoted to float32.
+
+wgmma keeps 14 bits of a sum of 8-bit products (emulator/machine/narrow_sums.py): sums over all of k would drift.
+Each consumer warpgroup therefore has two sets of accumulators: wgmma's, for one block of k or a few, and float32 sums.
+Scales of blocks are multiplied in there. While one consumer adds, the other's products run: both have half of every
+tile, and neither waits for the other.
+"""
+
+from dataclasses import dataclass, fields
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import warpgroup as wgmma
+from cutlass.utils import hopper_helpers
+
+from dsl_backend.gemm.args import GemmOperands, ScaledArgs
+from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.scaled_key import ScaledKey
+from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
+from dsl_backend.gemm.sm90.gemm import Gemm
+from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.gemm.tiled import GemmParams
+from dsl_backend.gemm.views import bias_of
+from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
+from dsl_backend.primitives.pipeline import Pipeline
+from dsl_backend.primitives.schedule import raster
+from dsl_backend.quant.format import E4M3, GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP
+
+E4M3_MAX = E4M3.largest
+
+
+@dataclass(frozen=True)
+class ScaledParams(GemmParams):
+    """With scales as in `scaled.ScaledOperands`."""
+
+    mXScale: cute.Tensor
+    mWeightScale: cute.Tensor
+    mOutScale: cute.Tensor
+
+
+def as_e4m3(stages: cute.Tensor) -> cute.Tensor:
+    """Stages of bytes in the widest swizzle, as a wgmma takes them."""
+    pointer = cute.recast_ptr(stages.iterator, cute.make_swizzle(3, 4, 3), cutlass.Float8E4M3FN)
+    return cute.make_tensor(pointer, stages.layout)
+
+
+class ScaledGemm(Gemm):
+    """See `gemm/tiled.py` and `gemm/scaled.py`."""
+
+    def __init__(self, key: ScaledKey[ScaledGemmConfig]):
+        super().__init__(key)
+        config = key.config
+        self.promotion, self.blocked = config.promotion, key.weight.blocked
+        self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
+        self.out_format = key.out
+        self.group_tiles = config.tiles_of_group(key.out, self.parts)
+        # The bias is added in the epilogue, behind the scales.
+        self.biased = False
+        # Boxes that may begin in one block of a weight's rows and end in the next one have two scales.
+        self.box_blocks = 1 if GROUP % self.box_n == 0 else 2
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, args: ScaledArgs, stream):
+        """Launch; see `args.scaled_launch_args`."""
+        self.launch(args, stream)
+
+    def params(  # type: ignore[override]
+        self, operands: ScaledOperands, x_op, weight_op, sOut_tile, epi_tile
+    ) -> ScaledParams:
+        """The kernel's, with TMA descriptors; arguments as the base's."""
+        plain = GemmOperands(operands.x, operands.weight, operands.bias, None, operands.out)
+        base = super().params(plain, x_op, weight_op, sOut_tile, epi_tile)
+        scales = {
+            "mXScale": operands.x_scale,
+            "mWeightScale": operands.weight_scale,
+            "mOutScale": operands.out_scale,
+        }
+        return ScaledParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
+
+    def tiled_mma(self, columns: int) -> cute.TiledMma:
+        """A warpgroup's products of 64 rows with so many columns."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            cutlass.Float8E4M3FN,
+            cutlass.Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (MMA_M, columns),
+        )
+
+    def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
+        """The same of bytes as e4m3."""
+        return super().consumer_operands(tiled_mma, as_e4m3(sX), as_e4m3(sW), group, thread)
+
+    def place(self, first, tile, clusters, m_tiles, n_tiles):
+        """(m_tile, n_tile) of the CTA's tile; tiles of a group of the output's columns follow one another."""
+        if self.group_tiles == 1:
+            return super().place(first, tile, clusters, m_tiles, n_tiles)
+        n_groups = cute.ceil_div(n_tiles, self.group_tiles)
+        m_tile, n_group = raster(first + tile // self.group_tiles * clusters, m_tiles, n_groups, self.band)
+        return m_tile, n_group * self.group_tiles + tile % self.group_tiles
+
+    def schedule(self, m_tiles, n_tiles):
+        """The same of groups of tiles, of which all are counted."""
+        first, clusters, groups = super().schedule(m_tiles, cute.ceil_div(n_tiles, self.group_tiles))
+        return first, clusters, groups * self.group_tiles
+
+    @cute.jit
+    def mma(
+        self,
+        params: ScaledParams,
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        sOut: cute.Tensor,
+        pipeline: Pipeline,
+        group: cutlass.Int32,
+    ):
+        """A consumer warpgroup: its rows of every tile."""
+        m_tiles, n_tiles, k_tiles = self.tile_counts(params)
+        first, clusters, tiles = self.schedule(m_tiles, n_tiles)
+        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        total = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
+        for i in cutlass.range(tiles // self.group_tiles, unroll=1):
+            for part in cutlass.range_constexpr(self.group_tiles):
+                tile = i * self.group_tiles + part
+                m_tile, n_tile = self.place(first, tile, clusters, m_tiles, n_tiles)
+                m_tile = m_tile * self.cluster + cta_rank
+                row = m_tile * self.tile_m + row_tile * self.consumer_m + self.thread_row(thread)
+                total.fill(0.0)
+                if cutlass.const_expr(self.blocked):
+                    self.mainloop_of_blocks(
+                        params, acc, total, tCrX, tCrW, pipeline, tile * k_tiles, row, n_tile, thread
+                    )
+                else:
+                    self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
+                if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
+                    self.hold(params, total, held, part, thread, row, n_tile)
+                else:
+                    self.epilogue(params, total, sOut, group, thread, m_tile, n_tile, row_tile)
+            if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
+                self.epilogue_of_groups(params, held, sOut, group, thread, m_tile, n_tile, row_tile)
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def thread_row(self, thread):
+        """The first of a thread's rows among 64 of accumulators; the other one is 8 below."""
+        return thread // 32 * 16 + thread % 32 // 4
+
+    @cute.jit
+    def issue(
+        self,
+        acc: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: cute.Tensor,
+        pipeline: Pipeline,
+        position: cutlass.Int32,
+        accumulate: cutlass.Constexpr[bool],
+    ):
+        """Issue the products of a block of k, which are added to `acc` or replace it."""
+        # One that was changed in a loop could not be used behind it.
+        tiled_mma = self.tiled_mma(self.mma_n)
+        tiled_mma.set(wgmma.Field.ACCUMULATE, accumulate)
+        stage = pipeline.stage(position)
+        pipeline.consumer_wait(position)
+        wgmma.fence()
+        for k_block in cutlass.range_constexpr(cute.size(tCrX, mode=[2])):
+            cute.gemm(tiled_mma, acc, tCrX[None, None, k_block, stage], tCrW[None, None, k_block, stage], acc)
+            tiled_mma.set(wgmma.Field.ACCUMULATE, True)
+        wgmma.commit_group()
+
+    @cute.jit
+    def promoted_mainloop(
+        self,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: cute.Tensor,
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Add a tile's products from position `start` on to `total`; scales follow in the epilogue."""
+        whole = k_tiles // self.promotion * self.promotion
+        for first in cutlass.range(0, whole, self.promotion, unroll=1):
+            self.promote(acc, total, tCrX, tCrW, pipeline, start + first, self.promotion, thread)
+        if cutlass.const_expr(self.promotion > 1):
+            for k_tile in cutlass.range(whole, k_tiles, unroll=1):
+                self.promote(acc, total, tCrX, tCrW, pipeline, start + k_tile, 1, thread)
+
+    @cute.jit
+    def promote(
+        self,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: cute.Tensor,
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        count: cutlass.Constexpr[int],
+        thread: cutlass.Int32,
+    ):
+        """Add the products of `count` blocks of k, from position `start` on, to `total`."""
+        for i in cutlass.range_constexpr(count):
+            self.issue(acc, tCrX, tCrW, pipeline, start + i, i > 0)
+            if cutlass.const_expr(i > 0):
+                # The block of k before this one is done.
+                wgmma.wait_group(1)
+                pipeline.warpgroup_release(start + i - 1, thread)
+        wgmma.wait_group(0)
+        fence_operand(acc)
+        pipeline.warpgroup_release(start + count - 1, thread)
+        total.store(total.load() + acc.load())
+
+    @cute.jit
+    def mainloop_of_blocks(
+        self,
+        params: ScaledParams,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: cute.Tensor,
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        row: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Add a tile's products, each block of k with its scales, to `total`.
+
+        Args:
+            row: the first of the thread's rows of x.
+        """
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
+        scales = self.scales_of_block(params, row, first_rows, 0)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            # The next block's are on their way while this one is multiplied.
+            following = self.scales_of_block(params, row, first_rows, cutlass.min(k_tile + 1, k_tiles - 1))
+            self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False)
+            wgmma.wait_group(0)
+            fence_operand(acc)
+            pipeline.warpgroup_release(start + k_tile, thread)
+            self.add_scaled(acc, total, scales, first_rows)
+            scales.store(following.load())
+
+    def first_weight_row(self, params: ScaledParams, n_tile, box: int):
+        """The first row of weights of a box of a tile."""
+        if self.gated:
+            return box * params.mOut.shape[1] + n_tile * self.box_n
+        return (2 * n_tile + box) * self.box_n
+
+    def scales_of_block(self, params: ScaledParams, row, first_rows: list, k_tile) -> cute.Tensor:
+        """The scales of a thread's rows of x, then those of both boxes, in a block of k; any outside.
+
+        Of a box that may lie in two blocks of rows there are two.
+        """
+        m, (row_blocks, _) = params.mX.shape[0], params.mWeightScale.shape
+        scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
+        for i in range(2 * self.mma_tiles_m):
+            scales[i] = params.mXScale[cutlass.min(row + 8 * (i % 2) + MMA_M * (i // 2), m - 1), k_tile]
+        for box in range(2):
+            for part in range(self.box_blocks):
+                block = cutlass.min(first_rows[box] // GROUP + part, row_blocks - 1)
+                scales[2 * self.mma_tiles_m + box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
+        return scales
+
+    @cute.jit
+    def add_scaled(self, acc: cute.Tensor, total: cute.Tensor, scales: cute.Tensor, first_rows: list):
+        """Add wgmma's sums of a block of k, times the product of their scales."""
+        boxes = 2 * self.mma_tiles_m
+        for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
+            for box in cutlass.range_constexpr(2):
+                products = [scales[i] * scales[boxes + box * self.box_blocks + part] for part in range(self.box_blocks)]
+                for j in cutlass.range_constexpr(self.box_n // 8):
+                    scale = products[0]
+                    if cutlass.const_expr(self.box_blocks == 2):
+                        inside = first_rows[box] % GROUP + 8 * j < GROUP
+                        scale = products[0] if inside else products[1]
+                    for a in cutlass.range_constexpr(2):
+                        at = (a, i % 2, j + box * (self.box_n // 8))
+                        total[at, i // 2, 0] = fma(acc[at, i // 2, 0], scale, total[at, i // 2, 0])
+
+    def outputs(self, params: ScaledParams, total: cute.Tensor, mma_tile: int, row, first_column, thread) -> list:
+        """Sums of 64 rows through scales, bias and activation: [column pair j][row b][column a].
+
+        wgmma's accumulators: a thread has columns 8 j + 2 (lane % 4) + a of rows 16 warp + lane / 4 + 8 b.
+
+        Args:
+            row: the first of the thread's rows.
+        """
+        n, m = params.mOut.shape[1], params.mOut.shape[0]
+        x_scales = [cutlass.Float32(1.0)] * 2
+        if not self.blocked:
+            places = [cutlass.min(row + 8 * b, m - 1) if self.x_rows else 0 for b in range(2)]
+            x_scales = [params.mXScale[place] for place in places]
+        found = []
+        for j in range(self.columns // 8):
+            columns = [first_column + 8 * j + 2 * (thread % 4) + a for a in range(2)]
+            boxes = []
+            for box in range(self.parts):
+                at = j + box * (self.box_n // 8)
+                sums = [total[(a, b, at), mma_tile, 0] for b in range(2) for a in range(2)]
+                boxes.append(self.with_scales(params, sums, columns, box, x_scales, n))
+            values = boxes[0] if not self.gated else self.activate(*boxes)
+            found.append([values[:2], values[2:]])
+        return found
+
+    def with_scales(self, params: ScaledParams, sums: list, columns: list, part: int, x_scales: list, n) -> list:
+        """Four sums, of two rows and two columns each, with their scales and the bias."""
+        if not self.blocked:
+            if self.weight_rows_scaled:
+                by_column = [bias_of(params.mWeightScale, column, part, n, self.interleaved) for column in columns]
+            else:
+                by_column = [params.mWeightScale[0]] * 2
+            sums = [sums[2 * b + a] * by_column[a] * x_scales[b] for b in range(2) for a in range(2)]
+        if params.mBias is not None:
+            biases = [bias_of(params.mBias, column, part, n, self.interleaved) for column in columns]
+            sums = [sums[2 * b + a] + biases[a] for b in range(2) for a in range(2)]
+        return sums
+
+    @cute.jit
+    def hold(
+        self,
+        params: ScaledParams,
+        total: cute.Tensor,
+        held: cute.Tensor,
+        part: cutlass.Constexpr[int],
+        thread: cutlass.Int32,
+        row: cutlass.Int32,
+        n_tile: cutlass.Int32,
+    ):
+        """Keep a tile's outputs until those of its group are complete; 0 past the last column.
+
+        Args:
+            held: [outputs of a thread's 64 rows, 64 rows, tile of the group].
+        """
+        first_column = n_tile * self.columns
+        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+            values = self.outputs(params, total, mma_tile, row + mma_tile * MMA_M, first_column, thread)
+            for j in cutlass.range_constexpr(self.columns // 8):
+                for a in cutlass.range_constexpr(2):
+                    inside = first_column + 8 * j + 2 * (thread % 4) + a < params.mOut.shape[1]
+                    for b in cutlass.range_constexpr(2):
+                        value = values[j][b][a]
+                        held[4 * j + 2 * b + a, mma_tile, part] = value if inside else cutlass.Float32(0.0)
+
+    @cute.jit
+    def epilogue_of_groups(
+        self,
+        params: ScaledParams,
+        held: cute.Tensor,
+        sOut: cute.Tensor,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+        m_tile: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
+    ):
+        """What is held, a group of 128 columns of each row, quantised with a scale of its own to the output.
+
+        Args:
+            n_tile: the last one of the group.
+        """
+        copies = self.epilogue_copy(thread)
+        first_row = m_tile * self.tile_m + row_tile * self.consumer_m
+        tOsO, tOgO = self.store_partition(params, sOut)
+        column_group = n_tile // self.group_tiles
+        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+            inverses = []
+            for b in cutlass.range_constexpr(2):
+                row = first_row + mma_tile * MMA_M + self.thread_row(thread) + 8 * b
+                scale = self.scale_of_group(held, mma_tile, b)
+                inverses.append(cutlass.Float32(1.0) / scale)
+                if thread % 4 == 0:
+                    if row < params.mX.shape[0]:
+                        params.mOutScale[row, column_group] = scale
+            for part in cutlass.range_constexpr(self.group_tiles):
+                for j in cutlass.range_constexpr(self.columns // 8):
+                    values = [held[4 * j + 2 * b + a, mma_tile, part] * inverses[b] for b in range(2) for a in range(2)]
+                    copies[2][j] = f32_to_e4m3(*values)
+                target = tOgO[None, first_row // MMA_M + mma_tile, column_group * self.group_tiles + part]
+                self.store_rows(params, copies, sOut, tOsO, target, group, thread)
+
+    def scale_of_group(self, held: cute.Tensor, mma_tile: int, b: int):
+        """Largest magnitude of one of a thread's rows / 448; NaN is left out. Four lanes have the row."""
+        values = [
+            held[4 * j + 2 * b + a, mma_tile, part]
+            for part in range(self.group_tiles)
+            for j in range(self.columns // 8)
+            for a in range(2)
+        ]
+        largest = tree_max([cute.arch.fmax(value, -value) for value in values])
+        for lanes in (1, 2):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
+        return cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3_MAX)
+
+    def sOut_layout(self) -> cute.ComposedLayout:
+        """Of the consumers' output buffers. In 8 bits a row's 16-byte vectors are permuted by its place among others.
+
+        Rows of 32, 64 and 128 bytes have TMA's swizzles of as many bytes, all others none.
+        """
+        if self.out_format is None:
+            return super().sOut_layout()
+        shape = (MMA_M, self.columns, CONSUMERS)
+        plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
+        return cute.make_composed_layout(cute.make_swizzle(self.swizzle_bits, 4, 3), 0, plain)
+
+    @property
+    def swizzle_bits(self) -> int:
+        """Of an output buffer in 8 bits."""
+        return {32: 1, 64: 2, 128: 3}.get(self.columns, 0)
+
+    def epilogue_copy(self, thread):
+        """As the base's; in 8 bits (None, None, tCrOut), which has a word for each pair of columns of both rows."""
+        if self.out_format is None:
+            return super().epilogue_copy(thread)
+        return None, None, cute.make_rmem_tensor(self.columns // 8, cutlass.Int32)
+
+    @cute.jit
+    def convert(
+        self,
+        params: ScaledParams,
+        acc: cute.Tensor,
+        tCrOut: cute.Tensor,
+        mma_tile: cutlass.Constexpr[int],
+        thread: cutlass.Int32,
+        first_row: cutlass.Int32,
+        first_column: cutlass.Int32,
+    ):
+        """64 rows of sums to the output's type, with a scale that is given where it is quantised."""
+        row = first_row + self.thread_row(thread)
+        values = self.outputs(params, acc, mma_tile, row, first_column, thread)
+        inverse = None
+        if cutlass.const_expr(self.out_format is not None):
+            inverse = cutlass.Float32(1.0) / params.mOutScale[0]
+        for j in cutlass.range_constexpr(self.columns // 8):
+            if cutlass.const_expr(self.out_format is not None):
+                tCrOut[j] = f32_to_e4m3(*(value * inverse for of_row in values[j] for value in of_row))
+            else:
+                for b in cutlass.range_constexpr(2):
+                    for a in cutlass.range_constexpr(2):
+                        tCrOut[(a, b, j), 0, 0] = values[j][b][a].to(self.out_dtype)
+
+    def stage_rows(self, copies, sOut: cute.Tensor, group, thread):
+        """As the base's; in 8 bits two neighbouring columns at a time."""
+        if self.out_format is None:
+            super().stage_rows(copies, sOut, group, thread)
+            return
+        base = cutlass.Int32(sOut.iterator.toint()) + group * (MMA_M * self.columns)
+        mask = ((1 << self.swizzle_bits) - 1) << 4
+        for j in range(self.columns // 8):
+            for b in range(2):
+                offset = (self.thread_row(thread) + 8 * b) * self.columns + 8 * j + 2 * (thread % 4)
+                address = base + (offset ^ ((offset >> 3) & mask))
+                pointer = cute.make_ptr(cutlass.Int16, address, cute.AddressSpace.smem, assumed_align=2)
+                half = cutlass.Int16(copies[2][j] >> 16 * b)
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = half

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of quantised operands for SM90's CuTe DSL kernels, with tiles small enough for the emulator."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import emulator
+from dsl_backend.gemm import scaled_host as host
+from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
+from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.sm90 import scaled_configs
+from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.format import scaled_format
+from dsl_backend.quant.reference import column_major
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.linear import F16
+from dsl_backend.testing.scaled import (
+    CUT_BITS,
+    GROUPS,
+    TENSOR,
+    Outputs,
+    ScaledCase,
+    blocked,
+    budget_of,
+    check_outputs,
+    random_case,
+    tensors,
+)
+
+ARCH = "sm_90a"
+SMEM_BYTES = 227 * 1024
+SMS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledEmulated:
+    """A case and the kernel that it runs with.
+
+    Attributes:
+        why: what this case alone would find.
+        sms: CTAs at most.
+    """
+
+    id: str
+    why: str
+    case: ScaledCase
+    config: Any
+    sms: int = SMS
+
+
+def spec_of(case: ScaledCase) -> ScaledLinearSpec:
+    x = scaled_format(case.x)
+    return ScaledLinearSpec(
+        n=case.n,
+        k=case.k,
+        x=x,
+        weight=scaled_format(case.weight),
+        dtype=case.dtype,
+        out=case.out_kind,
+        activation=case.activation,
+        interleaved=case.interleaved,
+        bias=case.bias,
+        column_major=x.blocked and not case.row_major,
+    )
+
+
+def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:
+    """Where a kernel writes to: NaN, but for a scale that is given."""
+    kind = case.out_kind
+    out = torch.full((case.rows, case.n), torch.nan).to(case.dtype if kind is None else kind.values)
+    if kind is None or given_scale is not None:
+        return Outputs(out, given_scale)
+    rows, groups = kind.scale_shape(case.rows, case.n)
+    return Outputs(out, column_major(rows, groups, kind.scales, out.device).fill_(torch.nan))
+
+
+def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -> Outputs:
+    """Compile and run on the emulator; any finding or warning raises.
+
+    Args:
+        kernel: a class in place of the configuration's.
+    """
+    case, spec = one.case, spec_of(one.case)
+    given = tensors(case, "cpu")
+    found = outputs(case, given.out_scale)
+    operands = ScaledOperands(
+        given.x.values, given.x.scale, given.weight.values, given.weight.scale, given.bias, found.out, found.scale
+    )
+    workspace = Workspace(torch.device("cpu"))
+    with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
+        key = host.key_of(spec, one.config, spec.column_major)
+        function = host.build(kernel or scaled_configs.kernel(one.config), key, from_arch(ARCH))
+        host.run(function, one.config, operands, one.sms, workspace)
+    assert not workspace.flags(0).any(), "a flag was left set"
+    return found
+
+
+def emulate(one: ScaledEmulated, schedule: str, seed: int = 0) -> None:
+    """Run and judge; raises what is wrong."""
+    assert one.config.objections(spec_of(one.case), SMEM_BYTES) == []
+    judge(one.case, run(one, schedule, seed), one.config.promotion)
+
+
+def judge(case: ScaledCase, found: Outputs, promotion: int) -> None:
+    """Raises AssertionError where an output is beyond the budget of sums of so many blocks of k in a wgmma."""
+    check_outputs(case, found, budget_of(case, tensors(case, "cpu"), CUT_BITS, 128 * promotion))
+
+
+SWIGLU = Swiglu()
+PLAIN = ScaledCase(rows=150, n=80, k=656)
+GATED = replace(PLAIN, activation=SWIGLU)
+BLOCKS = blocked(150, 208, 656)
+# n has whole blocks of up rows.
+GATED_BLOCKS = blocked(150, 256, 400, activation=SWIGLU)
+# Two stages and six blocks of k: every pipeline comes round three times a tile.
+SMALL = ScaledGemmConfig(box_n=32, stages=2)
+
+CASES = [
+    # --- scales of rows ---
+    ScaledEmulated(id="rows", why="consumers share a tile; all edges ragged", case=PLAIN, config=SMALL),
+    ScaledEmulated(
+        id="rows-gated",
+        why="interleaved, a bias; sums of four blocks of k and two that are left",
+        case=replace(GATED, interleaved=True, bias=True, pad_x=16, pad_weight=32),
+        config=replace(SMALL, promotion=4, stages=3),
+    ),
+    ScaledEmulated(
+        id="rows-cluster",
+        why="weights are shared; sums of two blocks of k; tiles that are no power of two wide",
+        case=replace(GATED, dtype=F16, activation=Geglu()),
+        config=replace(SMALL, box_n=24, cluster=2, promotion=2),
+    ),
+    ScaledEmulated(
+        id="rows-turns",
+        why="each CTA has several tiles; a band ends in the middle",
+        case=replace(PLAIN, rows=300, n=272, k=144, x=TENSOR),
+        config=replace(SMALL, band=2),
+        sms=2,
+    ),
+    ScaledEmulated(
+        id="tensor",
+        why="one scale each, no edge",
+        case=replace(PLAIN, rows=128, n=64, k=256, x=TENSOR, weight=TENSOR),
+        config=SMALL,
+    ),
+    ScaledEmulated(id="one", why="one element each is inside", case=replace(GATED, rows=1, n=16, k=16), config=SMALL),
+    ScaledEmulated(
+        id="special",
+        why="NaN, scales that are infinite, NaN, 0, denormal",
+        case=replace(PLAIN, rows=70, special=True),
+        config=SMALL,
+    ),
+    # --- scales of blocks ---
+    ScaledEmulated(id="blocks", why="boxes begin in the middle of a block", case=BLOCKS, config=SMALL),
+    ScaledEmulated(
+        id="blocks-across",
+        why="boxes begin in one block and end in the next; row-major scales, a bias",
+        case=replace(BLOCKS, n=400, k=400, row_major=True, bias=True),
+        config=replace(SMALL, box_n=48, cluster=2),
+    ),
+    ScaledEmulated(
+        id="blocks-gated",
+        why="gate and up have blocks of their own",
+        case=GATED_BLOCKS,
+        config=replace(SMALL, box_n=64),
+    ),
+    ScaledEmulated(
+        id="blocks-gated-across",
+        why="the same with boxes of two blocks",
+        case=replace(GATED_BLOCKS, activation=SWIGLU_OAI, bias=True, gain=9),
+        config=replace(SMALL, box_n=48, stages=3),
+    ),
+    ScaledEmulated(
+        id="blocks-special",
+        why="NaN and denormal scales of both operands",
+        case=replace(BLOCKS, rows=70, special=True, special_weights=True),
+        config=SMALL,
+    ),
+    # --- outputs in 8 bits ---
+    ScaledEmulated(
+        id="to-tensor", why="a given scale; rows of 32 bytes", case=replace(GATED, to=TENSOR, bias=True), config=SMALL
+    ),
+    ScaledEmulated(
+        id="to-tensor-wide",
+        why="values saturate; rows of 96 bytes have no swizzle",
+        case=replace(PLAIN, n=208, x=TENSOR, to=TENSOR, gain=300),
+        config=replace(SMALL, box_n=48, cluster=2),
+    ),
+    ScaledEmulated(
+        id="to-groups",
+        why="a tile has a group; columns past the last one have a bias",
+        case=replace(PLAIN, n=208, k=400, to=GROUPS, bias=True),
+        config=replace(SMALL, box_n=64),
+    ),
+    ScaledEmulated(
+        id="to-groups-of-two",
+        why="two tiles have a group, the last group has one",
+        case=blocked(150, 384, 272, activation=SWIGLU, to=GROUPS),
+        config=replace(SMALL, box_n=64, cluster=2),
+    ),
+    ScaledEmulated(
+        id="to-groups-of-four",
+        why="four tiles have a group; each CTA has several of them",
+        case=replace(GATED, rows=200, n=304, k=144, to=GROUPS, bias=True),
+        config=SMALL,
+        sms=2,
+    ),
+    ScaledEmulated(
+        id="to-groups-special",
+        why="NaN is left out of a scale, infinity is not",
+        case=replace(GATED, rows=70, n=144, k=144, to=GROUPS, special=True),
+        config=replace(SMALL, box_n=64),
+    ),
+]
+
+
+def random_scaled(seed: int) -> ScaledEmulated:
+    """A small problem of any kind for these kernels; the same for the same seed."""
+    draw = random.Random(f"quantised linear kernels {seed}")
+    while True:
+        case = random_case(draw, 320)
+        config = ScaledGemmConfig(
+            box_n=draw.choice((16, 24, 32, 48, 64, 96)),
+            stages=draw.randint(2, 4),
+            cluster=draw.choice((1, 2)),
+            band=draw.randint(1, 4),
+            promotion=draw.choice((1, 1, 2, 4)),
+        )
+        if not config.objections(spec_of(case), SMEM_BYTES):
+            return ScaledEmulated(
+                id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
+            )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the kernels of quantised operands are found: by the budget of sums, or by the emulator's checks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutlass.cute.nvgpu import warpgroup as wgmma
+from scaled_cases import CASES, PLAIN, SMALL, ScaledEmulated, emulate, judge, run
+
+from dsl_backend.gemm import scaled_host
+from dsl_backend.gemm.sm90 import scaled_gemm
+from dsl_backend.gemm.sm90.gemm import Gemm
+from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.runtime import toolkit
+from emulator.errors import EmulatorError, HostError
+from tests.attention.mistakes import Mistake, spoilt
+
+BY_ID = {one.id: one for one in CASES}
+WAIT = "        wgmma.wait_group(0)\n        fence_operand(acc)\n"
+MISTAKES = (
+    ("rows", Mistake("sums are read before their products are done", scaled_gemm, WAIT, "")),
+    ("rows", Mistake("a part of k replaces the sums", scaled_gemm, "total.load() + acc.load()", "acc.load()")),
+    (
+        "rows",
+        Mistake(
+            "a stage is not given back",
+            scaled_gemm,
+            "        pipeline.warpgroup_release(start + count - 1, thread)\n",
+            "",
+        ),
+    ),
+    (
+        "rows-gated",
+        Mistake("only the last block of k replaces sums", scaled_gemm, "start + i, i > 0)", "start + i, False)"),
+    ),
+    ("rows", Mistake("the scale of the other row", scaled_gemm, "x_scales[b] for b", "x_scales[1 - b] for b")),
+    (
+        "blocks",
+        Mistake("scales of the block of k before", scaled_gemm, "cutlass.min(k_tile + 1, k_tiles - 1)", "k_tile"),
+    ),
+    ("blocks", Mistake("the scale of the row above", scaled_gemm, "row + 8 * (i % 2) +", "row +")),
+    ("blocks-gated", Mistake("gate's scales for up", scaled_gemm, "return box * params.mOut.shape[1] + n", "return n")),
+    (
+        "blocks-across",
+        Mistake(
+            "one scale for a box", scaled_gemm, "scale = products[0] if inside else products[1]", "scale = products[0]"
+        ),
+    ),
+    ("to-tensor", Mistake("vectors out of place", scaled_gemm, "(offset >> 3) & mask", "(offset >> 4) & mask")),
+    ("to-groups", Mistake("two of four lanes", scaled_gemm, "for lanes in (1, 2)", "for lanes in (1,)")),
+    (
+        "to-groups-of-two",
+        Mistake("tiles of a group out of order", scaled_gemm, "+ tile % self.group_tiles", "+ 1 - tile % 2"),
+    ),
+)
+QUICK = ("a part of k replaces the sums",)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached kernels have other source."""
+
+    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
+        return toolkit.compiled(kernel, arguments, target.arch, "")
+
+    monkeypatch.setattr(scaled_host, "compile_kernel", compile_kernel)
+
+
+@pytest.mark.parametrize(
+    ("of", "mistake"),
+    [pytest.param(of, one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for of, one in MISTAKES],
+)
+def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path) -> None:
+    one, kernel = BY_ID[of], spoilt(mistake, tmp_path).ScaledGemm
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        judge(one.case, run(one, "lazy", 1, kernel), one.config.promotion)
+    assert not isinstance(raised.value, HostError), "it ran"
+
+
+class Unpromoted(scaled_gemm.ScaledGemm):
+    """All of k in wgmma's own accumulators."""
+
+    def promoted_mainloop(self, acc, total, tCrX, tCrW, pipeline, start, k_tiles, thread):
+        tiled_mma = self.tiled_mma(self.mma_n)
+        Gemm.mainloop(self, tiled_mma, total, tCrX, tCrW, pipeline, start, k_tiles, thread)
+        wgmma.wait_group(0)
+        fence_operand(total)
+        pipeline.warpgroup_release(start + k_tiles - 1, thread)
+
+
+@pytest.mark.rest
+def test_long_sums_do_not_drift() -> None:
+    """16384 columns: promoted they are within the budget, and never promoted they are not."""
+    case = replace(PLAIN, rows=3, n=16, k=16384, seed=3)
+    for promotion in (1, 4):
+        one = ScaledEmulated(id="deep", why="drift", case=case, config=replace(SMALL, box_n=16, promotion=promotion))
+        emulate(one, "eager")
+        found = run(one, "eager", kernel=Unpromoted)
+        with pytest.raises(AssertionError):
+            judge(case, found, promotion)
