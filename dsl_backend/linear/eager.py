@@ -32,7 +32,7 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
         raise InvalidInput(f"{name} is {short(tensor.dtype)} and x {short(like.dtype)}: one dtype is needed")
     if tensor.device != like.device:
         raise InvalidInput(f"{name} is on {tensor.device}, x on {like.device}")
-    if held[-1] > 1 and tensor.stride(-1) != 1:
+    if held[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
     checks.no_gradient(name, tensor)
 

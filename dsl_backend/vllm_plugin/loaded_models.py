@@ -14,6 +14,7 @@ from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.norms import serve as serve_norms
 from dsl_backend.vllm_plugin.projections import serve as serve_projections
 from dsl_backend.vllm_plugin.routed_experts import serve
+from dsl_backend.vllm_plugin.scaled_linears import serve as serve_scaled_linears
 
 # vLLM's modules that load models, and the function that each of them calls once the weights are loaded.
 LOADERS = (
@@ -47,6 +48,8 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.config import get_current_vllm_config
 
         vllm_config = get_current_vllm_config()
+        # First, because it takes activations away from those that are fused with 16-bit projections.
+        serve_scaled_linears.serve_scaled_linears(model, vllm_config)
         fuse.fuse_model(model, vllm_config)
         serve_projections.serve_projections(model, vllm_config)
         serve.serve_experts(model, vllm_config)
@@ -69,5 +72,5 @@ def extend_compilation_keys() -> None:
 
 def compilation_key() -> str:
     """The version of this package, and the changed layers of each model of this process."""
-    made = (fuse, serve_projections, serve, serve_norms)
+    made = (serve_scaled_linears, fuse, serve_projections, serve, serve_norms)
     return " | ".join((__version__, *(one.compilation_key() for one in made)))

@@ -27,6 +27,8 @@ class Options(BaseModel):
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
             that dsl cannot serve, and more rows, are vLLM's.
+        scaled_linears: whose kernels serve linear layers of fp8 checkpoints, with the activation and the quantisation
+            between them; none is measured to be faster.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; none is measured to be
             faster.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of those that are drawn; none is
@@ -40,6 +42,7 @@ class Options(BaseModel):
     experts: ServedBy = ServedBy.MEASURED
     # Kernels were timed; a served model with them was not.
     projections: ServedBy = ServedBy.VLLM
+    scaled_linears: ServedBy = ServedBy.VLLM
     norms: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but

@@ -60,7 +60,7 @@ def scaled_linear(
 
     Args:
         x: [rows, k], neighbouring columns side by side, rows at any stride; scales of a tensor, of rows, or of groups
-            of 128 columns, these contiguous or as `quant.reference.column_major` has them.
+            of 128 columns, these contiguous or as `quant.reference.column_major` has them; others are copied.
         weight: [n, k]; with an activation [2 n, k], all gate rows first. Scales of the tensor, of rows, or, where x has
             groups, of blocks of 128x128: the block of row r is r // 128.
         bias: one for each row of the weight, in `dtype`.

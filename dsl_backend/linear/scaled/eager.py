@@ -34,9 +34,15 @@ class How(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is cached for calls with the same facts: their spec, and plans by stream."""
+    """What is cached for calls with the same facts.
+
+    Attributes:
+        copied: x's scales of groups have strides that no kernel takes: each call copies them.
+        plans: by stream.
+    """
 
     spec: ScaledLinearSpec
+    copied: bool
     plans: dict[int, plan.LinearPlan[ScaledOperands]]
 
 
@@ -56,11 +62,14 @@ def linear(
     except TypeError:  # an unhashable option, which is refused below
         known = None
     if known is None:
-        known = Known(check(x, weight, bias, out_scale, how), {})
+        spec = check(x, weight, bias, out_scale, how)
+        known = Known(spec, not (spec.column_major or x.scale.is_contiguous()), {})
         if len(_known) >= LAYOUTS:
             _known.clear()
         _known[asked] = known
     spec, device = known.spec, x.values.device
+    if known.copied:
+        x = x._replace(scale=x.scale.contiguous())
     out, out_scale = outputs(x.values, spec.n, how, out_scale)
     if x.values.shape[0]:
         operands = ScaledOperands(
@@ -157,10 +166,9 @@ def check_matrix(name: str, matrix: Quantized, width: int | None, like: torch.Te
         )
     if scale.device != values.device:
         raise InvalidInput(f"{name}.scale is on {scale.device}, {name}.values on {values.device}")
-    by_row = kind.block_rows == 1 and kind.blocked
-    if not (scale.is_contiguous() or (by_row and is_column_major(scale))):
-        also = " or columns side by side that begin at multiples of 16 bytes" if by_row else ""
-        raise InvalidInput(f"{name}.scale has strides {scale.stride()}: contiguous ones{also} are needed")
+    by_group = kind.block_rows == 1 and kind.blocked
+    if not (scale.is_contiguous() or by_group):
+        raise InvalidInput(f"{name}.scale has strides {scale.stride()}: contiguous ones are needed")
 
 
 def check_vector(name: str, value: torch.Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:

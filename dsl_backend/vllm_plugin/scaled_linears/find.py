@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the fp8 linear layers of a model that this package serves, and the MLPs whose layers can be linked."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.gemm.activation import Activation
+from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.fused_mlp import forward_source
+from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
+from dsl_backend.vllm_plugin.options import ServedBy
+
+# By vLLM's group shapes; -1 is all rows or all columns.
+X_FORMATS = {(-1, -1): TENSOR_SCALED, (1, -1): ROW_SCALED, (1, 128): GROUP_SCALED}
+WEIGHT_FORMATS = {(-1, -1): TENSOR_SCALED, (-1, 1): ROW_SCALED, (1, -1): ROW_SCALED, (128, 128): BLOCK_SCALED}
+KERNEL = "fp8_linear"
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no fp8 layer of an engine is served, whatever its model; empty where nothing is against it."""
+    reasons = [sequence_parallelism(vllm_config)]
+    asked = options.of(vllm_config).scaled_linears
+    if asked is ServedBy.MEASURED:
+        reasons.append("no kernel of dsl is measured to be faster (additional_config['dsl']['scaled_linears'])")
+    elif asked is ServedBy.VLLM:
+        reasons.append("additional_config['dsl']['scaled_linears'] is vllm")
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA (lora_config) adds to what a projection returns")
+    if compat.is_batch_invariant():
+        reasons.append("batch invariance (VLLM_BATCH_INVARIANT) bypasses kernels that vLLM does not know")
+    backend = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
+    if backend != "auto":
+        reasons.append(f"--linear-backend {backend} asks for vLLM's kernels")
+    return "; ".join(filter(None, reasons))
+
+
+def holder_of(layer: Any) -> Any:
+    """What has a layer's kernel as `fp8_linear`: its method, or the scheme of a compressed-tensors layer; None."""
+    for one in (layer.quant_method, getattr(layer, "scheme", None)):
+        if hasattr(getattr(one, KERNEL, None), "config"):
+            return one
+    return None
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a model whose weights are e4m3, with their names; a module of several names comes once."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from dsl_backend.vllm_plugin.scaled_linears.kernels import ServedByDsl
+
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase):
+            continue
+        weight, holder = getattr(module, "weight", None), holder_of(module)
+        if getattr(weight, "dtype", None) != torch.float8_e4m3fn:
+            continue
+        if holder is None or not isinstance(getattr(holder, KERNEL), ServedByDsl):
+            yield name, module
+
+
+def formats_of(config: Any) -> tuple[ScaledFormat, ScaledFormat] | str:
+    """Formats of x and of the weight of a kernel's configuration, or why there are none."""
+    found = []
+    for what, key, known in (
+        ("inputs", config.activation_quant_key, X_FORMATS),
+        ("weights", config.weight_quant_key, WEIGHT_FORMATS),
+    ):
+        shape = (key.scale.group_shape.row, key.scale.group_shape.col)
+        if key.dtype != torch.float8_e4m3fn or shape not in known:
+            return f"{what} of {key.dtype} with scales of {shape[0]}x{shape[1]} are not known"
+        found.append(known[shape])
+    return found[0], found[1]
+
+
+def judge(layer: Any, target: Target) -> ScaledLinearSpec | str:
+    """The spec of a layer that is served, without an activation; or why it stays vLLM's."""
+    if is_pre_processed():
+        return "its weights were loaded as another kernel had processed them"
+    holder = holder_of(layer)
+    if holder is None:
+        return f"{type(layer.quant_method).__name__} has no kernel that can be replaced"
+    if "forward" in vars(layer):
+        return f"another forward was put into {type(layer).__name__}"
+    config = getattr(holder, KERNEL).config
+    formats = formats_of(config)
+    if isinstance(formats, str):
+        return formats
+    for name in ("weight_scale_inv", "weight_scale"):
+        if (scale := getattr(layer, name, None)) is not None and scale.dtype != torch.float32:
+            return f"{name} is {scale.dtype}: float32 is needed"
+    n, k = layer.weight.shape
+    try:
+        spec = spec_of(n, k, *formats, dtype=config.out_dtype or torch.bfloat16, bias=layer.bias is not None)
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return spec
+
+
+def spec_of(n: int, k: int, x: ScaledFormat, weight: ScaledFormat, **facts: Any) -> ScaledLinearSpec:
+    return ScaledLinearSpec(n=n, k=k, x=x, weight=weight, column_major=x.blocked, **facts)
+
+
+def is_pre_processed() -> bool:
+    """Whether vLLM loads weights that were exported after a kernel processed them; older versions never do."""
+    from vllm.model_executor import utils
+
+    asked = getattr(utils, "is_weights_pre_processed", None)
+    return bool(asked()) if asked is not None else False
+
+
+def linked(
+    parent: nn.Module, activation: str, owners: Counter[int], target: Target
+) -> tuple[str, str | None, ScaledLinearSpec, tuple[Activation, bool]] | str:
+    """(gate and up projection, down projection, spec of the former, its activation), or why they cannot be linked.
+
+    The down projection is None where only the activation joins: something between them needs its 16-bit result.
+
+    Args:
+        activation: the name of its attribute.
+        owners: id of a module -> number of modules that have it as a child.
+    """
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+    from dsl_backend.vllm_plugin.fused_mlp.method import activation_of
+    from dsl_backend.vllm_plugin.scaled_linears.kernels import ServedByDsl
+
+    children: dict[str, Any] = dict(parent.named_children())
+    served = {
+        name: child
+        for name, child in children.items()
+        if isinstance(getattr(holder_of(child) if hasattr(child, "quant_method") else None, KERNEL, None), ServedByDsl)
+    }
+    gates = [name for name, child in served.items() if type(child) is MergedColumnParallelLinear]
+    if len(gates) != 1:
+        return f"{type(parent).__name__} has {len(gates)} merged fp8 projections of dsl's: 1 is needed"
+    (gate,) = gates
+    if reason := against_gate(parent, gate, activation, owners):
+        return reason
+    known = activation_of(children[activation])
+    if known is None:
+        return f"{type(children[activation]).__name__} is not a known activation"
+    kernel = getattr(holder_of(children[gate]), KERNEL)
+    downs = [name for name, child in served.items() if type(child) is RowParallelLinear]
+    down = next((name for name in downs if takes(parent, activation, name, children[name], kernel, owners)), None)
+    rows, k = children[gate].weight.shape
+    facts = {"activation": known[0], "interleaved": known[1], "bias": children[gate].bias is not None}
+    try:
+        spec = spec_of(
+            rows // 2,
+            k,
+            kernel.x_kind,
+            kernel.weight_kind,
+            out=None if down is None else kernel.x_kind,
+            dtype=kernel.config.out_dtype or torch.bfloat16,
+            **facts,
+        )
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return gate, down, spec, known
+
+
+def against_gate(parent: nn.Module, gate: str, activation: str, owners: Counter[int]) -> str:
+    """Why a projection cannot apply the activation; empty where it can."""
+    layer: Any = getattr(parent, gate)
+    kind: Any = type(parent)
+    reasons = []
+    if len(layer.output_sizes) != 2 or len(set(layer.output_sizes)) != 1:
+        reasons.append(f"outputs of {layer.output_sizes} are not a gate and an up half")
+    if layer.gather_output and layer.tp_size > 1:
+        reasons.append("gather_output collects what the ranks' projections return")
+    if layer.skip_bias_add:
+        reasons.append("skip_bias_add leaves the bias to the model")
+    if owners[id(layer)] != 1:
+        reasons.append(f"{owners[id(layer)]} modules hold the projection")
+    if replaced := [type(one).__name__ for one in (parent, getattr(parent, activation)) if "forward" in vars(one)]:
+        reasons.append(f"another forward was put into {', '.join(replaced)}")
+    if between := forward_source.objection(kind, gate, activation):
+        reasons.append(between)
+    return "; ".join(reasons)
+
+
+def takes(parent: Any, activation: str, name: str, down: Any, kernel: Any, owners: Counter[int]) -> bool:
+    """Whether a down projection can take what the gate and up projection quantises for it."""
+    theirs = getattr(holder_of(down), KERNEL)
+    kind: Any = type(parent)
+    key = theirs.config.activation_quant_key.scale
+    one_scale = theirs.x_kind == TENSOR_SCALED
+    return (
+        (theirs.x_kind, theirs.weight_kind) == (kernel.x_kind, kernel.weight_kind)
+        # A computed scale of the whole tensor needs all rows.
+        and (not one_scale or bool(key.static))
+        and getattr(down, "input_scale_ub", None) is None
+        and down.input_is_parallel
+        and owners[id(down)] == 1
+        and not getattr(down, "requires_unquantized_input", False)
+        and forward_source.objection(kind, activation, name) is None
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the fp8 linear layers of models whose attention dsl serves, by replacing the kernel of each layer's method.
+
+vLLM's registry of linear kernels (`register_linear_kernel`) is asked while layers are made, of which the first come
+before any point at which this plugin knows the engine; and it knows kernels of 128x128 blocks from 0.33 on. The kernel
+of a method is used for the first time when weights are processed: until then it can be replaced, in every version.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.log import logger
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.dispatch import explained
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import options
+from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations
+from dsl_backend.vllm_plugin.scaled_linears.find import (
+    KERNEL,
+    formats_of,
+    holder_of,
+    judge,
+    layers,
+    linked,
+    reasons_against_engine,
+)
+from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
+
+# For each model that dsl serves in this process, in order: name of a layer -> its spec.
+_served: list[dict[str, ScaledLinearSpec]] = []
+
+
+def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
+    """Serve every fp8 layer of a model that can be served, and link MLPs; log how many, and why others are not."""
+    if not options.serves_attention(vllm_config):
+        return
+    target = targets.detect(torch.device(vllm_config.device_config.device))
+    against_engine = reasons_against_engine(vllm_config)
+    served, left = serve_each(
+        layers(model),
+        lambda layer: against_engine or judge(layer, target),
+        lambda layer, _: replace(layer),
+    )
+    names = {id(module): name for name, module in model.named_modules()}
+    apart = link_all(model, target, served, names) if served else Counter[str]()
+    _served.append(served)
+    report(Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items()), target)
+    report_left("fp8 linear layers", left)
+    report_left("activations behind fp8 layers", apart)
+
+
+def replace(layer: Any) -> None:
+    """Replace the kernel of a layer's method."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from dsl_backend.vllm_plugin.scaled_linears.kernels import kernel_of
+
+    assert isinstance(layer, LinearBase)
+    holder = holder_of(layer)
+    theirs = getattr(holder, KERNEL)
+    formats = formats_of(theirs.config)
+    assert not isinstance(formats, str)
+    setattr(holder, KERNEL, kernel_of(theirs, *formats))
+    # Fp8LinearMethod has a branch for a kernel that it knows.
+    if getattr(holder, "use_marlin", False):
+        holder.use_marlin = False
+    # What the kernel before this one would have taken from a fused activation or norm.
+    if hasattr(layer, "_input_quant_key"):
+        del layer._input_quant_key
+
+
+def link_all(
+    model: nn.Module, target: Target, served: dict[str, ScaledLinearSpec], names: dict[int, str]
+) -> Counter[str]:
+    """Link what can be linked, in the model and in `served`; reason -> activations that stay vLLM's."""
+    from dsl_backend.vllm_plugin.scaled_linears.kernels import HandedOn, Link
+
+    owners = Counter(id(child) for module in model.modules() for child in module.children())
+    left: Counter[str] = Counter()
+    for _, parent, activation in list(gated_activations(model)):
+        if not any(names.get(id(child)) in served for child in parent.children()):
+            continue
+        found = linked(parent, activation, owners, target)
+        if isinstance(found, str):
+            left[found] += 1
+            continue
+        gate, down, spec, (kind, interleaved) = found
+        layer = getattr(parent, gate)
+        consumer = None if down is None else getattr(parent, down)
+        getattr(holder_of(layer), KERNEL).link = Link(kind, interleaved, consumer)
+        setattr(parent, activation, HandedOn())
+        served[names[id(layer)]] = spec
+    return left
+
+
+def report(kinds: Counter[tuple[str, ScaledLinearSpec]], target: Target) -> None:
+    """Log what is served: one line for each kind of layer."""
+    for (kind, spec), count in kinds.items():
+        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
+        logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, kind, spec, target.arch, by)
+
+
+def compilation_key() -> str:
+    """The served layers of each model of this process."""
+    return key_of(_served)
