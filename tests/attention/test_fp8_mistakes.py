@@ -48,8 +48,8 @@ MISTAKES = {
     transpose.TransposeWarps: (
         (
             "bytes of odd and even columns are swapped",
-            "EVEN_BYTES, ODD_BYTES = 0x6420",
-            "ODD_BYTES, EVEN_BYTES = 0x6420",
+            "for selector in (self.first_bytes, self.second_bytes)",
+            "for selector in (self.second_bytes, self.first_bytes)",
         ),
         (
             "keys in the order of memory",

@@ -145,9 +145,8 @@ def test_configs_fit(dims: tuple[int, int]) -> None:
     spec, smem_bytes = spec_of(*dims), from_arch("sm_90a").smem_bytes
     found = [default_fp8_config(spec), *fp8_variants(spec, smem_bytes)]
     assert [config.objections(spec, smem_bytes) for config in found] == [[]] * len(found)
-    assert len({replace(config, stages=2) for config in found[1:]}) == len(found) - 1
-    assert all(found[0].accumulate_period * found[0].tile_n <= 512 for _ in found)
-    assert {bool(config.accumulate_period) for config in found} == {True, False}
+    assert len({replace(config, stages=2) for config in found[1:]}) == len(found) - 1 > 3
+    assert all(0 < config.accumulate_period * config.tile_n <= 512 for config in found)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LEAST_MAXIMUM = 2.0**-100  # of a row of Q: its scale and the scale's inverse ar
 
 
 class Fp8MmaConsumer(MmaConsumer):
-    """As MmaConsumer. Q is read once for a work tile: its stage is empty before the first product."""
+    """As MmaConsumer. Q is read once for a work tile: its stage is empty after the first product."""
 
     softmax: Fp8Softmax
 
@@ -78,10 +78,9 @@ class Fp8MmaConsumer(MmaConsumer):
             for i in cutlass.range_constexpr(count):
                 scaled = [values[j, i].to(cutlass.Float32) * inverse for j in range(4)]
                 words[i // 2 * 4 + i % 2 * 2 + row] = f32_to_e4m3(*scaled)
-        self.release_q(q_stage)
 
     def end_q(self, q_stage: cutlass.Int32) -> None:
-        """Nothing: `begin_q` has released the stage."""
+        """Nothing: the stage is released behind the first Q K^T."""
 
     def q_block(self, k: int, q_stage: cutlass.Int32) -> cute.Tensor:
         return self.tSrQ[None, None, k]
@@ -96,6 +95,8 @@ class Fp8MmaConsumer(MmaConsumer):
         warpgroup.wait_group(0)
         fence_operand(self.acc_S)
         self.release_kv(self.barriers.k_empty, kv_idx)
+        # Not directly behind the loads of Q, which an arrival may overtake (see DequantTiles): the product needed them.
+        self.release_q(q_stage)
         self.softmax.online_softmax_e4m3(self.scores(work, n_block, True), words_of(self.tOrP), self.acc_scale)
         fence_operand(self.acc_O)
 
