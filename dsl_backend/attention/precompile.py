@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from dsl_backend.attention import dispatch
+from dsl_backend.attention import dispatch, rope_dispatch
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.rope_spec import RopeSpec
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
@@ -121,6 +122,15 @@ def precompile_specs_of(
         from dsl_backend.attention.cute import write_kv_host as write_launch
 
         yield PrecompileSpec("attention", write_launch.build, write_launch.key_of(spec), target)
+
+
+def rope_precompile_specs_of(spec: RopeSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The CuTe DSL kernel that rotates a layer's queries and keys; none where another kernel serves it."""
+    if not rope_dispatch.cute(spec, target):
+        # Imports CuTe DSL.
+        from dsl_backend.attention.cute import rope_host
+
+        yield PrecompileSpec("attention", rope_host.build, rope_host.key_of(spec), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -213,6 +213,10 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             sinks = layer.impl.sinks
             planner.prepare(sinks=None if sinks is None else sinks.dtype)
             self.planners.prepare_writes(planner.spec)
+            if hasattr(layer, "dsl_rotation"):
+                from dsl_backend.vllm_plugin.rope import method
+
+                method.prepare(layer, kv_cache_spec.block_size, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

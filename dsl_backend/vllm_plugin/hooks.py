@@ -105,9 +105,9 @@ HOOKS: tuple[Hook, ...] = (
         name="loaded_models",
         changes="process_weights_after_loading is wrapped in the modules that load models: it first fuses gate/up "
         "projections and their activations, by replacing a quant_method and a module of the model, replaces the "
-        "quant_method of other projections, the kernels of fp8 layers' methods (fp8_linear) and what norms call "
-        "(_forward_method), and sets the class of routed "
-        "experts' kernels (quant_method.experts_cls)",
+        "quant_method of other projections, the kernels of fp8 layers' methods (fp8_linear), what norms call "
+        "(_forward_method) and the forward of attention modules, and sets the class of routed experts' kernels "
+        "(quant_method.experts_cls)",
         why="a projection and its activation are two modules, which a plugin can replace one by one and not as a pair; "
         "vLLM's oracles choose experts' kernels from fixed lists; that function is the first that is given a whole "
         "model, before weights are packed and kernels are made",

@@ -13,6 +13,7 @@ from dsl_backend.log import logger
 from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.norms import serve as serve_norms
 from dsl_backend.vllm_plugin.projections import serve as serve_projections
+from dsl_backend.vllm_plugin.rope import serve as serve_rope
 from dsl_backend.vllm_plugin.routed_experts import serve
 from dsl_backend.vllm_plugin.scaled_linears import serve as serve_scaled_linears
 
@@ -54,6 +55,7 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
         serve_projections.serve_projections(model, vllm_config)
         serve.serve_experts(model, vllm_config)
         serve_norms.serve_norms(model, vllm_config)
+        serve_rope.serve_rope(model, vllm_config)
         return function(model, *args, **kwargs)
 
     wrapper.wrapped_by_dsl = True  # type: ignore[attr-defined]
@@ -72,5 +74,5 @@ def extend_compilation_keys() -> None:
 
 def compilation_key() -> str:
     """The version of this package, and the changed layers of each model of this process."""
-    made = (serve_scaled_linears, fuse, serve_projections, serve, serve_norms)
+    made = (serve_scaled_linears, fuse, serve_projections, serve, serve_norms, serve_rope)
     return " | ".join((__version__, *(one.compilation_key() for one in made)))

@@ -31,6 +31,8 @@ class Options(BaseModel):
             between them; none is measured to be faster.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; none is measured to be
             faster.
+        rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; it is
+            not measured.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of those that are drawn; none is
             measured to be faster.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
@@ -44,6 +46,7 @@ class Options(BaseModel):
     projections: ServedBy = ServedBy.VLLM
     scaled_linears: ServedBy = ServedBy.VLLM
     norms: ServedBy = ServedBy.MEASURED
+    rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.

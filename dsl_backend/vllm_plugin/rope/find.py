@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the attention modules of a model whose norms, rotation and cache write can be one launch."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsl_backend.attention import rope_dispatch
+from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.norms.serve import OFFSETS
+from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.rope.forward_source import Form, OtherForm, form_of
+
+# What rotates, in vLLM's RotaryEmbedding; scaled embeddings have another table and these methods.
+ROTATES = ("forward_native", "forward_static", "forward_cuda", "forward_cpu", "forward")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a module is served.
+
+    Attributes:
+        form: what its `forward` does.
+        spec: with the page size that the cache will probably have; the page is settled when there is a cache.
+        eps: of the norms.
+    """
+
+    form: Form
+    spec: RopeSpec
+    eps: float
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no module of an engine is served, whatever its model; empty where nothing is against it."""
+    served_by, reasons = options.of(vllm_config).rope, []
+    if served_by is ServedBy.VLLM:
+        reasons.append("additional_config['dsl']['rope'] is vllm")
+    if served_by is ServedBy.MEASURED:
+        reasons.append(
+            "nothing measured says that dsl is faster: "
+            """--additional-config '{"dsl": {"rope": "dsl"}}' has dsl serve them"""
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        reasons.append("calculate_kv_scales reads the keys and values that a module hands to its attention")
+    if not takes_queries_alone():
+        reasons.append("this vLLM's Attention has to be given keys and values")
+    return "; ".join(reasons)
+
+
+def takes_queries_alone() -> bool:
+    """Whether vLLM's Attention writes no cache where it is given no keys and values."""
+    from vllm.model_executor.layers.attention import attention
+
+    source = inspect.getsource(attention.Attention.forward)
+    return hasattr(attention, "get_attention_context") and all(
+        f"{name} is not None" in source for name in ("key", "value")
+    )
+
+
+def modules(model: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Each dense attention layer of ours: (its full name, (the module that has it, its attribute there))."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    from dsl_backend.vllm_plugin.dense import DSLAttentionImpl
+
+    for name, parent in list(model.named_modules()):
+        for attribute, child in list(parent.named_children()):
+            ours = isinstance(child, Attention) and isinstance(child.impl, DSLAttentionImpl)
+            if ours and not hasattr(child, "dsl_rotation"):
+                yield f"{name}.{attribute}", (parent, attribute)
+
+
+def judge(parent: Any, attribute: str, vllm_config: Any, target: Target) -> Rotation | str:
+    """How an attention module is served, or why it stays vLLM's."""
+    attention = getattr(parent, attribute)
+    if reason := against_attention(attention):
+        return reason
+    if "forward" in vars(parent):
+        return f"another forward was put into {type(parent).__name__}"
+    try:
+        form = form_of(parent, attribute)
+    except OtherForm as error:
+        return str(error)
+    rotary = getattr(parent, form.rotary)
+    norms = [] if form.norms is None else [getattr(parent, name) for name in form.norms]
+    expected = tuple(
+        heads * attention.head_size for heads in (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+    )
+    if form.sizes != expected:
+        return f"{type(parent).__name__} splits {form.sizes}: {expected} is needed for its attention's heads"
+    if reason := against_rotary(rotary, attention.head_size) or against_norms(norms, attention.head_size):
+        return reason
+    try:
+        spec = spec_of(attention, rotary, norms, vllm_config)
+        rope_dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return Rotation(form, spec, float(norms[0].variance_epsilon) if norms else 1e-6)
+
+
+def against_attention(attention: Any) -> str:
+    """Why the keys of an attention layer are not written in front of it; empty where they may be."""
+    from vllm.v1.attention.backend import AttentionType
+
+    kind = type(attention).__name__
+    if attention.impl.attn_type != AttentionType.DECODER or attention.impl.packed:
+        return f"{kind} of {attention.impl.attn_type} has no cache of its own tokens"
+    if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+        return "layers that share another one's cache write none"
+    if getattr(attention, "head_size_v", attention.head_size) != attention.head_size:
+        return "keys and values of different sizes are not split in the common form"
+    if getattr(attention, "query_quant", None) is not None:
+        return "queries are quantised behind the rotation"
+    return f"another forward was put into {kind}" if "forward" in vars(attention) else ""
+
+
+def against_rotary(rotary: Any, head_size: int) -> str:
+    """Why a rotary embedding is not one table for one position of a token; empty where it is."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    kind = type(rotary).__name__
+    if getattr(rotary, "mrope_section", None) is not None or "mrope" in kind.lower() or "mrotary" in kind.lower():
+        return f"{kind} is M-RoPE: a token has three positions, one is needed"
+    if not isinstance(rotary, RotaryEmbedding):
+        return f"{kind} is not vLLM's RotaryEmbedding"
+    own = [name for name in ROTATES if getattr(type(rotary), name, None) is not getattr(RotaryEmbedding, name, None)]
+    if own or "forward" in vars(rotary):
+        return f"{kind} rotates in a way of its own ({', '.join(own or ['forward'])})"
+    if rotary.head_size != head_size:
+        return f"{kind} is for heads of {rotary.head_size}, the attention's have {head_size}"
+    return ""
+
+
+def against_norms(norms: list[Any], head_size: int) -> str:
+    """Why norms are not RMSNorms of heads; empty where they are, or where there are none."""
+    from vllm.model_executor.layers import layernorm
+
+    kinds = tuple(getattr(layernorm, name) for name in OFFSETS)
+    for norm in norms:
+        kind = type(norm).__name__
+        if type(norm) not in kinds or "forward" in vars(norm):
+            return f"{kind} is not vLLM's RMSNorm or GemmaRMSNorm"
+        if not isinstance(norm.weight, nn.Parameter) or getattr(norm, "variance_size_override", None) is not None:
+            return f"{kind} has no weight, or the variance of a part of the head"
+        if norm.weight.shape != (head_size,):
+            return f"{kind} normalises {norm.weight.shape[0]} elements and not a head of {head_size}"
+    if len({(type(norm), norm.variance_epsilon, norm.weight.dtype) for norm in norms}) > 1:
+        return "the norms of queries and keys differ in more than their weights"
+    return ""
+
+
+def spec_of(attention: Any, rotary: Any, norms: list[Any], vllm_config: Any) -> RopeSpec:
+    """The spec of a module. Raises InvalidInput: no kernel has such a layer."""
+    impl = attention.impl
+    page_size = compat.page_size(vllm_config, type(attention).get_attn_backend(attention))
+    table: torch.Tensor = rotary.cos_sin_cache
+    return RopeSpec(
+        layer=impl.spec(page_size, impl.base_spec.causality, attention.head_size),
+        rotary_dim=rotary.rotary_dim,
+        style=RopeStyle.NEOX if rotary.is_neox_style else RopeStyle.GPTJ,
+        table_dtype=table.dtype,
+        norm_dtype=norms[0].weight.dtype if norms else None,
+        weight_offset=OFFSETS[type(norms[0]).__name__] if norms else 0.0,
+    )

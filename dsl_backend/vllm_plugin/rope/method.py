@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `forward` of an attention module whose norms, rotation and cache write are one launch of this package."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dsl_backend.attention import rope
+from dsl_backend.attention.rope_spec import RopeSpec, RopeTensors
+from dsl_backend.runtime.op import register_op
+from dsl_backend.vllm_plugin.rope.find import Rotation
+from dsl_backend.vllm_plugin.rope.forward_source import Form
+
+NAME = "rope_write_kv_layer"
+
+
+def rope_write_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    q_size: int,
+    layer_name: str,
+) -> torch.Tensor:
+    """Rotated queries [tokens, q_size]; keys and values go to the cache of the layer of that name.
+
+    The cache and the slots are those of vLLM's forward context, as for its own operator that writes the cache. Without
+    slots (vLLM's profiling run) queries stay as they are.
+    """
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+
+    _, layer, cache, slots = get_attention_context(layer_name)
+    rotation: Rotation = layer.dsl_rotation
+    sizes = rotation.form.sizes
+    parts = qkv.split_with_sizes(sizes, 1)
+    q, key, value = (part.view(len(qkv), -1, layer.head_size) for part in parts)
+    out = qkv.new_empty((len(qkv), q_size))
+    if slots is None or cache.numel() == 0:
+        return out.copy_(parts[0])
+    keys, values = layer.impl.split(cache)
+    spec = with_page_size(rotation.spec, keys.shape[1])
+    fp8 = spec.layer.is_fp8_kv
+    tensors = RopeTensors(
+        q, key, value, positions, cos_sin, q_weight, k_weight, out.view(q.shape), keys, values, slots,
+        layer._k_scale if fp8 else None, layer._v_scale if fp8 else None,
+    )  # fmt: skip
+    rope.writer(spec, slots.device, kernel_of(layer))(tensors, rotation.eps)
+    return out
+
+
+def rope_write_kv_fake(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    q_size: int,
+    layer_name: str,
+) -> torch.Tensor:
+    return qkv.new_empty((qkv.shape[0], q_size))
+
+
+ROPE_WRITE_KV = register_op(NAME, rope_write_kv, fake=rope_write_kv_fake)
+
+
+def with_page_size(spec: RopeSpec, page_size: int) -> RopeSpec:
+    return spec if spec.layer.page_size == page_size else replace(spec, layer=replace(spec.layer, page_size=page_size))
+
+
+def kernel_of(layer: Any) -> str | None:
+    """The kernel that the user asked for by name, where it writes caches too."""
+    name: str | None = layer.impl.write_kernel
+    return name
+
+
+def prepare(layer: Any, page_size: int, device: torch.device) -> None:
+    """Compile what a served attention layer needs with a cache of that page size."""
+    rope.writer(with_page_size(layer.dsl_rotation.spec, page_size), device, kernel_of(layer)).prepare()
+
+
+def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The module's own `forward`, in the common form."""
+    form: Form = module.dsl_form
+    given = dict(zip(form.arguments, args, strict=False)) | kwargs
+    qkv, _ = getattr(module, form.projection)(given[form.hidden])
+    attention = getattr(module, form.attention)
+    weights = [None, None] if form.norms is None else [getattr(module, name).weight.data for name in form.norms]
+    q = ROPE_WRITE_KV(
+        qkv,
+        given[form.positions],
+        getattr(module, form.rotary).cos_sin_cache,
+        *weights,
+        form.sizes[0],
+        attention.layer_name,
+    )
+    output, _ = getattr(module, form.output)(attention(q, None, None))
+    return output
