@@ -30,11 +30,13 @@ class Rotation:
         form: what its `forward` does.
         spec: with the page size that the cache will probably have; the page is settled when there is a cache.
         eps: of the norms.
+        kernel: that the user asked for by name.
     """
 
     form: Form
     spec: RopeSpec
     eps: float
+    kernel: str | None
 
     def __str__(self) -> str:
         return str(self.spec)
@@ -102,10 +104,11 @@ def judge(parent: Any, attribute: str, vllm_config: Any, target: Target) -> Rota
         return reason
     try:
         spec = spec_of(attention, rotary, norms, vllm_config)
-        rope_dispatch.choose(spec, target)
+        kernel: str | None = attention.impl.write_kernel
+        rope_dispatch.choose(spec, target, kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
-    return Rotation(form, spec, float(norms[0].variance_epsilon) if norms else 1e-6)
+    return Rotation(form, spec, float(norms[0].variance_epsilon) if norms else 1e-6, kernel)
 
 
 def against_attention(attention: Any) -> str:

@@ -46,7 +46,7 @@ def rope_write_kv(
         q, key, value, positions, cos_sin, q_weight, k_weight, out.view(q.shape), keys, values, slots,
         layer._k_scale if fp8 else None, layer._v_scale if fp8 else None,
     )  # fmt: skip
-    rope.writer(spec, slots.device, kernel_of(layer))(tensors, rotation.eps)
+    rope.writer(spec, slots.device, rotation.kernel)(tensors, rotation.eps)
     return out
 
 
@@ -69,15 +69,10 @@ def with_page_size(spec: RopeSpec, page_size: int) -> RopeSpec:
     return spec if spec.layer.page_size == page_size else replace(spec, layer=replace(spec.layer, page_size=page_size))
 
 
-def kernel_of(layer: Any) -> str | None:
-    """The kernel that the user asked for by name, where it writes caches too."""
-    name: str | None = layer.impl.write_kernel
-    return name
-
-
 def prepare(layer: Any, page_size: int, device: torch.device) -> None:
     """Compile what a served attention layer needs with a cache of that page size."""
-    rope.writer(with_page_size(layer.dsl_rotation.spec, page_size), device, kernel_of(layer)).prepare()
+    rotation: Rotation = layer.dsl_rotation
+    rope.writer(with_page_size(rotation.spec, page_size), device, rotation.kernel).prepare()
 
 
 def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -37,8 +37,8 @@ def serve_rope(model: nn.Module, vllm_config: Any) -> None:
     if served:
         cut_graphs(vllm_config.compilation_config)
     ahead.compile_rope(vllm_config, {rotation.spec for rotation in served.values()})
-    for spec, count in Counter(rotation.spec for rotation in served.values()).items():
-        by = rope_dispatch.choose(spec, target).title
+    for (spec, kernel), count in Counter((one.spec, one.kernel) for one in served.values()).items():
+        by = rope_dispatch.choose(spec, target, kernel).title
         logger.info("dsl serves %d rotary embeddings and cache writes, %s, on %s: by %s", count, spec, target.arch, by)
     report_left("rotary embeddings and cache writes", left)
 
