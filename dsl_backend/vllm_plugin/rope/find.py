@@ -14,6 +14,7 @@ from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.norms.serve import OFFSETS
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.rope.forward_source import Form, OtherForm, form_of
@@ -73,11 +74,9 @@ def modules(model: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Each dense attention layer of ours: (its full name, (the module that has it, its attribute there))."""
     from vllm.model_executor.layers.attention.attention import Attention
 
-    from dsl_backend.vllm_plugin.dense import DSLAttentionImpl
-
     for name, parent in list(model.named_modules()):
         for attribute, child in list(parent.named_children()):
-            ours = isinstance(child, Attention) and isinstance(child.impl, DSLAttentionImpl)
+            ours = isinstance(child, Attention) and child.attn_backend.get_name() == NAME
             if ours and not hasattr(child, "dsl_rotation"):
                 yield f"{name}.{attribute}", (parent, attribute)
 
