@@ -88,7 +88,9 @@ def options(**dsl: object) -> tuple[str, str]:
 
 
 REFUSED = "ValueError: attention backend dsl does not serve"
-KEYS = "(accepted keys: attention_kernel, experts, projections, scaled_linears, norms, rope, logprobs, mla_latent_queries)"
+KEYS = (
+    "(accepted keys: attention_kernel, experts, projections, scaled_linears, norms, rope, logprobs, mla_latent_queries)"
+)
 COMMANDS = (
     Command(
         id="variables",
