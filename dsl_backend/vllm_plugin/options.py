@@ -2,11 +2,13 @@
 """What a user sets: the backend, and options through `--additional-config '{"dsl": {...}}'`."""
 
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
 from dsl_backend.attention import dispatch
+from dsl_backend.linear.scaled import dispatch as scaled_dispatch
 from dsl_backend.vllm_plugin.enum_members import NAME
 
 
@@ -29,6 +31,8 @@ class Options(BaseModel):
             that dsl cannot serve, and more rows, are vLLM's.
         scaled_linears: whose kernels serve linear layers of fp8 checkpoints, with the activation and the quantisation
             between them; none is measured to be faster.
+        scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
+            not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; none is measured to be
             faster.
         rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; it is
@@ -45,6 +49,7 @@ class Options(BaseModel):
     # Kernels were timed; a served model with them was not.
     projections: ServedBy = ServedBy.VLLM
     scaled_linears: ServedBy = ServedBy.VLLM
+    scaled_linears_kernel: str | None = None
     norms: ServedBy = ServedBy.MEASURED
     rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
@@ -55,10 +60,20 @@ class Options(BaseModel):
     @field_validator("attention_kernel")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        names = list(dict.fromkeys(entry.name for entries in dispatch.TABLE.values() for entry in entries))
-        if name is not None and name not in names:
-            raise ValueError(f"{name!r} is not one of {', '.join(names)}")
-        return name
+        return one_of(name, (entry.name for entries in dispatch.TABLE.values() for entry in entries))
+
+    @field_validator("scaled_linears_kernel")
+    @classmethod
+    def _known_of_scaled_linears(cls, name: str | None) -> str | None:
+        return one_of(name, (entry.name for entry in scaled_dispatch.TABLE))
+
+
+def one_of(name: str | None, names: Iterable[str]) -> str | None:
+    """The name of a kernel. Raises ValueError: it is none of those."""
+    known = list(dict.fromkeys(names))
+    if name is not None and name not in known:
+        raise ValueError(f"{name!r} is not one of {', '.join(known)}")
+    return name
 
 
 def of(vllm_config: Any) -> Options:

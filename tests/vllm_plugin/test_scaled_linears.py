@@ -307,6 +307,24 @@ def test_layers_that_stay(caplog: Any) -> None:
     assert any("weight_scale_inv is torch.float8_e8m0fnu: float32 is needed" in line for line in lines)
 
 
+def test_a_kernel_by_name(caplog: Any) -> None:
+    """The kernel that is named, or vLLM's; a name that the table has not is refused."""
+
+    def served(kernel: str) -> list[str]:
+        options = {"scaled_linears": "dsl", "scaled_linears_kernel": kernel}
+        return said(caplog, model_of(MLP("channels")), additional_config={"dsl": options})
+
+    assert served("reference")[0].endswith("on cpu: by scaled-linear reference")
+    lines = served("cute-sm90")
+    assert len(lines) == 2
+    assert all(line.startswith("vLLM serves 1 fp8 linear layers: ") for line in lines)
+    assert all("scaled-linear sm90" in line for line in lines)
+    with pytest.raises(
+        ValueError, match="scaled_linears_kernel: 'fastest' is not one of cute-sm100, cute-sm90, triton"
+    ):
+        served("fastest")
+
+
 def test_a_second_time_changes_nothing(caplog: Any) -> None:
     model = model_of(MLP("channels"))
     said(caplog, model)

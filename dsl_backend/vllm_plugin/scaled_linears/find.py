@@ -81,8 +81,12 @@ def formats_of(config: Any) -> tuple[ScaledFormat, ScaledFormat] | str:
     return found[0], found[1]
 
 
-def judge(layer: Any, target: Target) -> ScaledLinearSpec | str:
-    """The spec of a layer that is served, without an activation; or why it stays vLLM's."""
+def judge(layer: Any, target: Target, kernel: str | None) -> ScaledLinearSpec | str:
+    """The spec of a layer that is served, without an activation; or why it stays vLLM's.
+
+    Args:
+        kernel: the name of the kernels that are asked for.
+    """
     if is_pre_processed():
         return "its weights were loaded as another kernel had processed them"
     holder = holder_of(layer)
@@ -100,7 +104,7 @@ def judge(layer: Any, target: Target) -> ScaledLinearSpec | str:
     n, k = layer.weight.shape
     try:
         spec = spec_of(n, k, *formats, dtype=config.out_dtype or torch.bfloat16, bias=layer.bias is not None)
-        dispatch.choose(spec, target)
+        dispatch.choose(spec, target, kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
     return spec
@@ -164,7 +168,7 @@ def linked(
             dtype=kernel.config.out_dtype or torch.bfloat16,
             **facts,
         )
-        dispatch.choose(spec, target)
+        dispatch.choose(spec, target, kernel.kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
     return gate, down, spec, known

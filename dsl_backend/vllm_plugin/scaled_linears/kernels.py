@@ -39,11 +39,13 @@ class ServedByDsl:
 
     Attributes:
         x_kind, weight_kind: formats of the operands.
+        kernel: the name of the kernel that is asked for; None is the best that serves.
         link: with it the layer applies the activation too.
     """
 
     x_kind: ScaledFormat
     weight_kind: ScaledFormat
+    kernel: str | None = None
     link: Link | None = None
     config: Any
 
@@ -60,7 +62,7 @@ class ServedByDsl:
         self, x: Quantized, lead: torch.Size, weight: Quantized, bias: torch.Tensor | None
     ) -> torch.Tensor | Handed:
         """The layer of x [rows, k], whose rows are `lead` to the model."""
-        more: dict[str, Any] = {"dtype": self.config.out_dtype or torch.bfloat16}
+        more: dict[str, Any] = {"dtype": self.config.out_dtype or torch.bfloat16, "kernel": self.kernel}
         if self.link is None:
             return of_shape(api.scaled_linear(x, weight, bias, **more), lead)
         more |= {"activation": self.link.activation, "interleaved": self.link.interleaved}
@@ -138,7 +140,9 @@ class HandedOn(nn.Module):
         return x
 
 
-def kernel_of(theirs: Any, x_kind: ScaledFormat, weight_kind: ScaledFormat) -> RowScaledKernel | BlockScaledKernel:
+def kernel_of(
+    theirs: Any, x_kind: ScaledFormat, weight_kind: ScaledFormat, kernel: str | None
+) -> RowScaledKernel | BlockScaledKernel:
     """This package's kernel in the place of one of vLLM's, of the same configuration."""
     made: RowScaledKernel | BlockScaledKernel
     if weight_kind.blocked:
@@ -146,5 +150,5 @@ def kernel_of(theirs: Any, x_kind: ScaledFormat, weight_kind: ScaledFormat) -> R
     else:
         names = getattr(theirs, "layer_param_names", ["weight", "weight_scale", "input_scale", "input_scale_ub"])
         made = RowScaledKernel(theirs.config, layer_param_names=names)
-    made.x_kind, made.weight_kind = x_kind, weight_kind
+    made.x_kind, made.weight_kind, made.kernel = x_kind, weight_kind, kernel
     return made

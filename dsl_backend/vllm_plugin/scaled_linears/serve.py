@@ -41,20 +41,22 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
+    kernel = options.of(vllm_config).scaled_linears_kernel
     served, left = serve_each(
         layers(model),
-        lambda layer: against_engine or judge(layer, target),
-        lambda layer, _: replace(layer),
+        lambda layer: against_engine or judge(layer, target, kernel),
+        lambda layer, _: replace(layer, kernel),
     )
     names = {id(module): name for name, module in model.named_modules()}
     apart = link_all(model, target, served, names) if served else Counter[str]()
     _served.append(served)
-    report(Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items()), target)
+    kinds = Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items())
+    report(kinds, target, kernel)
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
 
 
-def replace(layer: Any) -> None:
+def replace(layer: Any, kernel: str | None) -> None:
     """Replace the kernel of a layer's method."""
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -65,7 +67,7 @@ def replace(layer: Any) -> None:
     theirs = getattr(holder, KERNEL)
     formats = formats_of(theirs.config)
     assert not isinstance(formats, str)
-    setattr(holder, KERNEL, kernel_of(theirs, *formats))
+    setattr(holder, KERNEL, kernel_of(theirs, *formats, kernel))
     # Fp8LinearMethod has a branch for a kernel that it knows.
     if getattr(holder, "use_marlin", False):
         holder.use_marlin = False
@@ -98,10 +100,11 @@ def link_all(
     return left
 
 
-def report(kinds: Counter[tuple[str, ScaledLinearSpec]], target: Target) -> None:
+def report(kinds: Counter[tuple[str, ScaledLinearSpec]], target: Target, kernel: str | None) -> None:
     """Log what is served: one line for each kind of layer."""
     for (kind, spec), count in kinds.items():
-        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
+        title = dispatch.choose(spec, target, kernel).title
+        by = title if kernel else explained([dispatch.judge(spec, target)], [title])
         logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, kind, spec, target.arch, by)
 
 
