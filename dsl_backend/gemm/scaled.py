@@ -41,6 +41,7 @@ PAIRS = (
 # Formats whose scales are SM100's matrix products' own.
 MMA_PAIRS = ((MXFP8, MXFP8), (NVFP4, NVFP4))
 # Of an output that is quantised: by a scale that the consumer has, or with computed scales.
+MMA_OUTPUTS = (MXFP8, NVFP4)
 OUTPUTS = (TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, GROUP_SCALED_E8M0)
 
 
@@ -68,8 +69,9 @@ class ScaledGemmSpec(GemmSpec):
         if (self.x, self.weight) not in pairs:
             wanted = "; ".join(f"{x} with {weight}" for x, weight in pairs)
             raise InvalidInput(f"x is {self.x} and the weight {self.weight}: {wanted} are possible")
-        if self.out is not None and self.out not in OUTPUTS:
-            raise InvalidInput(f"out is {self.out}: {'; '.join(map(str, OUTPUTS))} or None is needed")
+        outputs = (*OUTPUTS, *MMA_OUTPUTS)
+        if self.out is not None and self.out not in outputs:
+            raise InvalidInput(f"out is {self.out}: {'; '.join(map(str, outputs))} or None is needed")
         found = Dtypes(
             x=self.x.values, weight=self.weight.values, out=self.dtype if self.out is None else self.out.values
         )
@@ -110,7 +112,9 @@ class ScaledOperands(NamedTuple):
         out: [rows, n].
         alpha: float32 [1], multiplied into all sums before the bias: the product of the scales of whole matrices of
             NVFP4. None with other formats.
+        out_global_scale: float32 [1], the scale of the whole matrix of an output in NVFP4. None with other formats.
         out_scale: of a quantised output; float32 [1] that is read, or written with the output. None without.
+            Padding of swizzled scales is not written, and must be 0 for whoever multiplies the output.
     """
 
     x: torch.Tensor
@@ -121,3 +125,4 @@ class ScaledOperands(NamedTuple):
     out: torch.Tensor
     out_scale: torch.Tensor | None = None
     alpha: torch.Tensor | None = None
+    out_global_scale: torch.Tensor | None = None

@@ -56,6 +56,11 @@ def fake_scale(kind: ScaledFormat, rows: Any, column_major: bool) -> Any:
     return make_fake_tensor(numeric, shape, (cute.sym_int64(), 1), assumed_align=kind.scales.itemsize)
 
 
+def one_number(kind: ScaledFormat | None) -> Any:
+    """A fake tensor of NVFP4's scale of a whole matrix."""
+    return make_fake_tensor(Float32, (1,), (1,), assumed_align=4) if kind is not None and kind.packed > 1 else None
+
+
 def fake_args(key: ScaledKey[Config]) -> ScaledArgs:
     """What a kernel is compiled for: sizes that are multiples of 16."""
     dtypes = key.dtypes
@@ -69,7 +74,8 @@ def fake_args(key: ScaledKey[Config]) -> ScaledArgs:
         bias=vector(NUMERIC[key.dtype], weight_rows) if key.bias else None,
         out=matrix(dtypes.out, m, n),
         out_scale=None if key.out is None else fake_scale(key.out, m, True),
-        alpha=make_fake_tensor(Float32, (1,), (1,), assumed_align=4) if key.x.packed > 1 else None,
+        alpha=one_number(key.x),
+        out_global_scale=one_number(key.out),
     )
     scratch = None
     if isinstance(key.config, SmallMTiles) and key.config.stream_k:

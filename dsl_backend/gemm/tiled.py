@@ -66,6 +66,9 @@ class GemmBase:
     times as long with 32 of them, and one of 128 rows 1.65 times with 64.
     """
 
+    # Columns of the output in an element of its tensor.
+    out_packed = 1
+
     def __init__(self, key: GemmKey[GemmTiles], arithmetic: Arithmetic):
         config = key.config
         self.tile_m, self.box_n, self.stages = config.tile_m, config.box_n, config.stages
@@ -131,14 +134,19 @@ class GemmBase:
     def grid(self, operands: GemmOperands, max_ctas: cutlass.Int32):
         """One CTA for each tile, and at most `max_ctas`."""
         x, out = operands.x, operands.out
-        tiles = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * cute.ceil_div(out.shape[1], self.columns)
+        n_tiles = cute.ceil_div(out.shape[1] * self.out_packed, self.columns)
+        tiles = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * n_tiles
         return cutlass.min(tiles * self.cluster, max_ctas), 1, 1
+
+    def width(self, params: GemmParams):
+        """Columns of the output."""
+        return params.mOut.shape[1] * self.out_packed
 
     def tile_counts(self, params: GemmParams):
         """(m_tiles, n_tiles, k_tiles), of clusters' tiles."""
         return (
             cute.ceil_div(params.mX.shape[0], self.tile_m * self.cluster),
-            cute.ceil_div(params.mOut.shape[1], self.columns),
+            cute.ceil_div(self.width(params), self.columns),
             cute.ceil_div(params.mX.shape[1], self.block_k),
         )
 

@@ -215,6 +215,48 @@ def e8m0_to_f32(exponent: cutlass.Uint8) -> cutlass.Float32:
     return bits.bitcast(cutlass.Float32)
 
 
+@cute.jit
+def e8m0_of(scale: cutlass.Float32):
+    """(the exponent of the next power of two plus 127, the inverse of that power) of a scale from 0 on.
+
+    The exponent is from 1 to 253.
+    """
+    bits = cutlass.min(cutlass.max((scale.bitcast(cutlass.Int32) + 0x7FFFFF) >> 23, 1), 253)
+    return bits, ((254 - bits) << 23).bitcast(cutlass.Float32)
+
+
+@cute.jit
+def e4m3_of(scale: cutlass.Float32, factor: cutlass.Float32):
+    """(the nearest e4m3 of a scale from 0 on, the inverse of it times a factor, or 0 where it is 0)."""
+    code, rounded = round_to_e4m3(scale)
+    rounded = rounded * factor
+    inverse = cutlass.Float32(0.0)
+    if rounded != 0.0:
+        inverse = 1.0 / rounded
+    return code, inverse
+
+
+@dsl_user_op
+def round_to_e4m3(x: cutlass.Float32, *, loc=None, ip=None) -> tuple[cutlass.Int32, cutlass.Float32]:
+    """(The code of the nearest e4m3, saturated at 448, its value)."""
+    code = (
+        "{ .reg .b16 pair, low, high; .reg .b32 halves; .reg .f32 zero; mov.f32 zero, 0f00000000; "
+        "cvt.rn.satfinite.e4m3x2.f32 pair, zero, {$r0}; cvt.u32.u16 {$w0}, pair; "
+        "cvt.rn.f16x2.e4m3x2 halves, pair; mov.b32 {low, high}, halves; cvt.f32.f16 {$w1}, low; }"
+    )
+    return cute.arch.inline_ptx(
+        code, write_only_types=[cutlass.Int32, cutlass.Float32], read_only_args=[x], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def f32_to_e2m1(*values: cutlass.Float32, loc=None, ip=None) -> cutlass.Int32:
+    """Convert eight float32 to packed e2m1, in order: round to nearest even, saturate at 6; NaN becomes 6 (SM100)."""
+    pairs = (f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4))
+    code = "{ .reg .b8 b0, b1, b2, b3; " + " ".join(pairs) + " mov.b32 {$w0}, {b0, b1, b2, b3}; }"
+    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Int32], read_only_args=list(values), loc=loc, ip=ip)
+
+
 @dsl_user_op
 def f32_to_e4m3(
     a: cutlass.Float32, b: cutlass.Float32, c: cutlass.Float32, d: cutlass.Float32, *, loc=None, ip=None

@@ -13,12 +13,21 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
 from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
-from dsl_backend.quant.reference import Quantized, dequantized, mma_dequantized, mma_quantized
+from dsl_backend.quant.format import E2M1_MAX, NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
+from dsl_backend.quant.reference import (
+    Quantized,
+    dequantized,
+    mma_dequantized,
+    mma_quantized,
+    swizzled,
+    unpacked_e2m1,
+    unswizzled,
+)
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.scaled import (
     TENSOR,
+    Budget,
     Outputs,
     ScaledCase,
     Tensors,
@@ -80,6 +89,54 @@ def mma_tensors(case: ScaledCase, kind: ScaledFormat) -> tuple[Tensors, Tensors,
     return Tensors(*stored, plain.bias, None), Tensors(*meant, plain.bias, None), alpha
 
 
+def whole_scale(budget: Budget) -> torch.Tensor:
+    """NVFP4's scale of a whole matrix: its largest magnitude has the largest block scale."""
+    return (budget.exact.abs().amax() / (E2M1_MAX * 448)).float().view(1)
+
+
+def outputs(
+    case: ScaledCase, spec: ScaledLinearSpec, given: torch.Tensor | None, budget: Budget
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The output, its scales, and NVFP4's scale of the whole; padding of scales must stay 0."""
+    if spec.out is None or not spec.out.swizzled:
+        return torch.zeros(case.rows, case.n, dtype=spec.dtypes.out), given, None
+    out = torch.full((case.rows, case.n // spec.out.packed), 77, dtype=torch.uint8).view(spec.out.values)
+    assert spec.out.block_columns is not None
+    blocks = -(-case.n // spec.out.block_columns)
+    scale = swizzled(torch.full((case.rows, blocks), 77, dtype=torch.uint8)).view(spec.out.scales)
+    return out, scale, whole_scale(budget) if spec.out == NVFP4 else None
+
+
+def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
+    """Raises AssertionError where a quantised output in MXFP8 or NVFP4 is wrong: values, scales, scales of padding."""
+    kind, (exact, error) = found.kind, budget
+    assert kind.block_columns is not None
+    width, whole = kind.block_columns, float(whole_scale(budget)) if kind == NVFP4 else 1.0
+    blocks = -(-case.n // width)
+    raw = unswizzled(found.scale, case.rows, found.scale.shape[1])
+    assert not raw.view(torch.uint8)[:, blocks:].any(), "scales of padding are not 0"
+    scale = raw[:, :blocks].float().double()
+    padded = torch.nn.functional.pad(exact.abs(), (0, -case.n % width)).view(case.rows, blocks, width)
+    wanted = padded.amax(2) / (kind.largest * whole)
+    slack = torch.nn.functional.pad(error, (0, -case.n % width)).view(case.rows, blocks, width).amax(2) / whole
+    if kind == NVFP4:
+        # Half a step of e4m3, of denormal ones 2^-10.
+        assert ((scale - wanted).abs() <= torch.maximum(wanted / 16, torch.tensor(2.0**-10)) + slack).all()
+        half_steps = ((2.0, 0.25), (4.0, 0.5), (torch.inf, 1.0))
+        values = unpacked_e2m1(found.values)
+    else:
+        assert ((scale >= wanted * (1 - 1e-6) - slack) & (scale < 2 * wanted + slack + 2.0**-120)).all()
+        half_steps = tuple((2.0 ** (i + 1), 2.0 ** (i - 4)) for i in range(-6, 9))
+        values = found.values.double()
+    unit = scale.repeat_interleave(width, 1)[:, : case.n] * whole
+    magnitude = (exact.abs() / unit).nan_to_num(0.0, 0.0)
+    allowed = torch.zeros_like(exact)
+    for limit, half_step in reversed(half_steps):
+        allowed = torch.where(magnitude <= limit * (1 + 1e-6), half_step, allowed)
+    wrong = (values * unit - exact).abs() > unit * allowed * (1 + 1e-5) + error + (unit == 0) * exact.abs()
+    assert not wrong.any(), f"{case}: {int(wrong.sum())} of {wrong.numel()} values are wrong"
+
+
 def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     """Compile, run on the emulator, judge; any finding or warning raises."""
     case, spec = one.case, spec_of(one.case)
@@ -90,17 +147,20 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
         given = meant = tensors(case, "cpu")
     budget = budget_of(case, meant)
     assert one.config.objections(spec, SMEM_BYTES) == []
-    out = torch.zeros(case.rows, case.n, dtype=spec.dtypes.out)
-    operands = ScaledOperands(
-        given.x.values, given.x.scale, given.weight.values, given.weight.scale, given.bias, out, given.out_scale, alpha
-    )
+    out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
+    matrices = given.x.values, given.x.scale, given.weight.values, given.weight.scale
+    operands = ScaledOperands(*matrices, given.bias, out, out_scale, alpha, out_global)
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
         function = scaled_host.build(
             scaled_configs.kernel(spec), scaled_host.key_of(spec, one.config, spec.column_major), from_arch("sm_100a")
         )
         scaled_host.run(function, one.config, operands, one.sms, workspace)
-    check_outputs(case, Outputs(out, None), budget)
+    if spec.out is not None and spec.out.swizzled:
+        assert out_scale is not None
+        check_blocks(case, Quantized(out, out_scale, spec.out), budget)
+    else:
+        check_outputs(case, Outputs(out, out_scale), budget)
     return device
 
 
@@ -113,6 +173,8 @@ TWO_CTA = GemmConfig(box_n=32, stages=2, two_cta=True)
 BLOCKED = {"x": "e4m3-1x128", "weight": "e4m3-128x128"}
 POWERS = {"x": "e4m3-1x128-e8m0", "weight": "e4m3-128x128-e8m0"}
 PROMOTED = PromotedConfig(box_n=64, stages=2)
+MX = replace(PLAIN, x="mxfp8", weight="mxfp8")
+NV = replace(PLAIN, k=1184, x="nvfp4", weight="nvfp4")
 SCALED_64 = BlockScaledConfig(box_n=64, stages=2)
 SCALED_128 = BlockScaledConfig(box_n=128, stages=2)
 
@@ -250,6 +312,43 @@ CASES = [
         why="exponents 0 and 255",
         case=replace(PLAIN, rows=30, n=144, k=272, special=True, special_weights=True, **POWERS),
         config=replace(PROMOTED, two_cta=True),
+    ),
+    Emulated(
+        id="to-tensor",
+        why="e4m3 by a scale that is given, through rows of 64 bytes",
+        case=replace(GATED, rows=300, n=144, to="e4m3-tensor"),
+        config=GemmConfig(box_n=64, stages=2, two_cta=True),
+    ),
+    Emulated(
+        id="blocks-to-tensor",
+        why="the same of sums in registers, through rows of 32 bytes",
+        case=replace(GATED, n=192, k=272, to="e4m3-tensor", **BLOCKED),
+        config=replace(PROMOTED, box_n=32),
+    ),
+    Emulated(
+        id="mxfp8-to-mxfp8",
+        why="a power of two for 32 columns; two CTAs, padding of scales",
+        case=replace(MX, activation=Swiglu(), rows=150, n=128, k=272, to="mxfp8"),
+        config=replace(SCALED_128, two_cta=True, stages=3),
+    ),
+    Emulated(
+        id="rows-to-mxfp8",
+        why="the last four scales of a row are padding in part",
+        case=replace(PLAIN, n=80, k=272, to="mxfp8"),
+        config=GemmConfig(box_n=32, stages=2),
+    ),
+    Emulated(
+        id="nvfp4-to-nvfp4",
+        why="pairs of e2m1 through rows of 32 bytes, a scale for 16 columns",
+        case=replace(NV, activation=Swiglu(), rows=300, n=256, k=544, to="nvfp4"),
+        config=SCALED_128,
+        sms=2,
+    ),
+    Emulated(
+        id="nvfp4-plain-to-nvfp4",
+        why="a row's last scales are padding; columns outside the output",
+        case=replace(NV, rows=140, n=96, k=544, to="nvfp4", bias=True),
+        config=SCALED_64,
     ),
 ]
 

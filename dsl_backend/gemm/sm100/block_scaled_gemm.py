@@ -95,7 +95,7 @@ class BlockScaledGemm(ScaledGemm):
     def weight_factors(self, params: BlockScaledParams, n_tile, i: int):
         """Which 128 rows of the weights' factors are a tile's i-th."""
         if self.gated:
-            return n_tile + i * (params.mOut.shape[1] // ATOM_ROWS)
+            return n_tile + i * (self.width(params) // ATOM_ROWS)
         return self.weight_atoms * n_tile + i
 
     def load_factors(self, atom, factors: cute.Tensor, sScales: cute.Tensor, at: int, place, stage, mbar, box):

@@ -17,6 +17,7 @@ TMEM_COLUMNS = 512
 ACC_STAGES = 2  # accumulators in tensor memory: a tile's epilogue runs while the next tile's products do
 # Warps behind the epilogue's warpgroups.
 MMA_WARP, LOAD_WARP, SINGLE_WARPS = 0, 1, 2
+MOST_COLUMNS = 32  # of each box in an epilogue thread's registers
 MOST_TOKENS = 64  # of an epilogue thread, for two boxes
 # setmaxnreg: where two warpgroups store, ptxas spilled 32 to 64 bytes of an equal share of 168.
 EPILOGUE_REGISTERS, OTHER_REGISTERS = 216, 72
@@ -57,6 +58,10 @@ class GemmConfig(GemmTiles):
         """Columns of the output that are stored at once: 128 bytes, or less where they do not divide a tile."""
         return next(width for width in (64, 32, 16, 1) if self.columns(parts) % width == 0)
 
+    def register_columns(self, parts: int) -> int:
+        """Columns of each box in an epilogue thread's registers at a time."""
+        return min(self.epilogue_n(parts), MOST_COLUMNS)
+
     @property
     def threads(self) -> int:
         """Of a CTA."""
@@ -74,6 +79,10 @@ class GemmConfig(GemmTiles):
         reasons = []
         if not 16 <= self.box_n <= 128 or self.box_n % 16:
             reasons.append(f"box_n {self.box_n} is not a multiple of 16 from 16 to 128")
+        elif isinstance(spec, ScaledGemmSpec) and spec.out is not None:
+            columns, block = self.register_columns(spec.parts), spec.out.block_columns or 1
+            if columns % block or self.epilogue_n(spec.parts) // spec.out.packed < 16:
+                reasons.append(f"box_n {self.box_n}: {columns} columns at a time are no whole blocks of {spec.out}")
         return reasons + super().objections(spec, smem_bytes)
 
 
@@ -143,6 +152,10 @@ class PromotedConfig(GemmConfig):
     """The same where an epilogue thread sums a row of the tile in registers, and each stage has an accumulator."""
 
     box_n: int = 64
+
+    def register_columns(self, parts: int) -> int:
+        # Beside 128 sums; with 32 columns ptxas spilled 16 bytes (no activation, bias).
+        return min(self.epilogue_n(parts), 16)
 
     @property
     def acc_stages(self) -> int:

@@ -25,12 +25,11 @@ from dsl_backend.primitives.schedule import raster
 
 VECTOR = 8  # elements
 VECTOR_BYTES = 16
-MOST_COLUMNS = 32  # columns of each box in a thread's registers at a time
 
 
-def swizzled(address: cutlass.Int32, width: int):
-    """Where a row of `width` elements of 16 bits begins, whose vectors are swizzled over 32 to 128 bytes."""
-    mask = width // VECTOR - 1
+def swizzled(address: cutlass.Int32, row_bytes: int):
+    """Where a row begins, whose vectors are swizzled over 32 to 128 bytes."""
+    mask = row_bytes // VECTOR_BYTES - 1
     return address ^ (address >> 7 & mask) * VECTOR_BYTES
 
 
@@ -45,7 +44,8 @@ class Gemm(GemmBase):
         config = key.config
         self.weight_rows, self.tmem_columns, self.threads = config.weight_rows, config.tmem_columns, config.threads
         self.epilogue_n = config.epilogue_n(self.parts)
-        self.register_columns = min(self.epilogue_n, MOST_COLUMNS)
+        self.register_columns = config.register_columns(self.parts)
+        self.out_group = VECTOR  # columns that are converted together
         self.two_cta = config.two_cta
         self.cta_group = tcgen05.CtaGroup.TWO if self.two_cta else tcgen05.CtaGroup.ONE
         self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)
@@ -59,7 +59,7 @@ class Gemm(GemmBase):
 
     def launch(self, operands, max_ctas: cutlass.Int32, stream):
         """Launch so many CTAs at most."""
-        epi_tile = cutlass.const_expr((WARP, self.epilogue_n))
+        epi_tile = cutlass.const_expr((WARP, self.epilogue_n // self.out_packed))
         sOut_layout = hopper_helpers.make_smem_layout_epi(
             self.out_dtype, LayoutEnum.ROW_MAJOR, epi_tile, 2 * WARPGROUP // WARP
         )
@@ -241,7 +241,7 @@ class Gemm(GemmBase):
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        gOut = cute.local_tile(params.mOut, (WARP, self.epilogue_n), (None, None))
+        gOut = cute.local_tile(params.mOut, (WARP, self.epilogue_n // self.out_packed), (None, None))
         tOsO, tOgO = cpasync.tma_partition(
             params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
@@ -261,7 +261,12 @@ class Gemm(GemmBase):
                 for start in cutlass.range(0, self.epilogue_n, self.register_columns, unroll=1):
                     columns = tmem_column + epi * self.epilogue_n + start
                     self.convert(
-                        params, row_address ^ start * 2, tmem_ptr, columns, first_row + lane, first_column + start
+                        params,
+                        row_address ^ self.out_bytes(start),
+                        tmem_ptr,
+                        columns,
+                        first_row + lane,
+                        first_column + start,
                     )
                 self.end_store(
                     params, tOsO[None, stage], tOgO[None, first_row // WARP, first_column // self.epilogue_n]
@@ -280,7 +285,8 @@ class Gemm(GemmBase):
         cute.arch.cp_async_bulk_wait_group(1, read=True)
         cute.arch.sync_warp()
         row = stage * WARP + cute.arch.lane_idx()
-        return swizzled(sOut.iterator.toint() + row * (2 * self.epilogue_n), self.epilogue_n)
+        row_bytes = cutlass.const_expr(self.out_bytes(self.epilogue_n))
+        return swizzled(sOut.iterator.toint() + row * row_bytes, row_bytes)
 
     @cute.jit
     def end_store(self, params: GemmParams, source: cute.Tensor, target: cute.Tensor):
@@ -337,22 +343,42 @@ class Gemm(GemmBase):
     def finish(self, params: GemmParams, smem_address, acc: list, row, first_column):
         """The same of accumulators in registers, a tensor for each part."""
         row_scale = self.row_scale(params, row)
-        rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
-        for i in range(self.register_columns // VECTOR):
-            column = first_column + i * VECTOR
-            values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
-            values = self.with_scales(params, values, row_scale, column)
-            if params.mBias is not None:
-                self.add_bias(params, values, column)
-            found = self.activate(*values) if self.gated else values[0]
-            if params.mResidual is not None:
-                found = self.with_residual(params, found, row, column)
-            for j in range(VECTOR):
-                rOut[j] = found[j].to(self.out_dtype)
-            # The swizzle flips bits of a vector's place in its row.
-            address = smem_address ^ (i * VECTOR_BYTES)
-            vector = cute.make_ptr(self.out_dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-            cute.autovec_copy(rOut, cute.make_tensor(vector, cute.make_layout(VECTOR)))
+        for first in range(0, self.register_columns, self.out_group):
+            found: list = []
+            for start in range(first, first + self.out_group, VECTOR):
+                values = [[of_part[start + j] for j in range(VECTOR)] for of_part in acc]
+                found += self.results(params, values, row_scale, row, first_column + start)
+            self.stage_out(params, smem_address, first, found, row, first_column + first)
+
+    def results(self, params: GemmParams, values: list, row_scale, row, column) -> list:
+        """8 neighbouring columns of the output from the accumulators of each part."""
+        values = self.with_scales(params, values, row_scale, column)
+        if params.mBias is not None:
+            self.add_bias(params, values, column)
+        found = self.activate(*values) if self.gated else values[0]
+        return found if params.mResidual is None else self.with_residual(params, found, row, column)
+
+    def stage_out(self, params: GemmParams, smem_address, first: int, values: list, row, column):
+        """Neighbouring columns of the output into shared memory.
+
+        Args:
+            smem_address: of a row's columns, of which these are the `first` and following.
+        """
+        rOut = cute.make_rmem_tensor(len(values), self.out_dtype)
+        for j, value in enumerate(values):
+            rOut[j] = value.to(self.out_dtype)
+        self.store_vector(rOut, smem_address, self.out_bytes(first))
+
+    def store_vector(self, vector: cute.Tensor, smem_address, offset: int):
+        """4 to 16 bytes into a row in shared memory; the swizzle flips bits of a 16-byte vector's place in its row."""
+        size = cute.size(vector) * vector.element_type.width // 8
+        address = (smem_address ^ offset // VECTOR_BYTES * VECTOR_BYTES) + offset % VECTOR_BYTES
+        target = cute.make_ptr(vector.element_type, address, cute.AddressSpace.smem, assumed_align=size)
+        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(cute.size(vector))))
+
+    def out_bytes(self, columns):
+        """Bytes of so many columns of a row of the output."""
+        return columns * (self.out_dtype.width // 8) // self.out_packed
 
     def row_scale(self, params: GemmParams, row):
         """What `with_scales` needs to know of a row."""
@@ -371,7 +397,7 @@ class Gemm(GemmBase):
 
         The elements of 16 bytes are loaded at once.
         """
-        n, dtype = params.mOut.shape[1], vector.element_type
+        n, dtype = self.width(params), vector.element_type
         width = VECTOR_BYTES * 8 // dtype.width
         inside = cutlass.min(column, n - VECTOR)
         loaded: list = []

@@ -26,8 +26,6 @@ class PromotedGemm(ScaledGemm):
 
     def __init__(self, key: ScaledKey[PromotedConfig]):
         super().__init__(key)
-        # Beside 128 sums; with 32 columns ptxas spilled 16 bytes (no activation, bias).
-        self.register_columns = min(16, self.epilogue_n)
         self.acc_edge = Edge("accumulators", UMMA, warps(WARPGROUP // WARP, self.cluster), key.config.acc_stages)
 
     @cute.jit
@@ -72,7 +70,7 @@ class PromotedGemm(ScaledGemm):
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        gOut = cute.local_tile(params.mOut, (WARP, self.epilogue_n), (None, None))
+        gOut = cute.local_tile(params.mOut, (WARP, self.epilogue_n // self.out_packed), (None, None))
         tOsO, tOgO = cpasync.tma_partition(
             params.tma_atom_out, 0, cute.make_layout(1), cute.group_modes(sOut, 0, 2), cute.group_modes(gOut, 0, 2)
         )
@@ -98,7 +96,7 @@ class PromotedGemm(ScaledGemm):
                 for start in cutlass.range_constexpr(0, self.epilogue_n, chunk):
                     at = cutlass.const_expr((epi * self.epilogue_n + start) // chunk)
                     of_parts = [sums[at + part * self.box_n // chunk] for part in range(self.parts)]
-                    self.finish(params, row_address ^ start * 2, of_parts, row, first_column + start)
+                    self.finish(params, row_address ^ self.out_bytes(start), of_parts, row, first_column + start)
                 self.end_store(
                     params, tOsO[None, stage], tOgO[None, first_row // WARP, first_column // self.epilogue_n]
                 )
@@ -127,7 +125,7 @@ class PromotedGemm(ScaledGemm):
         """The product of the scales of a row of x and of each box of weights, for a k tile; any past the last row."""
         of_x = self.scale_of(params.mXScale, cutlass.min(row, params.mOut.shape[0] - 1), k_tile)
         first = n_tile * (2 * self.box_n // self.parts) * (2 if self.interleaved else 1)
-        second = first if self.interleaved else first + (params.mOut.shape[1] if self.gated else self.box_n)
+        second = first if self.interleaved else first + (self.width(params) if self.gated else self.box_n)
         last = params.mWeightScale.shape[0] - 1
         return tuple(
             of_x * self.scale_of(params.mWeightScale, cutlass.min(begin // GROUP, last), k_tile)

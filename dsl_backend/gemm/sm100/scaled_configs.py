@@ -7,8 +7,11 @@ from typing import Any
 
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
 from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig, PromotedConfig
+from dsl_backend.quant.format import MXFP8, NVFP4, TENSOR_SCALED
 
 MOST_STAGES = 12
+# Of an output that is quantised.
+OUTPUTS = (TENSOR_SCALED, MXFP8, NVFP4)
 # Arithmetic, none of it timed.
 BLOCK_SCALED_GEMMS = tuple(
     BlockScaledConfig(box_n=box_n, two_cta=two_cta)
@@ -22,8 +25,13 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     reasons = []
     if spec.k % (MULTIPLE * spec.x.packed):
         reasons.append(f"k {spec.k} is not a multiple of {MULTIPLE * spec.x.packed}: TMA needs rows of whole 16 bytes")
-    if spec.out is not None:
-        reasons.append(f"out is {spec.out}: outputs are float16 or bfloat16")
+    if spec.out is not None and spec.out not in OUTPUTS:
+        wanted = ", ".join(map(str, OUTPUTS))
+        reasons.append(f"out is {spec.out}: float16, bfloat16, {wanted} are possible")
+    if spec.out is not None and spec.n % (MULTIPLE * spec.out.packed):
+        reasons.append(
+            f"n {spec.n} is not a multiple of {MULTIPLE * spec.out.packed}: TMA needs rows of whole 16 bytes"
+        )
     if not reasons and not fitting(spec, smem_bytes):
         reasons += tiles_of(spec)[0].objections(spec, smem_bytes)
     return reasons

@@ -17,17 +17,23 @@ from dsl_backend.gemm.sm100.configs import MMA_M, GemmConfig
 from dsl_backend.gemm.sm100.gemm import VECTOR, Gemm
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.primitives import tmem
-from dsl_backend.primitives.math import in_pairs, mul_pair
-from dsl_backend.primitives.narrow_mma import E4M3, NarrowMma
+from dsl_backend.primitives.math import e4m3_of, e8m0_of, f32_to_e2m1, f32_to_e4m3, in_pairs, mul_pair, tree_max
+from dsl_backend.primitives.narrow_mma import E4M3, SCALE_ATOM_BYTES, NarrowMma
 from dsl_backend.primitives.pipeline import Pipeline
+from dsl_backend.quant.format import E2M1_MAX, MXFP8, SWIZZLED_ROWS
 
 
 @dataclass(frozen=True)
 class ScaledParams(GemmParams):
-    """With the scales, float32: mXScale [1] or [m], mWeightScale [1] or [parts * n]."""
+    """With the scales, float32: mXScale [1] or [m], mWeightScale [1] or [parts * n]; and the output's.
+
+    mOutScale: float32 [1], or swizzled bytes that are written. mOutGlobalScale: float32 [1]. Either may be missing.
+    """
 
     mXScale: cute.Tensor
     mWeightScale: cute.Tensor
+    mOutScale: cute.Tensor
+    mOutGlobalScale: cute.Tensor
 
 
 class ScaledGemm(Gemm):
@@ -35,7 +41,9 @@ class ScaledGemm(Gemm):
 
     def __init__(self, key: ScaledKey[GemmConfig]):
         super().__init__(key)
-        self.x_format, self.weight_format = key.x, key.weight
+        self.x_format, self.weight_format, self.out_format = key.x, key.weight, key.out
+        if key.out is not None:
+            self.out_packed, self.out_group = key.out.packed, key.out.block_columns or VECTOR
         self.narrow_mma = NarrowMma(
             kind=E4M3, m=MMA_M * self.cluster, n=2 * self.box_n, cta_group=2 if self.two_cta else 1
         )
@@ -50,7 +58,8 @@ class ScaledGemm(Gemm):
         plain = GemmOperands(operands.x, operands.weight, operands.bias, None, operands.out)
         base = super().params(plain, x_op, weight_op, sOut_tile, epi_tile)
         values = [getattr(base, field.name) for field in fields(base)]
-        return ScaledParams(*values, operands.x_scale, operands.weight_scale)
+        scales = operands.x_scale, operands.weight_scale, operands.out_scale, operands.out_global_scale
+        return ScaledParams(*values, *scales)
 
     def tiled_mma(self):
         """None: `issue` needs the addresses of stages alone."""
@@ -105,3 +114,44 @@ class ScaledGemm(Gemm):
             in_pairs(mul_pair, in_pairs(mul_pair, part, scales), rows)
             for part, scales in zip(values, by_part, strict=True)
         ]
+
+    def stage_out(self, params, smem_address, first: int, values: list, row, column):
+        """Neighbouring columns of the output, quantised where it is, into shared memory."""
+        if self.out_format is None:
+            super().stage_out(params, smem_address, first, values, row, column)
+            return
+        if self.out_format.block_columns is None:
+            scale = 1.0 / params.mOutScale[0]
+        else:
+            scale = self.block_scale(params, values, row, column)
+        scaled = in_pairs(mul_pair, values, [scale] * len(values))
+        words = []
+        if self.out_packed > 1:
+            words = [f32_to_e2m1(*scaled[i : i + 8]) for i in range(0, len(scaled), 8)]
+        else:
+            words = [f32_to_e4m3(*scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
+        for i in range(0, len(words), 2):
+            vector = cute.make_rmem_tensor(2, cutlass.Int32)
+            vector[0], vector[1] = words[i], words[i + 1]
+            self.store_vector(vector, smem_address, self.out_bytes(first) + 4 * i)
+
+    def block_scale(self, params, values: list, row, column):
+        """What a block's values are multiplied by. The scale itself goes to the consumer's layout."""
+        largest = tree_max([cute.math.absf(value) for value in values])
+        if self.out_format == MXFP8:
+            exponent, scale = e8m0_of(largest / self.out_format.largest)
+        else:
+            global_scale = params.mOutGlobalScale[0]
+            exponent, scale = e4m3_of(largest / (E2M1_MAX * global_scale), global_scale)
+        self.store_scale(params, exponent, row, column // self.out_group)
+        return scale
+
+    @cute.jit
+    def store_scale(self, params: ScaledParams, scale: cutlass.Int32, row: cutlass.Int32, block: cutlass.Int32):
+        """A byte to where `quant.reference.swizzled` has it, none to padding."""
+        blocks = params.mOutScale.shape[1]
+        if row < params.mOut.shape[0] and block * self.out_group < self.width(params):
+            within = row % 32 * 16 + row % SWIZZLED_ROWS // 32 * 4 + block % 4
+            offset = (row // SWIZZLED_ROWS * (blocks // 4) + block // 4) * SCALE_ATOM_BYTES + within
+            scales = cute.make_tensor(params.mOutScale.iterator, cute.make_layout(cute.size(params.mOutScale)))
+            scales[offset] = cutlass.Uint8(scale)

@@ -13,7 +13,11 @@ OPERATION = "scaled_linear"
 
 def mma_scales(spec: ScaledLinearSpec) -> list[str]:
     """Why a kernel without matrix products that have scales of their own does not serve."""
-    return [f"x is {spec.x}: no kernel but SM100's multiplies it"] if spec.x.swizzled else []
+    if spec.x.swizzled:
+        return [f"x is {spec.x}: no kernel but SM100's multiplies it"]
+    if spec.out is not None and spec.out.swizzled:
+        return [f"out is {spec.out}: no kernel but SM100's makes it"]
+    return []
 
 
 def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
