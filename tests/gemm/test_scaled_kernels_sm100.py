@@ -32,7 +32,7 @@ from dsl_backend.testing.scaled import Outputs, budget_of, check_outputs, tensor
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_REST, FUZZED_IN_FULL = 1, 10, 40
 # One of each kernel, and what shares its pipelines with a second CTA.
-QUICK = ("two-cta", "mxfp8-gated", "nvfp4-two-cta", "blocks-gated")
+QUICK = ("two-cta", "mxfp8-gated", "nvfp4-two-cta", "blocks-gated", "nvfp4-to-nvfp4")
 
 
 def marks_of(one: Emulated, place: int) -> tuple[pytest.MarkDecorator, ...]:
