@@ -32,6 +32,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import torch  # noqa: E402  after the number of threads
+from cases_cutlass import CUTLASS  # noqa: E402
 from cases_flash import FLASH  # noqa: E402
 from cases_quack import QUACK  # noqa: E402
 from peer_answers import FILE, Answer, Answers, Output  # noqa: E402
@@ -39,7 +40,7 @@ from peer_budgets import judge  # noqa: E402
 from peer_cases import SM90, Case  # noqa: E402
 from stand_in import SMS, pretend, ready  # noqa: E402
 
-CASES: dict[str, Case] = {name: case for name, case in {**FLASH, **QUACK}.items() if SM90 in case.archs}
+CASES: dict[str, Case] = {name: case for name, case in {**FLASH, **QUACK, **CUTLASS}.items() if SM90 in case.archs}
 CALLS = 3  # of each case
 LIMIT_S, TOTAL_S = 150, 225
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")

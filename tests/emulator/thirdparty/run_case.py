@@ -26,6 +26,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  after the number of threads
+from cases_cutlass import CUTLASS  # noqa: E402
 from cases_flash import FLASH  # noqa: E402
 from cases_quack import QUACK  # noqa: E402
 from peer_answers import FILE, Answers  # noqa: E402
@@ -38,7 +39,7 @@ import emulator  # noqa: E402
 from emulator.host.launch import Launch  # noqa: E402
 from emulator.machine import Machine  # noqa: E402
 
-CASES: dict[str, Case] = {**FLASH, **QUACK}
+CASES: dict[str, Case] = {**FLASH, **QUACK, **CUTLASS}
 
 
 class TimedMachine(Machine):
