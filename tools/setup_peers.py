@@ -1,29 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install others' CuTe DSL kernels into a folder of their own; quick when there is nothing left to do.
+"""Get others' CuTe DSL kernels into a folder of their own; quick when there is nothing left to do.
 
     python3 tools/setup_peers.py
 
 The emulator's tests run these kernels unmodified. They stay out of the environment: vLLM chooses its attention by what
 it can import, and flash_attn must not be among that. Only the tests' subprocesses put the folder on their path.
 
+CUTLASS's examples are no package: they come as single files of a commit. Where they cannot be had, the rest is there
+all the same, and the tests of them are skipped.
+
 Works with the standard library of Python 3.8 or newer. Environment variables:
 
-    VENV    the environment whose pip installs them, and whose Python they are for (default .venv)
-    PEERS   the folder (default .peers)
+    VENV      the environment whose pip installs them, and whose Python they are for (default .venv)
+    PEERS     the folder (default .peers)
+    CUTLASS   a clone of NVIDIA/cutlass that has the commit, to take the examples from (default: GitHub)
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # flash-attn-4 says it is for every later CuTe DSL, but its later betas need one that 4.6.0 is not.
 PINS = ("flash-attn-4==4.0.0b20", "quack-kernels==0.6.3", "einops==0.8.2", "torch-c-dlpack-ext==0.1.5")
 STAMP = ".set-up"
+# v4.6.0 of NVIDIA/cutlass, whose examples are for the CuTe DSL that is installed, and the digest of those below.
+CUTLASS_COMMIT = "e6233cbac5d7c7a865c19c91cd684ceece19513c"
+CUTLASS_DIGEST = "fb907a4b2975d142ee9390ff765c5bf67d8f010083d726b6cfc2cee587e7032e"
+CUTLASS_FOLDER = "examples/python/CuTeDSL"
+EXAMPLES = (
+    *(f"cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_{step}.py" for step in ("0", "1", "2", "3", "3_1", "4", "5")),
+    "cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py",
+    "cute/blackwell/kernel/attention/fmha/fmha.py",
+    "cute/hopper/kernel/dense_gemm/dense_gemm.py",
+    "cute/hopper/kernel/attention/fmha.py",
+    "helpers/__init__.py",
+    "helpers/fmha_helpers.py",
+)
+TIMEOUT_S = 30
 
 
 def folder() -> Path:
@@ -54,10 +74,55 @@ def install(python: Path, peers: Path) -> None:
     (peers / STAMP).write_text(wanted())
 
 
+def example(path: str) -> bytes:
+    """A file of CUTLASS's examples; OSError where it cannot be had."""
+    place = f"{CUTLASS_FOLDER}/{path}"
+    clone = os.environ.get("CUTLASS")
+    if clone:
+        words = ["git", "-C", clone, "show", f"{CUTLASS_COMMIT}:{place}"]
+        found = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        if found.returncode:
+            raise OSError(f"{clone} does not have {CUTLASS_COMMIT}:{place}")
+        return found.stdout
+    url = f"https://raw.githubusercontent.com/NVIDIA/cutlass/{CUTLASS_COMMIT}/{place}"
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        text: bytes = answer.read()
+    return text
+
+
+def digest(texts: dict[str, bytes]) -> str:
+    """Of files by their paths."""
+    every = hashlib.sha256()
+    for path, text in texts.items():
+        every.update(f"{path} {len(text)}\n".encode() + text)
+    return every.hexdigest()
+
+
+def get_examples(examples: Path) -> None:
+    """Fill the folder anew; where that fails it is not there."""
+    shutil.rmtree(examples, ignore_errors=True)
+    print(f"peers: {len(EXAMPLES)} files of CUTLASS's examples", flush=True)
+    try:
+        texts = {path: example(path) for path in EXAMPLES}
+        if digest(texts) != CUTLASS_DIGEST:
+            raise OSError(f"the examples of {CUTLASS_COMMIT} are not those that were tested")
+    except OSError as error:
+        print(f"peers: no examples of CUTLASS, and no tests of them: {error}", flush=True)
+        return
+    for path, text in texts.items():
+        (examples / path).parent.mkdir(parents=True, exist_ok=True)
+        (examples / path).write_bytes(text)
+    (examples / STAMP).write_text(CUTLASS_DIGEST)
+
+
 def main() -> None:
     peers = folder()
     if not is_current(peers):
         install(ROOT / os.environ.get("VENV", ".venv") / "bin" / "python", peers)
+    examples = peers / "cutlass_examples"
+    stamp = examples / STAMP
+    if not stamp.is_file() or stamp.read_text() != CUTLASS_DIGEST:
+        get_examples(examples)
 
 
 if __name__ == "__main__":
