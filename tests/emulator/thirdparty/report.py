@@ -26,8 +26,9 @@ from run_case import CASES  # noqa: E402
 HEAD = """# Others' kernels on the emulator
 
 This page tests the emulator with kernels that others wrote and that work on hardware: FlashAttention-4 (flash-attn-4
-4.0.0b20) and quack (quack-kernels 0.6.3), unmodified, as CuTe DSL 4.6.0 compiles them, in three schedules. A finding is
-either a defect of the kernel or a mistake of the emulator. The reason of each finding is below the table.
+4.0.0b20), quack (quack-kernels 0.6.3) and examples of CUTLASS's CuTe DSL (v4.6.0), unmodified, as CuTe DSL 4.6.0
+compiles them, in three schedules. A finding is either a defect of the kernel or a mistake of the emulator. The reason
+of each finding is below the table.
 
 - **error**: the largest error of an element divided by its tolerance. The tolerance is twice torch's own error in the
   output's dtype (row by row, against float64) plus two ulps of the row's largest element. Above 1 the case fails.
@@ -45,6 +46,29 @@ LEFT_OUT = """
   none for SM90 (`SplitKV not supported on SM 9.0`). The kernel that combines splits is covered.
 - fp8 attention on SM90: FlashAttention-4 has it for SM100 alone.
 - im2col, sparse matrices and several GPUs: the emulator refuses them by name.
+- Of CUTLASS's examples, those that are not in the table. Its attention for Hopper ended in a deadlock with the arguments
+  that we gave it (its products wait for a copy of K that nobody makes), and we have not found out whose fault that is.
+
+## Questions about CUTLASS's examples
+
+What the emulator found in examples that are not cases here, or what it only warns of, and may be a mistake of theirs.
+Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0; CuTe DSL 4.8.0 compiled them.
+
+- `experimental/primitives/mapa.py:131-144`: a CTA signals the next one of the ring (131), waits until the one before it
+  has signalled (136), and reads the data of the next one (144). What orders that read behind the write that it reads?
+  And what keeps the next CTA from ending before? Nothing waits for readers at the end. In the schedule `lazy` the read
+  finds a CTA that has ended.
+- `experimental/primitives/tutorial/05_minimal_tensor_mma.py:71-75`: each of the 8 warps elects a lane, and each of
+  these initialises the same two mbarriers. Should one warp do it? The ISA leaves `mbarrier.init` of a valid mbarrier
+  undefined.
+- The same file, line 201: what `tcgen05.ld` has loaded is stored without `tcgen05.wait::ld`. Is the compiler relied
+  upon to wait? CUTLASS's tutorials of products do the same.
+- `experimental/primitives/tcgen05/1cta_mma_a_from_tmem.py:204`: all four warps give `tcgen05.st` the address of lane 0.
+  Is the lane in an address without meaning? The ISA lets a warp reach its own quarter of the lanes alone; the emulator
+  stops there.
+- `experimental/primitives/reduction/cluster_tmem_reduce.py:275` and `:307`: other CTAs read shared memory behind a
+  relaxed arrival at the cluster's barrier, in front of which there is no fence of the cluster's scope. Is `bar.sync`
+  meant to be one?
 
 ## Attention in fp8
 
