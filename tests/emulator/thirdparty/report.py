@@ -46,8 +46,7 @@ LEFT_OUT = """
   none for SM90 (`SplitKV not supported on SM 9.0`). The kernel that combines splits is covered.
 - fp8 attention on SM90: FlashAttention-4 has it for SM100 alone.
 - im2col, sparse matrices and several GPUs: the emulator refuses them by name.
-- Of CUTLASS's examples, those that are not in the table. Its attention for Hopper ended in a deadlock with the arguments
-  that we gave it (its products wait for a copy of K that nobody makes), and we have not found out whose fault that is.
+- Of CUTLASS's examples, those that are not in the table.
 
 ## Questions about CUTLASS's examples
 
