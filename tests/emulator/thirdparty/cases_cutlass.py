@@ -282,13 +282,20 @@ def hopper_attention(
     kernel(*map(placed, (q, k, v, out, lse)), *scales, None, right, stream())
 
 
-@CUTLASS.case(SM90, SM100)
+@CUTLASS.case(SM90, SM100, known={SM90: ("UNFINISHED",)})
 def cutlass_attention(arch: str) -> Problem:
-    """256 queries and keys, 2 heads of 64."""
+    """256 queries and keys, 2 heads of 64.
+
+    Hopper's kernel ends behind its last stores (fmha.py:1244-1251) and nobody waits until they have read shared memory:
+    is the pipeline's `producer_tail` missing?
+    """
     return attention(arch, 2, 2, 256, 64, causal=False)
 
 
-@CUTLASS.case(SM90, SM100)
+@CUTLASS.case(SM90, SM100, known={SM90: ("UNFINISHED",)})
 def cutlass_attention_causal(arch: str) -> Problem:
-    """The same with a causal mask and 2 heads of queries to one of keys."""
+    """The same with a causal mask and 2 heads of queries to one of keys.
+
+    Hopper's stores end as there.
+    """
     return attention(arch, 2, 1, 256, 64, causal=True)
