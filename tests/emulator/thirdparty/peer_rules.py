@@ -46,6 +46,8 @@ RULES = {
     "flash-.*/lse": Rule(2.5, 1, "scores are sums of products that are cut off, ex2 and lg2 approximate: 1.19 units"),
     "flash-.*/(dq|dk|dv)": Rule(1, 0.0125, "as ROUNDED, of weights and of their gradients: 0.22 units, 0.61 %"),
     "flash-.*/out": ROUNDED,
+    "cutlass-attention.*/lse": Rule(2.5, 1, "as flash-.*/lse; no chip has been asked yet"),
+    "cutlass-.*/out": Rule(1, 0.025, "in float16, as flash-f16/out; no chip has been asked yet"),
     "softmax-f32/out": Rule(2, 1, "ex2 and rcp are approximate: 1.03 units"),
     "cross-entropy/(loss|lse)": Rule(1, 0.4, "ex2 and lg2 are approximate: 0.47 units, 17 %"),
     "(softmax|cross-entropy|rmsnorm|gemm)(-.*)?/(out|dx|product)": Rule(1, 0.001, "as ROUNDED: 0.08 units, 0.05 %"),
