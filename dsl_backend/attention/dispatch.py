@@ -263,7 +263,12 @@ def reasons_against(
     objections: dict[str, list[str]] = {}
     for operation in operations_of(spec):
         name = named(operation)
-        judged = [(entry, why) for entry, why in judge(operation, spec, target) if name in (None, entry.name)]
+        if name is None:
+            judged = judge(operation, spec, target)
+        else:
+            judged = [(entry, entry.objections(spec, target)) for entry in TABLE[operation] if entry.name == name]
+        if not judged:
+            objections.setdefault(str(name), []).append(f"{operation.value} has no kernel of that name")
         if all(reasons for _, reasons in judged):
             for entry, why in judged:
                 objections.setdefault(entry.title, []).extend(why)

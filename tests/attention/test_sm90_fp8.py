@@ -166,6 +166,27 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("facts", "reasons"),
+    [
+        ({}, []),
+        ({"dim": 256}, ["head size 256 is not", "value head size 256 is not"]),
+        (
+            {"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True},
+            ["cute-fp8: attention.mla_decode has no kernel of that name"],
+        ),
+    ],
+    ids=["served", "wide", "mla"],
+)
+def test_a_server_refuses_it_before_it_starts(facts: dict[str, Any], reasons: list[str]) -> None:
+    """Where layers ask for the kernel that attends by its name, and for any that writes the cache."""
+    found = dispatch.reasons_against(
+        spec_of(**facts), from_arch("sm_90a"), lambda one: None if one is dispatch.Operation.WRITE_KV else NAME
+    )
+    assert len(found) == len(reasons)
+    assert all(part in text for part, text in zip(reasons, found, strict=True))
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"tile_n": 48}, "tiles of 48 keys: a multiple of 32 up to 256 is possible"),

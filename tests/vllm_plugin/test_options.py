@@ -19,7 +19,7 @@ def test_defaults_where_nothing_is_set() -> None:
         assert options.of(nothing) == options.Options()
 
 
-@pytest.mark.parametrize("name", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["triton", "reference", "cute-fp8"])
 def test_kernel_by_name(name: str) -> None:
     assert options.of(config({"attention_kernel": name})).attention_kernel == name
 
