@@ -120,8 +120,8 @@ COMMANDS = (
         flags=options(attention_kernel="fastest", mla_latent_queries=0, kernel="triton"),
         last=(
             f"{REFUSED} these options:",
-            "  - additional_config['dsl'] is not valid: attention_kernel: 'fastest' is not one of cute, triton, "
-            "reference; mla_latent_queries: Input should be greater than 0; kernel: unknown key " + KEYS,
+            "  - additional_config['dsl'] is not valid: attention_kernel: 'fastest' is not one of cute, cute-fp8, "
+            "triton, reference; mla_latent_queries: Input should be greater than 0; kernel: unknown key " + KEYS,
         ),
     ),
     Command(

@@ -508,7 +508,7 @@ def test_a_name_never_falls_back() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    message = "attention.decode has no kernel 'fast': choose one of cute, triton, reference"
+    message = "attention.decode has no kernel 'fast': choose one of cute, cute-fp8, triton, reference"
     with pytest.raises(InvalidInput, match=re.escape(message)):
         dispatch.choose(Operation.DECODE, CASE.spec, CPU, "fast")
 
