@@ -328,11 +328,28 @@ def sampling_kernels(arch: str, spec: SamplingSpec) -> Iterator[Made]:
             yield Made(config, partial(host.build, host.key_of(spec, config), target), config.smem_bytes)
 
 
+def rope_subjects() -> Iterator[Subject]:
+    """Rotation and cache write with all that takes registers: a norm, a float32 table, an fp8 cache."""
+    for arch in ARCHS:
+        yield Subject(id=f"{arch}-rope", arch=arch, kernels=partial(rope_kernels, arch))
+
+
+def rope_kernels(arch: str) -> Iterator[Made]:
+    from dsl_backend.attention.cute import rope_host
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.testing.rope_writes import RopeCase
+
+    for facts in ({}, {"norm": True, "wide_table": True, "fp8": True, "scales_by_head": True}):
+        key = rope_host.key_of(RopeCase(dim=128, heads=(32, 8), **facts).spec)
+        yield Made(key, partial(rope_host.build, key, from_arch(arch)))
+
+
 def subjects() -> Iterator[Subject]:
     yield from attention_subjects()
     yield from linear_subjects()
     yield from experts_subjects()
     yield from sampling_subjects()
+    yield from rope_subjects()
 
 
 def compiled(subject: Subject, folder: Path) -> Iterator[Code]:

@@ -27,6 +27,7 @@ from dsl_backend.testing import fuzz
 from dsl_backend.testing.rope_writes import EPS, ROPES, RopeCase, build, check_rope, judge, random_case
 from emulator.errors import EmulatorError, HostError
 from emulator.machine.findings import Kind
+from tests import machine_code
 from tests.attention.emulated import SCHEDULES, SMS
 from tests.attention.mistakes import Mistake, spoilt
 from tests.primitives import dependent_chains as chains
@@ -173,6 +174,17 @@ def test_bits_depend_on_nothing_beside_a_token() -> None:
     for name in ("q_out", "key_cache", "value_cache"):
         found, right = (getattr(one, name).contiguous().view(torch.int16) for one in (parts, whole))
         assert torch.equal(found, right), name
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_registers_suffice(arch: str) -> None:
+    """With 64 registers a thread, eight CTAs fit an SM. Nothing spills."""
+    codes = machine_code.found(f"{arch}-rope")
+    assert len(codes) == 2
+    for code in codes:
+        assert 0 < code.registers <= 64, code
+        assert code.stack == 0, code
 
 
 # Mistakes
