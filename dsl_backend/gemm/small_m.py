@@ -25,7 +25,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum, hopper_helpers
 
-from dsl_backend.gemm.args import GemmArgs, GemmOperands, StreamKScratch
+from dsl_backend.gemm.args import GemmArgs, GemmOperands, ScaledArgs, StreamKScratch
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
@@ -166,7 +166,7 @@ class SmallMGemmBase:
             * cute.ceil_div(mOut.shape[1], self.columns)
         )
 
-    def ctas(self, args: GemmArgs):
+    def ctas(self, args: GemmArgs | ScaledArgs):
         """CTAs of a launch: as many as fit, with an equal share each, or a cluster for each tile."""
         mX, mOut = args.operands.x, args.operands.out
         if self.stream_k:

@@ -12,7 +12,7 @@ from dsl_backend.gemm import scaled_host as host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm90 import scaled_configs
-from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.gemm.sm90.scaled_configs import ScaledConfig, ScaledGemmConfig, ScaledSmallMConfig
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import scaled_format
 from dsl_backend.quant.reference import column_major
@@ -49,7 +49,7 @@ class ScaledEmulated:
     id: str
     why: str
     case: ScaledCase
-    config: Any
+    config: ScaledConfig
     sms: int = SMS
 
 
@@ -119,6 +119,8 @@ BLOCKS = blocked(150, 208, 656)
 GATED_BLOCKS = blocked(150, 256, 400, activation=SWIGLU)
 # Two stages and six blocks of k: every pipeline comes round three times a tile.
 SMALL = ScaledGemmConfig(box_n=32, stages=2)
+FEW = replace(PLAIN, rows=13, n=208)
+SMALL_M = ScaledSmallMConfig(tokens=16, stages=2)
 
 CASES = [
     # --- scales of rows ---
@@ -216,6 +218,56 @@ CASES = [
         case=replace(GATED, rows=70, n=144, k=144, to=GROUPS, special=True),
         config=replace(SMALL, box_n=64),
     ),
+    # --- few rows ---
+    ScaledEmulated(id="few", why="a tile of several shares; all edges ragged", case=FEW, config=SMALL_M),
+    ScaledEmulated(
+        id="few-gated",
+        why="interleaved, a bias; sums of two blocks of k",
+        case=replace(GATED, rows=13, interleaved=True, bias=True, pad_x=16, pad_weight=32),
+        config=replace(SMALL_M, tokens=8, tile_k=256),
+    ),
+    ScaledEmulated(id="few-one", why="one item of work", case=replace(GATED, rows=1, n=16, k=16), config=SMALL_M),
+    ScaledEmulated(
+        id="few-early",
+        why="sums of other CTAs are there before a CTA's last tile begins",
+        case=replace(FEW, rows=27, n=880, k=640, x=TENSOR, bias=True),
+        config=replace(SMALL_M, tokens=32),
+        sms=3,
+    ),
+    ScaledEmulated(id="few-blocks", why="each box has its block", case=blocked(13, 208, 656), config=SMALL_M),
+    ScaledEmulated(
+        id="few-blocks-gated",
+        why="consumers with tokens of their own; a given scale; row-major scales",
+        case=blocked(40, 256, 656, activation=SWIGLU, row_major=True, to=TENSOR),
+        config=ScaledSmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2),
+    ),
+    ScaledEmulated(
+        id="few-blocks-groups",
+        why="consumers with rows of weights of their own",
+        case=blocked(13, 384, 400, bias=True),
+        config=replace(SMALL_M, groups=2, stages=3),
+    ),
+    ScaledEmulated(
+        id="few-special",
+        why="NaN, scales that are infinite, NaN, 0, denormal through partial sums",
+        case=replace(FEW, special=True, special_weights=True),
+        config=SMALL_M,
+    ),
+    # --- few rows, a cluster for each tile ---
+    ScaledEmulated(
+        id="few-split",
+        why="four CTAs sum up scaled sums, parts of unequal length",
+        case=blocked(13, 208, 656, bias=True),
+        config=replace(SMALL_M, num_splits=4),
+        sms=8,
+    ),
+    ScaledEmulated(
+        id="few-split-rows",
+        why="eight CTAs, of a gated layer",
+        case=replace(GATED, rows=30, n=80, k=1040, dtype=F16, to=TENSOR),
+        config=replace(SMALL_M, tokens=32, num_splits=8),
+        sms=8,
+    ),
 ]
 
 
@@ -224,14 +276,32 @@ def random_scaled(seed: int) -> ScaledEmulated:
     draw = random.Random(f"quantised linear kernels {seed}")
     while True:
         case = random_case(draw, 320)
-        config = ScaledGemmConfig(
+        config = random_config(draw)
+        if isinstance(config, ScaledSmallMConfig):
+            case = replace(case, rows=draw.randint(1, 100))
+        if not config.objections(spec_of(case), SMEM_BYTES):
+            return ScaledEmulated(
+                id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((8, 10))
+            )
+
+
+def random_config(draw: random.Random) -> ScaledConfig:
+    """Small tiles of any kind."""
+    if draw.random() < 0.5:
+        return ScaledGemmConfig(
             box_n=draw.choice((16, 24, 32, 48, 64, 96)),
             stages=draw.randint(2, 4),
             cluster=draw.choice((1, 2)),
             band=draw.randint(1, 4),
             promotion=draw.choice((1, 1, 2, 4)),
         )
-        if not config.objections(spec_of(case), SMEM_BYTES):
-            return ScaledEmulated(
-                id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
-            )
+    groups = draw.choice((1, 2))
+    split = groups == 2 and draw.random() < 0.5
+    return ScaledSmallMConfig(
+        tokens=draw.choice((8, 16, 24, 32) if split else (8, 16, 32, 48)),
+        groups=groups,
+        split_tokens=split,
+        tile_k=draw.choice((128, 128, 256)),
+        stages=draw.randint(2, 3),
+        num_splits=draw.choice((1, 1, 2, 4)),
+    )

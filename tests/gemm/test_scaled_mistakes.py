@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from scaled_cases import CASES, PLAIN, SMALL, ScaledEmulated, emulate, judge, run
 
 from dsl_backend.gemm import scaled_host
-from dsl_backend.gemm.sm90 import scaled_gemm
+from dsl_backend.gemm.sm90 import scaled_gemm, scaled_small_m
 from dsl_backend.gemm.sm90.gemm import Gemm
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.runtime import toolkit
@@ -57,6 +57,44 @@ MISTAKES = (
         "to-groups-of-two",
         Mistake("tiles of a group out of order", scaled_gemm, "+ tile % self.group_tiles", "+ 1 - tile % 2"),
     ),
+    (
+        "few",
+        Mistake(
+            "few: sums of other tiles stay", scaled_small_m, "        if not accumulate:\n", "        if accumulate:\n"
+        ),
+    ),
+    (
+        "few",
+        Mistake(
+            "few: sums are read too soon",
+            scaled_small_m,
+            "            wgmma.wait_group(0)\n            fence_operand(part_0)\n",
+            "",
+        ),
+    ),
+    ("few-blocks", Mistake("few: scales of the position before", scaled_small_m, "cutlass.min(i + 1, count - 1)", "i")),
+    (
+        "few-blocks",
+        Mistake(
+            "few: the first box's scale twice",
+            scaled_small_m,
+            "scales[2 + i] * scales[box]",
+            "scales[2 + i] * scales[0]",
+        ),
+    ),
+    (
+        "few-blocks",
+        Mistake(
+            "few: the scale of another token",
+            scaled_small_m,
+            "8 * (i // 2) + 2 * (thread % 4) + i % 2",
+            "8 * (i // 2) + 2 * (thread % 4)",
+        ),
+    ),
+    (
+        "few-early",
+        Mistake("few: no earlier sums", scaled_small_m, "        if not accumulate:\n", "        if thread >= 0:\n"),
+    ),
 )
 QUICK = ("a part of k replaces the sums",)
 
@@ -76,7 +114,8 @@ def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     [pytest.param(of, one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for of, one in MISTAKES],
 )
 def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path) -> None:
-    one, kernel = BY_ID[of], spoilt(mistake, tmp_path).ScaledGemm
+    one, module = BY_ID[of], spoilt(mistake, tmp_path)
+    kernel = module.ScaledGemm if mistake.module is scaled_gemm else module.ScaledSmallMGemm
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         judge(one.case, run(one, "lazy", 1, kernel), one.config.promotion)
     assert not isinstance(raised.value, HostError), "it ran"

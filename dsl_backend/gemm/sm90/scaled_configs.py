@@ -9,8 +9,8 @@ import torch
 
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.scaled import ScaledGemmSpec
-from dsl_backend.gemm.sm90.configs import GemmConfig
-from dsl_backend.quant.format import GROUP, ROW_SCALED, ScaledFormat
+from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.quant.format import GROUP, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 
 # wgmma keeps 14 bits of a sum of 8-bit products and drops what a term has below: of 16 instructions, 512 columns, each
 # drops up to 2^-13 of the sum. More than that would exceed what rounding the output to bfloat16 costs.
@@ -93,6 +93,35 @@ class ScaledGemmConfig(GemmConfig):
         return []
 
 
+# Columns of k in a row of shared memory in the widest swizzle.
+BLOCK_K = 128
+# Two sets of accumulators of as many registers a thread, and their scales.
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSmallMConfig(SmallMConfig):
+    """The GEMM of e4m3 operands for few rows: sums of a k tile are added to a second set of accumulators."""
+
+    tile_k: int = BLOCK_K
+
+    @property
+    def promotion(self) -> int:
+        """Blocks of 128 columns of k between these additions."""
+        return self.tile_k // BLOCK_K
+
+    def objections(self, spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:  # type: ignore[override]
+        reasons = blocked_objections(spec) + float32_objections(spec)
+        most = BLOCK_K if spec.weight.blocked else MOST_PROMOTION * BLOCK_K
+        if self.tile_k % BLOCK_K or self.tile_k > most:
+            reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K} up to {most}, with {spec.weight}")
+        if self.tokens > MOST_TOKENS:
+            reasons.append(f"{self.tokens} tokens: {MOST_TOKENS} are the most")
+        if spec.out is not None and spec.out != TENSOR_SCALED:
+            reasons.append(f"out {spec.out}: threads have parts of a row, whose scales need all of them")
+        return reasons + super().objections(spec, smem_bytes)
+
+
 # Tiles, with as many stages as fit. Wider ones than 192 columns leave no registers for two sets of accumulators.
 SCALED_GEMMS = tuple(
     ScaledGemmConfig(box_n=box_n, cluster=cluster, promotion=promotion)
@@ -101,20 +130,44 @@ SCALED_GEMMS = tuple(
     for promotion in (1, MOST_PROMOTION)
 )
 
+SCALED_SMALL_M = (
+    *(ScaledSmallMConfig(tokens=tokens, tile_k=256) for tokens in (8, 16, 32)),
+    *(ScaledSmallMConfig(tokens=tokens) for tokens in (8, 16, 32, 64)),
+    *(ScaledSmallMConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in (24, 32, 48, 64)),
+)
+# For products without an activation.
+SCALED_SPLIT_K = tuple(
+    ScaledSmallMConfig(tokens=tokens, tile_k=tile_k, num_splits=num_splits)
+    for tokens in (8, 16, 32, 64)
+    for tile_k in (256, 128)
+    for num_splits in (2, 4, 8)
+)
+ScaledConfig = ScaledGemmConfig | ScaledSmallMConfig
 
-def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledGemmConfig]:
+
+def tiles_of(spec: ScaledGemmSpec) -> tuple[ScaledConfig, ...]:
+    """Tiles that may serve a problem. Where stream-K splits a sum depends on the number of tiles."""
+    if spec.batch_invariant:
+        return SCALED_GEMMS
+    return (*SCALED_SMALL_M, *(SCALED_SPLIT_K if spec.parts == 1 else ()), *SCALED_GEMMS)
+
+
+def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
     """The configurations that fit a problem, each with as many stages as fit."""
-    found = (deepest(tiles, spec, smem_bytes) for tiles in SCALED_GEMMS)
-    return [config for config in found if isinstance(config, ScaledGemmConfig)]
+    found = (deepest(tiles, spec, smem_bytes) for tiles in tiles_of(spec))
+    return [config for config in found if isinstance(config, ScaledConfig)]
 
 
 def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     """Why no kernel serves a problem, by the configuration that comes closest; empty where one does."""
     if fitting(spec, smem_bytes):
         return []
-    return min((tiles.objections(spec, smem_bytes) for tiles in SCALED_GEMMS), key=len)
+    return min((tiles.objections(spec, smem_bytes) for tiles in tiles_of(spec)), key=len)
 
 
-def kernel(config: ScaledGemmConfig) -> Any:
+def kernel(config: ScaledConfig) -> Any:
     """The class of a configuration's kernel. Imports CuTe DSL."""
-    return import_module("dsl_backend.gemm.sm90.scaled_gemm").ScaledGemm
+    module, name = "scaled_gemm", "ScaledGemm"
+    if isinstance(config, ScaledSmallMConfig):
+        module, name = "scaled_small_m", "ScaledSmallMGemm"
+    return getattr(import_module(f"dsl_backend.gemm.sm90.{module}"), name)

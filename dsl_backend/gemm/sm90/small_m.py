@@ -38,7 +38,17 @@ class SmallMGemm(SmallMGemmBase):
 
     def launch(self, params: SmallMParams, ctas, stream):
         """Launch so many CTAs."""
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+        self.kernel(params, self.tiled_mma(), *self.smem_layouts()).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=self.cluster,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """A warpgroup's products of 64 rows of weights with its tokens."""
+        return hopper_helpers.make_trivial_tiled_mma(
             self.weight_dtype,
             self.x_dtype,
             OperandMajorMode.K,
@@ -46,13 +56,6 @@ class SmallMGemm(SmallMGemmBase):
             cutlass.Float32,
             (1, 1, 1),
             (MMA_M, self.tokens),
-        )
-        self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=self.cluster,
-            stream=stream,
-            use_pdl=True,
         )
 
     @cute.kernel
@@ -158,7 +161,9 @@ class SmallMGemm(SmallMGemmBase):
                 acc_0.fill(0.0)
                 acc_1.fill(0.0)
                 self.add_partials(params, acc_0, acc_1, work, tile_start + work.k_tiles, group, thread)
-            self.mainloop(tiled_mma, acc_0, acc_1, *operands, pipeline, start - work.start, end - start, early, thread)
+            place = (params, work, group)
+            first, count = start - work.start, end - start
+            self.mainloop(tiled_mma, acc_0, acc_1, operands, pipeline, first, count, early, place, thread)
             wgmma.wait_group(0)
             fence_operand(acc_0)
             fence_operand(acc_1)
@@ -186,9 +191,9 @@ class SmallMGemm(SmallMGemmBase):
     ):
         """The CTA's part of a tile, and the epilogue of what the CTA finishes."""
         count = work.end - work.start
-        self.mainloop(
-            tiled_mma, acc_0, acc_1, *operands, pipeline, cutlass.Int32(0), count, cutlass.Boolean(False), thread
-        )
+        place = (params, work, group)
+        accumulate = cutlass.Boolean(False)
+        self.mainloop(tiled_mma, acc_0, acc_1, operands, pipeline, cutlass.Int32(0), count, accumulate, place, thread)
         wgmma.wait_group(0)
         fence_operand(acc_0)
         fence_operand(acc_1)
@@ -202,25 +207,27 @@ class SmallMGemm(SmallMGemmBase):
         tiled_mma: cute.TiledMma,
         acc_0: cute.Tensor,
         acc_1: cute.Tensor,
-        tCrW_0: cute.Tensor,
-        tCrW_1: cute.Tensor,
-        tCrX: cute.Tensor,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         pipeline: Pipeline,
         start: cutlass.Int32,
         count: cutlass.Int32,
         accumulate: cutlass.Boolean,
+        place: tuple[SmallMParams, StreamKWork, cutlass.Int32],
         thread: cutlass.Int32,
     ):
         """Issue the products of `count` positions, added to what the accumulators hold if `accumulate`.
 
         The last ones are still in flight when this returns.
+
+        Args:
+            place: parameters, the CTA's range and the warpgroup, for kernels whose sums have scales.
         """
         tiled_mma.set(wgmma.Field.ACCUMULATE, accumulate)
         # The first position stands alone: in the loop, accumulators then come from products only, and not from another
         # CTA's partial sums. Otherwise ptxas waits for each product before the next one.
-        self.issue(tiled_mma, acc_0, acc_1, tCrW_0, tCrW_1, tCrX, pipeline, start)
+        self.issue(tiled_mma, acc_0, acc_1, *operands, pipeline, start)
         for i in cutlass.range(1, count, unroll=1):
-            self.issue(tiled_mma, acc_0, acc_1, tCrW_0, tCrW_1, tCrX, pipeline, start + i)
+            self.issue(tiled_mma, acc_0, acc_1, *operands, pipeline, start + i)
             # The position before this one is done.
             wgmma.wait_group(1)
             pipeline.warpgroup_release(start + i - 1, thread)
@@ -247,6 +254,10 @@ class SmallMGemm(SmallMGemmBase):
             cute.gemm(tiled_mma, acc_1, tCrW_1[coord], tCrX[coord], acc_1)
             tiled_mma.set(wgmma.Field.ACCUMULATE, True)
         wgmma.commit_group()
+
+    def sums(self, params: SmallMParams, of_column: list, sum_0, sum_1, token):
+        """Both boxes' sums of a token with what `biases` has of their columns."""
+        return sum_0 + of_column[0], sum_1 + of_column[1]
 
     def thread_column(self, row_tile, thread):
         """The first of a thread's columns in a tile; the other one is 8 behind it."""
@@ -279,7 +290,7 @@ class SmallMGemm(SmallMGemmBase):
                 for a in cutlass.range_constexpr(2):
                     token = first_token + 8 * j + 2 * (lane % 4) + a
                     i = a + 2 * b + 4 * j
-                    self.finish(params, acc_0[i] + biases[0], acc_1[i] + biases[1], token, column)
+                    self.finish(params, *self.sums(params, biases, acc_0[i], acc_1[i], token), token, column)
 
     @cute.jit
     def epilogue_of_split(
@@ -300,4 +311,4 @@ class SmallMGemm(SmallMGemmBase):
             token = first_token + 8 * (place // 4) + 2 * (thread % 4) + place % 2
             column = n_tile * self.columns + self.thread_column(row_tile, thread) + 8 * (place // 2 % 2)
             biases = self.biases(params, column)
-            self.finish(params, sum_0[i] + biases[0], sum_1[i] + biases[1], token, column)
+            self.finish(params, *self.sums(params, biases, sum_0[i], sum_1[i], token), token, column)
