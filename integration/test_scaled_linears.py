@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves fp8 checkpoints with dsl's linear layers: errors are at most twice those of vLLM's own.
+
+Errors are measured from a float32 run of the dequantised weights. vLLM 0.32.0 loads 128x128 blocks on a CPU only with
+AMX; there its class says that it can, dsl's kernels replace it, and the error is compared with that of channels.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.reference import dequantized, quantized
+from integration import offline
+from integration.compare import prompt_errors, prompts, rms
+from integration.environment import device
+from integration.models import MODELS, write
+from integration.offline import Job, Outcome
+
+pytestmark = pytest.mark.e2e
+
+CHANNELS = {
+    "format": "float-quantized",
+    "quant_method": "compressed-tensors",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SERVED = re.compile(r"dsl serves (\d+) fp8 linear layers \((\w+)\), (\w+)")
+
+
+def loads_blocks() -> None:
+    """Lets vLLM's CPU build make layers of blocks. Called in an engine's process."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+
+    CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+
+
+def quantize(folder: Path, kind: ScaledFormat, config: dict[str, Any]) -> tuple[Path, Path]:
+    """(checkpoint in e4m3, the same weights dequantised in bfloat16), beside a bfloat16 checkpoint."""
+    tensors, wide = load_file(folder / "model.safetensors"), {}
+    stored = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = wide[name] = tensor
+            continue
+        found = quantized(tensor, kind)
+        stored[name] = found.values
+        scale = found.scale if kind.blocked else found.scale.view(-1, 1)
+        stored[f"{name}_scale_inv" if kind.blocked else f"{name}_scale"] = scale.contiguous()
+        wide[name] = dequantized(found, torch.float32)
+    made = []
+    for ending, weights, more in (("e4m3", stored, {"quantization_config": config}), ("wide", wide, {})):
+        other = folder.with_name(f"{folder.name}-{kind}-{ending}")
+        other.mkdir()
+        for file in folder.glob("*.json"):
+            (other / file.name).write_text(file.read_text())
+        facts = json.loads((folder / "config.json").read_text()) | more
+        (other / "config.json").write_text(json.dumps(facts, indent=2))
+        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+        made.append(other)
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """By name, of the small Llama."""
+    folder = write(MODELS["llama"], tmp_path_factory.mktemp("fp8") / "llama")
+    backend, dtype = device().dense_truth
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, model: Path, backend: str = "dsl", dtype: str = "bfloat16", **facts: Any) -> None:
+        jobs[name] = Job(model=str(model), backend=backend, dtype=dtype, prompts=prompts(), **facts)
+
+    ours = {"additional_config": {"dsl": {"scaled_linears": "dsl"}}}
+    for name, kind, config in (("channels", ROW_SCALED, CHANNELS), ("blocks", BLOCK_SCALED, BLOCKS)):
+        stored, wide = quantize(folder, kind, config)
+        patches = () if name == "channels" or device().cuda else ("integration.test_scaled_linears:loads_blocks",)
+        add(f"{name}, exact", wide, backend, dtype)
+        add(name, stored, engine=ours, patches=patches)
+        if not patches:
+            add(f"{name}, theirs", stored)
+    # A separate cache, so that nothing compiled before is loaded.
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
+    add("channels, compiled", Path(jobs["channels"].model), engine=ours | {"enforce_eager": False}, environment=cache)
+    return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled"])
+def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str) -> None:
+    scheme = name.split(",", maxsplit=1)[0]
+    exact = outcomes[f"{scheme}, exact"].answers
+    theirs = outcomes.get(f"{scheme}, theirs")
+    compared = (
+        prompt_errors(theirs.answers, exact)
+        if theirs is not None
+        else prompt_errors(outcomes["channels, theirs"].answers, outcomes["channels, exact"].answers)
+    )
+    assert rms(prompt_errors(outcomes[name].answers, exact)) <= 2 * rms(compared)
+
+
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled"])
+def test_the_log_says_who_serves(outcomes: dict[str, Outcome], name: str) -> None:
+    assert outcomes[name].given is not None, outcomes[name].log[-3000:]
+    found = SERVED.findall(outcomes[name].log)
+    assert ("3", "MergedColumnParallelLinear", "Swiglu") in found, found
+    assert ("3", "QKVParallelLinear", "product") in found, found
+    assert sum(int(count) for count, kind, _ in found if kind == "RowParallelLinear") == 6, found
+
+
+def test_by_default_they_are_vllms(outcomes: dict[str, Outcome]) -> None:
+    assert "additional_config['dsl']['scaled_linears'] is vllm" in outcomes["channels, theirs"].log
