@@ -34,6 +34,7 @@ NAMES = (
     "tensor_move_bytes",
     "tensor_move_latency",
     "commit_latency",
+    "store_cost",
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
 OF_TABLES = ("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops")

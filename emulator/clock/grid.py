@@ -15,12 +15,13 @@ SETTLED = 4  # turns of an SM's slots that are simulated before the rest is take
 
 
 def chosen(clusters: int, count: int) -> tuple[int, ...]:
-    """Places in the grid of the clusters to be simulated, evenly spread; the first and the last are among them."""
+    """Places in the grid of the clusters to be simulated, each in the middle of an even share.
+
+    The last clusters of a grid often have little to do, and the first ones what is left of it.
+    """
     if count >= clusters:
         return tuple(range(clusters))
-    if count == 1:
-        return (0,)
-    return tuple(sorted({round(place * (clusters - 1) / (count - 1)) for place in range(count)}))
+    return tuple((2 * number + 1) * clusters // (2 * count) for number in range(count))
 
 
 def occupancy(launch: Launch, shared_bytes: int, registers: int) -> int:

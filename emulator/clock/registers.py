@@ -2,6 +2,7 @@
 """How many registers a thread needs: those that are alive at once. The assembler's number is not in the PTX."""
 
 from functools import lru_cache
+from math import prod
 
 from emulator.clock.tables import names_of
 from emulator.core.program import Program
@@ -9,14 +10,23 @@ from emulator.ptx.flow import Graph, graph
 from emulator.ptx.ir import Instr
 
 BASE, GRANULE, MOST = 8, 8, 255  # what a thread has beside its values; how they are given out
+OF_SM = 64 * 1024
 
 
 @lru_cache(maxsize=16)
 def registers_of(program: Program) -> int:
     """The most that are alive at once, rounded up as the hardware gives them out; predicates do not count."""
-    limit = program.function.directives.get("maxnreg")
     needed = min(MOST, -(-(_most_alive(program) + BASE) // GRANULE) * GRANULE)
-    return min(needed, limit[0]) if limit else needed
+    return min(needed, *_limits(program))
+
+
+def _limits(program: Program) -> tuple[int, int]:
+    """What the kernel asks the assembler for: registers, and CTAs of an SM that have to have enough of them."""
+    directives = program.function.directives
+    (most, *_) = directives.get("maxnreg", (MOST,))
+    (ctas, *_) = directives.get("minnctapersm", (1,))
+    threads = prod(directives.get("reqntid", directives.get("maxntid", (1,))))
+    return most, OF_SM // (threads * ctas) // GRANULE * GRANULE
 
 
 def _most_alive(program: Program) -> int:

@@ -42,11 +42,12 @@ HOPPER = {
     "tensor_move_bytes": Known(128, "not on this chip"),
     "tensor_move_latency": Known(20, "not on this chip"),
     "commit_latency": Known(20, "not on this chip"),
-    "launch_us": Known(1.2, "fitted: from one kernel of a graph to the next, and its first instructions"),
+    "store_cost": Known(1.12, "fitted: bytes of HBM that a stored byte takes the time of"),
+    "launch_us": Known(1.4, "fitted: from one kernel of a graph to the next, and its first instructions"),
     "overlapped_us": Known(0.96, "pegainfer issue 569: what programmatic dependent launch recovers at most"),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
-    "hbm_efficiency": Known(0.87, "fitted"),
-    "l2_terabytes": Known(9.0, "NVIDIA A100 whitepaper: 5120 bytes a cycle; taken to be the same here"),
+    "hbm_efficiency": Known(0.92, "fitted"),
+    "l2_terabytes": Known(9.0, "fitted: NVIDIA A100 whitepaper: 5120 bytes a cycle; taken to be the same here"),
 }
 H100 = ChipClock(
     "H100", "sm_90", sms=132, gigahertz=1.755, constants={**HOPPER, "hbm_terabytes": Known(3.35, "data sheet")}

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clock reads off a program: registers that are alive, and an assembler's order."""
+
+import numpy as np
+import pytest
+from ptx_kernels import text
+
+from emulator.clock.chips import CHIPS
+from emulator.clock.order import order_of
+from emulator.clock.registers import BASE, GRANULE, registers_of
+from emulator.clock.tables import FREE, PLAIN, table_of
+from emulator.machine.launch import load
+
+CHIP = CHIPS["H200"]
+
+
+def program(body, directives=""):
+    source = text(body, 1, "sm_90a").replace("\n{", f"\n{directives}\n{{", 1)
+    return load(source, "k")[1]
+
+
+def alive(count):
+    """So many values that are loaded before the first of them is used."""
+    loads = [f"ld.shared.f32 %f{n}, [%r0+{4 * n}];" for n in range(count)]
+    sums = [f"add.f32 %f0, %f0, %f{n};" for n in range(1, count)]
+    return "\n".join(["mov.u32 %r0, shared;", *loads, *sums, "st.shared.f32 [%r0], %f0;"])
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_registers_are_those_that_are_alive_at_once(count):
+    # The address is needed to the end.
+    assert registers_of(program(alive(count))) == -(-(count + 1 + BASE) // GRANULE) * GRANULE
+
+
+def test_a_kernel_that_asks_for_two_ctas_gets_registers_for_two():
+    assert registers_of(program(alive(200), ".reqntid 256, 1, 1\n.minnctapersm 2")) == 128
+    assert registers_of(program(alive(200), ".maxnreg 64")) == 64
+
+
+LOOP = """
+mov.u32 %r0, shared;
+mov.f32 %f0, 0f3F800000;
+mov.f32 %f9, 0f3F800000;
+mov.u32 %r1, 0;
+AGAIN:
+ld.shared.f32 %f1, [%r0];
+ex2.approx.ftz.f32 %f2, %f1;
+add.f32 %f0, %f0, %f2;
+ld.shared.f32 %f3, [%r0+4];
+fma.rn.f32 %f9, %f9, %f9, %f9;
+ex2.approx.ftz.f32 %f4, %f3;
+add.f32 %f0, %f0, %f4;
+st.shared.f32 [%r0+8], %f0;
+add.u32 %r1, %r1, 1;
+setp.lt.u32 %p0, %r1, 4;
+@%p0 bra AGAIN;
+"""
+
+
+def test_an_assemblers_order_keeps_what_depends_on_each_other():
+    found = program(LOOP)
+    order, stops = order_of(found, CHIP)
+    assert sorted(order.tolist()) == list(range(len(found.instrs)))
+    place = np.argsort(order)
+    texts = [instr.op.name for instr in found.instrs]
+    table = table_of(found, CHIP)
+    assert table.instrs["kind"][texts.index("mov")] == FREE
+    machine = [index for index in range(len(texts)) if table.instrs["kind"][index] not in (PLAIN, FREE)]
+    assert (np.diff(place[machine]) > 0).all(), "loads, stores and branches keep their order"
+    exponentials = [index for index, name in enumerate(texts) if name == "ex2"]
+    sums = [index for index, name in enumerate(texts) if name == "add" and found.instrs[index].op["type"] == "f32"]
+    assert all(place[first] < place[second] for first, second in zip(exponentials, sums, strict=True))
+    assert place[exponentials[1]] < place[sums[0]], "the second one does not wait for the first one's sum"
+    last = texts.index("bra")
+    assert place[last] == last
+    assert max(stops) == len(texts)
