@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulator and the judge find mistakes in the source of SM100's GEMMs of quantised operands."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from scaled_cases_sm100 import CASES, Emulated, emulate
+
+from dsl_backend.gemm import scaled_host
+from dsl_backend.gemm.sm100 import block_scaled_gemm, promoted_gemm, scaled_configs, scaled_gemm
+from dsl_backend.primitives import narrow_mma
+from dsl_backend.runtime import toolkit
+from emulator.errors import EmulatorError, HostError
+from tests.attention.mistakes import Mistake, spoilt
+
+CLASSES = {block_scaled_gemm: "BlockScaledGemm", promoted_gemm: "PromotedGemm", scaled_gemm: "ScaledGemm"}
+BY_ID = {one.id: one for one in CASES}
+MISTAKES = (
+    ("mxfp8", Mistake("factors of the first 32 of k for all", narrow_mma, "scale_id = step if", "scale_id = 0 if")),
+    ("nvfp4", Mistake("factors of the first 64 of k for all", narrow_mma, "atom = step % self", "atom = 0 * self")),
+    (
+        "mxfp8",
+        Mistake(
+            "no wait for scale factors' bytes",
+            block_scaled_gemm,
+            "params, m_tile, cta_rank) + factors",
+            "params, m_tile, cta_rank)",
+        ),
+    ),
+    ("mxfp8-gated", Mistake("gate's factors for up", block_scaled_gemm, "n_tile + i *", "n_tile + 0 *")),
+    (
+        "mxfp8-gated",
+        Mistake("overwritten columns are stored last", block_scaled_gemm, "(1 - tile % 2) * (epi", "(tile % 2) * (epi"),
+    ),
+    (
+        "blocks-gated",
+        Mistake("gate's scale for up", promoted_gemm, "scale = scales[i * chunk // self.box_n]", "scale = scales[0]"),
+    ),
+    (
+        "blocks",
+        Mistake("accumulators freed before they are read", promoted_gemm, "if i == len(sums) - 1:", "if i == 0:"),
+    ),
+    (
+        "blocks",
+        Mistake("the next group's scales", promoted_gemm, "sums, (scale_0, scale_1))", "sums, (next_0, next_1))"),
+    ),
+    ("nvfp4-to-nvfp4", Mistake("scales of the next 32 rows", scaled_gemm, "row % 32 * 16", "(row + 1) % 32 * 16")),
+)
+QUICK = "the next group's scales"
+
+
+@pytest.fixture(autouse=True)
+def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached kernels have other source."""
+
+    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
+        return toolkit.compiled(kernel, arguments, target.arch, "")
+
+    monkeypatch.setattr(scaled_host, "compile_kernel", compile_kernel)
+
+
+def run(one: Emulated) -> None:
+    for schedule in ("lazy", "random"):
+        emulate(one, schedule, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [pytest.param(case, one, id=one.id, marks=() if one.id == QUICK else pytest.mark.rest) for case, one in MISTAKES],
+)
+def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = spoilt(mistake, tmp_path)
+    if mistake.module is narrow_mma:
+        monkeypatch.setattr(block_scaled_gemm, "NarrowMma", module.NarrowMma)
+    elif mistake.module is scaled_gemm:
+        for name in ("stage_out", "block_scale", "store_scale"):
+            monkeypatch.setattr(scaled_gemm.ScaledGemm, name, getattr(module.ScaledGemm, name))
+    else:
+        spoilt_class = getattr(module, CLASSES[mistake.module])
+        monkeypatch.setattr(scaled_configs, "kernel", lambda spec: spoilt_class)
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        run(BY_ID[case])
+    assert not isinstance(raised.value, HostError), "it ran"
