@@ -74,7 +74,7 @@ MISTAKES = (
     ),
     ("few-blocks", Mistake("few: scales of the position before", scaled_small_m, "cutlass.min(i + 1, count - 1)", "i")),
     (
-        "few-blocks",
+        "few-blocks-gated",
         Mistake(
             "few: the first box's scale twice",
             scaled_small_m,

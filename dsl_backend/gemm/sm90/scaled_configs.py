@@ -97,6 +97,8 @@ class ScaledGemmConfig(GemmConfig):
 BLOCK_K = 128
 # Two sets of accumulators of as many registers a thread, and their scales.
 MOST_TOKENS = 64
+# Of two consumers, whose threads have 168 registers: with scales of blocks 64 spilled 48 to 64 bytes.
+MOST_TOKENS_OF_TWO = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,10 @@ class ScaledSmallMConfig(SmallMConfig):
         most = BLOCK_K if spec.weight.blocked else MOST_PROMOTION * BLOCK_K
         if self.tile_k % BLOCK_K or self.tile_k > most:
             reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K} up to {most}, with {spec.weight}")
-        if self.tokens > MOST_TOKENS:
-            reasons.append(f"{self.tokens} tokens: {MOST_TOKENS} are the most")
+        crowded = spec.weight.blocked and self.groups > 1
+        most = MOST_TOKENS_OF_TWO if crowded else MOST_TOKENS
+        if self.tokens > most:
+            reasons.append(f"{self.tokens} tokens of {self.groups} consumers with {spec.weight}: {most} are the most")
         if spec.out is not None and spec.out != TENSOR_SCALED:
             reasons.append(f"out {spec.out}: threads have parts of a row, whose scales need all of them")
         return reasons + super().objections(spec, smem_bytes)
