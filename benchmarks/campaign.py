@@ -75,6 +75,10 @@ STEPS = (
     engine("llama-step", "llama-8b", ("projections", "norms"), "tokens/s with our projections and norms"),
     engine("experts-engine", "qwen3-30b-a3b-12", ("experts",), "tokens/s with our experts"),
     bench("experts", "experts --kernels cute-decode,cute-grouped", 40, 150, "experts beside vLLM's Triton"),
+    bench(
+        "scaled-linear", "scaled-linear --kernels cute-sm90", 40, 150, "fp8 layers beside CUTLASS, DeepGEMM and torch"
+    ),
+    bench("fp8-products", "prefill --rows fp8 --peers e4m3", 30, 100, "attention's products in 8 bits, and widened"),
     tests("attention-tests", "tests/attention -m gpu -n 4", 60, 240, "attention against the reference"),
     tests("other-tests", "tests --ignore tests/attention -m gpu -n 4", 60, 200, "other families against the reference"),
     bench("fp8", "decode prefill mla-decode --rows fp8|e5m2", 40, 150, "fp8 caches beside FA3 and FlashInfer"),
@@ -92,6 +96,7 @@ STEPS = (
     tune("tune-linear", "linear", "tiles of gate and up projections, and of projections"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),
     Step("invariance", ("-m", "integration.invariance", "--graphs"), 60, 240, "served log-probabilities, bit by bit"),
+    Step("clock", ("-m", "emulator.clock.measure"), 20, 60, "constants of the emulator's clock, on this chip"),
     # FlashInfer compiles its sampling kernels for minutes.
     bench("sampling-flashinfer", "sampling --peers FlashInfer", 300, 600, "every filter beside FlashInfer"),
     bench("dsls", "dsls --seconds 0.1", 120, 330, "DSLs compared: operators, launches, compile times"),

@@ -18,7 +18,7 @@ def as_float32(inputs: problems.Inputs, layer: int, result: torch.Tensor) -> tor
 def operators() -> dict[str, RowsOperator]:
     """Products of quantised operands, and gate and up projections that quantise for the down projection."""
     operator = RowsOperator(
-        name="scaled_linear",
+        name="scaled-linear",
         unit="TFLOP/s",
         cases=rows.cases,
         make=providers.ours,

@@ -96,7 +96,7 @@ def torch_objections(problem: Problem) -> list[str]:
     return [*found, *of_gated(problem)] + (["has no 128x128 blocks here"] if problem.spec.weight.blocked else [])
 
 
-@provider("scaled_linear", name="torch._scaled_mm", objections=torch_objections, package="torch")
+@provider("scaled-linear", name="torch._scaled_mm", objections=torch_objections, package="torch")
 def scaled_mm(problem: Problem, inputs: Inputs) -> Launch:
     """CuBLASLt, or CUTLASS for scales of rows."""
     by_row = problem.spec.x == ROW_SCALED
@@ -126,7 +126,7 @@ def cutlass_objections(problem: Problem) -> Sequence[str]:
     )
 
 
-@provider("scaled_linear", name="vLLM CUTLASS", objections=cutlass_objections, package="vllm")
+@provider("scaled-linear", name="vLLM CUTLASS", objections=cutlass_objections, package="vllm")
 def cutlass(problem: Problem, inputs: Inputs) -> Launch:
     """`cutlass_scaled_mm`, as vLLM calls it."""
     from vllm import _custom_ops as ops
@@ -152,7 +152,7 @@ def deep_gemm_objections(problem: Problem) -> Sequence[str]:
     return [] if is_deep_gemm_supported() else ["vLLM's DeepGEMM is not installed, or does not serve this GPU"]
 
 
-@provider("scaled_linear", name="DeepGEMM", objections=deep_gemm_objections, package="vllm")
+@provider("scaled-linear", name="DeepGEMM", objections=deep_gemm_objections, package="vllm")
 def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
     """`fp8_gemm_nt` by way of vLLM, with float32 scales."""
     from vllm.utils.deep_gemm import fp8_gemm_nt
@@ -176,7 +176,7 @@ def flashinfer_objections(problem: Problem) -> Sequence[str]:
     return found
 
 
-@provider("scaled_linear", name="FlashInfer", objections=flashinfer_objections, package="flashinfer-python")
+@provider("scaled-linear", name="FlashInfer", objections=flashinfer_objections, package="flashinfer-python")
 def flashinfer(problem: Problem, inputs: Inputs) -> Launch:
     """`bmm_fp8` with a batch of one, as vLLM calls it."""
     from flashinfer import bmm_fp8
@@ -188,6 +188,6 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Launch:
     return activated(problem, inputs, product)
 
 
-provider("scaled_linear", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
+provider("scaled-linear", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
     partial(ours, kernel="triton")
 )

@@ -81,7 +81,7 @@ FAMILY = Family(
         ),
         "scaled_linear": Check(
             "scaled_linear",
-            (Benchmark("scaled_linear", r"^llama-8b-(channels|blocks)-\d+$", r"^llama-8b-channels-64$"),),
+            (Benchmark("scaled-linear", r"^llama-8b-(channels|blocks)-\d+$", r"^llama-8b-channels-64$"),),
         ),
     },
 )

@@ -14,7 +14,7 @@ from dsl_backend.quant.reference import dequantized
 
 
 def test_rows_and_their_work() -> None:
-    cases = benchmarks.operators()["scaled_linear"].cases()
+    cases = benchmarks.operators()["scaled-linear"].cases()
     assert len({case.id for case in cases}) == len(cases)
     found = {case.id: case for case in cases}["llama-8b-channels-64"]
     assert found.traffic_bytes == (28672 + 64) * 4096 + 64 * 14336 + 4 * (64 + 28672 + 64)
@@ -40,7 +40,7 @@ def test_inputs_are_what_they_say(scheme: str) -> None:
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
     options = benchmarks.Options(rows="^tiny", seconds=0.01, device=device.type, peers="all")
-    assert benchmarks.main("scaled_linear", file, options) == 0
+    assert benchmarks.main("scaled-linear", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
     assert len(rows) == 2 * len(SCHEMES)
     for row in rows:
