@@ -21,28 +21,10 @@ from integration.compare import prompt_errors, prompts, rms
 from integration.environment import device
 from integration.models import MODELS, write
 from integration.offline import Job, Outcome
+from integration.quantization import BLOCKS, CHANNELS
 
 pytestmark = pytest.mark.e2e
 
-CHANNELS = {
-    "format": "float-quantized",
-    "quant_method": "compressed-tensors",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SERVED = re.compile(r"dsl serves (\d+) fp8 linear layers \((\w+)\), (\w+)")
 
 

@@ -15,6 +15,7 @@ from dsl_backend.gemm.reference import activate, halves
 from dsl_backend.gemm.scaled import OUTPUTS, PAIRS
 from dsl_backend.linear.scaled import api
 from dsl_backend.linear.scaled.reference import products
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import ScaledFormat, scaled_format
 from dsl_backend.quant.reference import Quantized, quantized, scales_of, spread
 from dsl_backend.runtime import target as targets
@@ -70,6 +71,22 @@ class ScaledCase:
     @property
     def out_kind(self) -> ScaledFormat | None:
         return scaled_format(self.to) if self.to else None
+
+    @property
+    def spec(self) -> ScaledLinearSpec:
+        x = scaled_format(self.x)
+        return ScaledLinearSpec(
+            n=self.n,
+            k=self.k,
+            x=x,
+            weight=scaled_format(self.weight),
+            dtype=self.dtype,
+            out=self.out_kind,
+            activation=self.activation,
+            interleaved=self.interleaved,
+            bias=self.bias,
+            column_major=x.blocked and not x.swizzled and not self.row_major,
+        )
 
 
 class Tensors(NamedTuple):

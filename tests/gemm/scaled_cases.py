@@ -13,8 +13,6 @@ from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm90 import scaled_configs
 from dsl_backend.gemm.sm90.scaled_configs import ScaledConfig, ScaledGemmConfig, ScaledSmallMConfig
-from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import scaled_format
 from dsl_backend.quant.reference import column_major
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -53,22 +51,6 @@ class ScaledEmulated:
     sms: int = SMS
 
 
-def spec_of(case: ScaledCase) -> ScaledLinearSpec:
-    x = scaled_format(case.x)
-    return ScaledLinearSpec(
-        n=case.n,
-        k=case.k,
-        x=x,
-        weight=scaled_format(case.weight),
-        dtype=case.dtype,
-        out=case.out_kind,
-        activation=case.activation,
-        interleaved=case.interleaved,
-        bias=case.bias,
-        column_major=x.blocked and not case.row_major,
-    )
-
-
 def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:
     """Where a kernel writes to: NaN, but for a scale that is given."""
     kind = case.out_kind
@@ -85,7 +67,7 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
     Args:
         kernel: a class in place of the configuration's.
     """
-    case, spec = one.case, spec_of(one.case)
+    case, spec = one.case, one.case.spec
     given = tensors(case, "cpu")
     found = outputs(case, given.out_scale)
     operands = ScaledOperands(
@@ -102,7 +84,7 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
 
 def emulate(one: ScaledEmulated, schedule: str, seed: int = 0) -> None:
     """Run and judge; raises what is wrong."""
-    assert one.config.objections(spec_of(one.case), SMEM_BYTES) == []
+    assert one.config.objections(one.case.spec, SMEM_BYTES) == []
     judge(one.case, run(one, schedule, seed), one.config.promotion)
 
 
@@ -279,7 +261,7 @@ def random_scaled(seed: int) -> ScaledEmulated:
         config = random_config(draw)
         if isinstance(config, ScaledSmallMConfig):
             case = replace(case, rows=draw.randint(1, 100))
-        if not config.objections(spec_of(case), SMEM_BYTES):
+        if not config.objections(case.spec, SMEM_BYTES):
             return ScaledEmulated(
                 id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((8, 10))
             )

@@ -57,21 +57,6 @@ class Emulated:
     sms: int = SMS
 
 
-def spec_of(case: ScaledCase) -> ScaledLinearSpec:
-    return ScaledLinearSpec(
-        n=case.n,
-        k=case.k,
-        x=scaled_format(case.x),
-        weight=scaled_format(case.weight),
-        dtype=case.dtype,
-        out=case.out_kind,
-        activation=case.activation,
-        interleaved=case.interleaved,
-        bias=case.bias,
-        column_major=case.x in ("e4m3-1x128", "e4m3-1x128-e8m0") and not case.row_major,
-    )
-
-
 GLOBAL_SCALES = (0.007, 0.3)
 
 
@@ -139,7 +124,7 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
 
 def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     """Compile, run on the emulator, judge; any finding or warning raises."""
-    case, spec = one.case, spec_of(one.case)
+    case, spec = one.case, one.case.spec
     alpha = None
     if spec.x.swizzled:
         given, meant, alpha = mma_tensors(case, spec.x)

@@ -16,7 +16,6 @@ from scaled_cases_sm100 import (
     Emulated,
     emulate,
     random_emulated,
-    spec_of,
 )
 
 import emulator
@@ -75,7 +74,7 @@ def test_ids_are_unique() -> None:
     "one", [one for one in CASES if one.id in ("rows", "mxfp8", "nvfp4", "blocks")], ids=lambda one: one.id
 )
 def test_had_by_name_alone(one: Emulated) -> None:
-    target, spec = from_arch("sm_100a"), spec_of(one.case)
+    target, spec = from_arch("sm_100a"), one.case.spec
     assert dispatch.choose(spec, target, "cute-sm100").name == "cute-sm100"
     assert all(entry.name != "cute-sm100" for entry, _ in dispatch.judge(spec, target))
 
@@ -83,7 +82,7 @@ def test_had_by_name_alone(one: Emulated) -> None:
 @pytest.mark.rest
 def test_bound_by_the_table() -> None:
     (one,) = (one for one in CASES if one.id == "rows")
-    spec, given = spec_of(one.case), tensors(one.case, "cpu")
+    spec, given = one.case.spec, tensors(one.case, "cpu")
     out = torch.zeros(one.case.rows, one.case.n, dtype=torch.bfloat16)
     with emulator.device(arch="sm_100a", sms=4, schedule="eager", strict=True):
         bind = dispatch.choose(spec, from_arch("sm_100a"), "cute-sm100").load()
@@ -94,11 +93,11 @@ def test_bound_by_the_table() -> None:
 
 def test_objections() -> None:
     target = from_arch("sm_100a")
-    spec = spec_of(replace(CASES[0].case, x="nvfp4", weight="nvfp4", k=656))
+    spec = replace(CASES[0].case, x="nvfp4", weight="nvfp4", k=656).spec
     with pytest.raises(Unsupported, match="k 656 is not a multiple of 32"):
         dispatch.choose(spec, target, "cute-sm100")
     with pytest.raises(Unsupported, match="no kernel but SM100's multiplies it"):
-        dispatch.choose(spec_of(replace(CASES[0].case, x="mxfp8", weight="mxfp8")), from_arch("sm_90a"))
-    gated = spec_of(replace(CASES[0].case, activation=Swiglu(), x="mxfp8", weight="mxfp8"))
+        dispatch.choose(replace(CASES[0].case, x="mxfp8", weight="mxfp8").spec, from_arch("sm_90a"))
+    gated = replace(CASES[0].case, activation=Swiglu(), x="mxfp8", weight="mxfp8").spec
     assert any("n 80 is not a multiple of 128" in reason for reason in SCALED_128.objections(gated, SMEM_BYTES))
     assert any("several scales" in reason for reason in PROMOTED.objections(gated, SMEM_BYTES))

@@ -32,6 +32,7 @@ from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.scaled_linears import serve
 from dsl_backend.vllm_plugin.scaled_linears.find import KERNEL, holder_of
 from dsl_backend.vllm_plugin.scaled_linears.kernels import BlockScaledKernel, HandedOn, RowScaledKernel
+from integration.quantization import CHANNELS
 from tests.vllm_plugin.test_fused_mlp import engine, model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -39,24 +40,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 BF16 = torch.bfloat16
 K, N = 256, 128
 BY_DSL = {"additional_config": {"dsl": {"scaled_linears": "dsl"}}}
-CHANNELS = {
-    "format": "float-quantized",
-    "quant_method": "compressed-tensors",
-    "ignore": [],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
 
 
 def config_of(scheme: str) -> Any:
