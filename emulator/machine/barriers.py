@@ -24,7 +24,8 @@ class MBarrier:
         component: whose clock is the phase that completes an asynchronous access.
         made: stamp of the initialisation.
         announced: fence.mbarrier_init followed that.
-        bytes_in: the latest phase in which asynchronous work completed bytes.
+        bytes_in: the latest phase in which bytes were completed.
+        bytes_by: the one warp whose instructions completed all of those; None: asynchronous work, or several warps.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MBarrier:
     made: tuple[int, int] = (0, 0)
     announced: bool = False
     bytes_in: int = 0
+    bytes_by: object = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.expected <= MAX_COUNT:
@@ -75,9 +77,15 @@ class MBarrier:
         """Whoever waits for the current phase knows what an asynchronous arrival comes after."""
         self._gathering.join(knowledge)
 
-    def complete_bytes(self, count: int) -> int:
-        """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to."""
-        phase = self.bytes_in = self.phase
+    def complete_bytes(self, count: int, by: object = None) -> int:
+        """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to.
+
+        Args:
+            by: the warp whose instruction says so.
+        """
+        phase = self.phase
+        self.bytes_by = by if self.bytes_in < phase or self.bytes_by is by else None
+        self.bytes_in = phase
         self.bytes -= count
         if abs(self.bytes) > MAX_COUNT:
             raise BarrierMisuse(f"{self}: a transaction count is at most {MAX_COUNT}")
@@ -96,13 +104,13 @@ class MBarrier:
         """Whether the phase of that parity, the current or the one before it, is complete."""
         return (self.phase - 1) & 1 != parity & 1
 
-    def is_known(self, knows: Knowledge) -> bool:
-        """Whether who knows so much can tell that the latest phase is complete: by all that went into it, or a wait."""
+    def is_known(self, knows: Knowledge, who: object) -> bool:
+        """Whether a warp that knows so much can tell that the latest phase is complete: by its parts, or by a wait."""
         if knows.seen[self.component] >= self.phase - 1:
             return True
         unknown = self.released.seen > knows.seen
         unknown[self.component] = False
-        return self.bytes_in < self.phase - 1 and not unknown.any()
+        return (self.bytes_in < self.phase - 1 or self.bytes_by is who) and not unknown.any()
 
     @property
     def is_idle(self) -> bool:

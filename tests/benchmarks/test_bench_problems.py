@@ -133,8 +133,10 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cases = select(benchmarks.operators()[operator].cases(), "fp8")
     said = {}
+    # Ours by another name has no such reason.
+    peers = [peer for peer in benchmarks.operators()[operator].providers([])[1:] if peer.name != "e4m3"]
     for case in cases:
-        for peer in benchmarks.operators()[operator].providers([])[1:]:
+        for peer in peers:
             reasons = [reason for reason in peer.objections(case.problem) if "fp8" in reason]
             said.setdefault(peer.name, {})[case.group] = reasons
     for name, by_group in said.items():

@@ -374,7 +374,7 @@ def execute_complete(runner: Runner, instr: Instr) -> None:
     count = instr["bytes"]
     assert count is not None
     for address, mask in each(runner, instr["mbar"]):
-        mbarrier(runner, address).complete_bytes(runner.warp.uniform(count) * mask.bit_count())
+        mbarrier(runner, address).complete_bytes(runner.warp.uniform(count) * mask.bit_count(), runner)
     runner.run.progress += 1
 
 
@@ -400,10 +400,11 @@ class Awaited(NamedTuple):
             return self.state & STATE_PHASE
         return self.barrier.phase - self.is_complete
 
-    def is_known(self, knows: Knowledge) -> bool:
-        """Whether who knows so much can tell that the phase is complete."""
+    def is_known(self, runner: Runner) -> bool:
+        """Whether a warp can tell that the phase is complete."""
+        knows = runner.clock.knows
         return bool(knows.seen[self.barrier.component] >= self.phase) or (
-            self.is_complete and self.barrier.is_known(knows)
+            self.is_complete and self.barrier.is_known(knows, runner)
         )
 
 
@@ -442,8 +443,7 @@ def comes_too_early(runner: Runner, pending: list[Awaited]) -> bool:
     # A clock's launch is to take the way that a GPU takes when all is in time.
     if runner.trace is not None or runner.index in runner.run.program.spinning:
         return False
-    knows = runner.clock.knows
-    unknown = tuple((one.barrier.component, one.phase) for one in pending if not one.is_known(knows))
+    unknown = tuple((one.barrier.component, one.phase) for one in pending if not one.is_known(runner))
     peeks = runner.state.setdefault(PEEKS, {})
     assert isinstance(peeks, dict)
     if not unknown or peeks.get(runner.index) == unknown:

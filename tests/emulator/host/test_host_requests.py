@@ -40,6 +40,8 @@ class Call:
         type, interleave, swizzle, promotion, fill = self.codes
         with emulator.device("sm_90a", machine=Recorder()):
             base = ctypes.c_void_p(self.address)
+            # What a call outside of a device may have left.
+            library.pending = None
             error = function(map_bytes, type, len(self.dims), base, *arrays, interleave, swizzle, promotion, fill)
             pending, library.pending = library.pending, None
         assert bool(error) == (pending is not None)
