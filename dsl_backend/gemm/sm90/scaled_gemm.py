@@ -374,7 +374,7 @@ class ScaledGemm(Gemm):
         """
         copies = self.epilogue_copy(thread)
         first_row = m_tile * self.tile_m + row_tile * self.consumer_m
-        tOsO, tOgO = self.store_partition(params, sOut)
+        stores = self.store_partition(params, sOut)
         column_group = n_tile // self.group_tiles
         for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
             inverses = []
@@ -389,8 +389,8 @@ class ScaledGemm(Gemm):
                 for j in cutlass.range_constexpr(self.columns // 8):
                     values = [held[4 * j + 2 * b + a, mma_tile, part] * inverses[b] for b in range(2) for a in range(2)]
                     copies[2][j] = f32_to_e4m3(*values)
-                target = tOgO[None, first_row // MMA_M + mma_tile, column_group * self.group_tiles + part]
-                self.store_rows(params, copies, sOut, tOsO, target, group, thread)
+                place = first_row // MMA_M + mma_tile, column_group * self.group_tiles + part
+                self.store_rows(params, copies, sOut, stores, place, group, thread)
 
     def scale_of_group(self, held: cute.Tensor, mma_tile: int, b: int):
         """Largest magnitude of one of a thread's rows / 448; NaN is left out. Four lanes have the row."""
