@@ -89,7 +89,8 @@ def options(**dsl: object) -> tuple[str, str]:
 
 REFUSED = "ValueError: attention backend dsl does not serve"
 KEYS = (
-    "(accepted keys: attention_kernel, experts, projections, scaled_linears, norms, rope, logprobs, mla_latent_queries)"
+    "(accepted keys: attention_kernel, experts, projections, scaled_linears, scaled_linears_kernel, norms, rope, "
+    "logprobs, mla_latent_queries)"
 )
 COMMANDS = (
     Command(

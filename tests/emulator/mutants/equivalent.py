@@ -33,6 +33,11 @@ EQUIVALENT: Rows = [
     ),
     (
         "gemm tcgen05",
+        r"relaxed: .*mbarrier.arrive.shared::cluster.*`: releases nothing \(gemm_kernels.py",
+        "tcgen05.fence::before_thread_sync before it hands on what was loaded from tensor memory, and that alone is",
+    ),
+    (
+        "gemm tcgen05",
         "drop: .*relinquish_alloc_permit",
         "nobody else allocates: the permit is given back at the end of the CTA",
     ),
