@@ -98,7 +98,7 @@ OURS = Arithmetic()
 # maximum, sums of P before it is rounded.
 FA3 = Arithmetic(q="head", tile_n=224, rescale_threshold=0.0, rounded_sums=False, accumulate_period=0)
 SCHEMES: dict[str, Arithmetic] = {
-    "widened (default)": Arithmetic(
+    "16 bits (default)": Arithmetic(
         q=None, p_offset=None, tile_n=128, rescale_threshold=8.0, rounded_sums=False, accumulator_bits=None
     ),
     "e4m3": OURS,

@@ -166,7 +166,7 @@ def cute(
 
 
 # The kernels of fp8 caches with products in 8 bits, which are less exact: by name, until they are measured. Short
-# queries are widened, as by default.
+# queries have products in 16 bits, as by default.
 FP8_PRODUCTS = "cute-fp8"
 
 

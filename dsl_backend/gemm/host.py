@@ -43,6 +43,21 @@ def vector(numeric: Any, size: Any) -> Any:
     return make_fake_tensor(numeric, (size,), (1,), assumed_align=ALIGNMENT)
 
 
+def fake_scratch(config: Config) -> StreamKScratch | None:
+    """Fake tensors of what CTAs hand on to others; None where they share no tile."""
+    if not (isinstance(config, SmallMTiles) and config.stream_k):
+        return None
+    return StreamKScratch(vector(Float32, cute.sym_int()), vector(Int32, cute.sym_int()))
+
+
+def scratch_of(config: Config, max_ctas: int, workspace: Workspace) -> StreamKScratch | None:
+    """What `fake_scratch` stands for, in the workspace."""
+    if not (isinstance(config, SmallMTiles) and config.stream_k):
+        return None
+    partials = workspace.partials(max_ctas * config.partials)
+    return StreamKScratch(partials, workspace.flags(max_ctas * config.groups))
+
+
 def fake_args(key: GemmKey[Config]) -> GemmArgs:
     """What a kernel is compiled for: any sizes that are multiples of 16 bytes."""
     dtypes = key.dtypes
@@ -57,10 +72,7 @@ def fake_args(key: GemmKey[Config]) -> GemmArgs:
         residual=matrix(dtypes.out, m, n) if key.residual else None,
         out=matrix(dtypes.out, m, n),
     )
-    scratch = None
-    if isinstance(key.config, SmallMTiles) and key.config.stream_k:
-        scratch = StreamKScratch(vector(Float32, cute.sym_int()), vector(Int32, cute.sym_int()))
-    args = GemmArgs(operands, scratch, Int32(0))
+    args = GemmArgs(operands, fake_scratch(key.config), Int32(0))
     require_dynamic(args)
     return args
 
@@ -74,8 +86,4 @@ def build(key: GemmKey[Config], target: Target) -> Function:
 
 def run(function: Function, config: Config, operands: GemmOperands, max_ctas: int, workspace: Workspace) -> None:
     """Launch a function of `build`."""
-    scratch = None
-    if isinstance(config, SmallMTiles) and config.stream_k:
-        partials = workspace.partials(max_ctas * config.partials)
-        scratch = StreamKScratch(partials, workspace.flags(max_ctas * config.groups))
-    function(*launch_args(GemmArgs(operands, scratch, max_ctas)))
+    function(*launch_args(GemmArgs(operands, scratch_of(config, max_ctas, workspace), max_ctas)))

@@ -11,12 +11,11 @@ import torch
 from cutlass import Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.gemm.args import ScaledArgs, StreamKScratch, require_dynamic, scaled_launch_args
+from dsl_backend.gemm.args import ScaledArgs, require_dynamic, scaled_launch_args
 from dsl_backend.gemm.configs import Config
-from dsl_backend.gemm.host import ALIGNMENT, matrix, vector
+from dsl_backend.gemm.host import ALIGNMENT, fake_scratch, matrix, scratch_of, vector
 from dsl_backend.gemm.scaled import ScaledGemmSpec, ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
-from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.gemm.views import NUMERIC
 from dsl_backend.quant.format import SWIZZLED_ROWS, ScaledFormat
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -77,10 +76,7 @@ def fake_args(key: ScaledKey[Config]) -> ScaledArgs:
         alpha=one_number(key.x),
         out_global_scale=one_number(key.out),
     )
-    scratch = None
-    if isinstance(key.config, SmallMTiles) and key.config.stream_k:
-        scratch = StreamKScratch(vector(Float32, cute.sym_int()), vector(Int32, cute.sym_int()))
-    args = ScaledArgs(operands, scratch, Int32(0))
+    args = ScaledArgs(operands, fake_scratch(key.config), Int32(0))
     require_dynamic(args)
     return args
 
@@ -103,8 +99,4 @@ def as_bytes(operands: ScaledOperands) -> ScaledOperands:
 
 def run(function: Function, config: Config, operands: ScaledOperands, max_ctas: int, workspace: Workspace) -> None:
     """Launch a function of `build`."""
-    scratch = None
-    if isinstance(config, SmallMTiles) and config.stream_k:
-        partials = workspace.partials(max_ctas * config.partials)
-        scratch = StreamKScratch(partials, workspace.flags(max_ctas * config.groups))
-    function(*scaled_launch_args(ScaledArgs(as_bytes(operands), scratch, max_ctas)))
+    function(*scaled_launch_args(ScaledArgs(as_bytes(operands), scratch_of(config, max_ctas, workspace), max_ctas)))

@@ -435,5 +435,9 @@ class SmallMGemmBase:
                     row = cutlass.Int64(token) * params.mResidual.stride[0]
                     load_vector(params.mResidual.iterator, row + column, rOut)
                     value += rOut[0].to(cutlass.Float32)
-                rOut[0] = value.to(self.out_dtype)
+                rOut[0] = self.rounded(params, value)
                 store_vector(rOut, params.mOut.iterator, cutlass.Int64(token) * params.mOut.stride[0] + column)
+
+    def rounded(self, params: SmallMParams, value: cutlass.Float32):
+        """An element in the output's type."""
+        return value.to(self.out_dtype)

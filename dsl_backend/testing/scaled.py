@@ -256,10 +256,10 @@ def check_scales(case: ScaledCase, kind: ScaledFormat, scale: torch.Tensor, budg
     magnitudes = torch.where(magnitudes > torch.finfo(torch.float32).max, torch.inf, magnitudes)
     low = scales_of(torch.where(magnitudes.isnan(), magnitudes, (magnitudes - error).clamp(min=0)), kind)
     high = scales_of(magnitudes + error, kind)
-    slack = 4 * ROUNDING if kind.scales == torch.float32 else 0.0
+    tolerance = 4 * ROUNDING if kind.scales == torch.float32 else 0.0
     wanted = high.float().to(kind.scales).double()
     assert_same_non_finite(by_row(scale.double()), by_row(wanted), f"{case}: scale")
-    fits = (scale >= low * (1 - slack)) & (scale <= high * (1 + slack))
+    fits = (scale >= low * (1 - tolerance)) & (scale <= high * (1 + tolerance))
     wrong = ~fits & high.isfinite()
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instructions of a program as the replay sees them (replay.h): unit, cycles, latency, registers."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,8 @@ from emulator.machine.wgmma import ROWS, Wgmma
 from emulator.profile.classes import WARP, Class, Unit, classify, cost
 from emulator.profile.rates import PARTITIONS, rates
 from emulator.profile.work import work_of
-from emulator.ptx.ir import Address, Imm, Instr, Names, Not, Operand, Pair, Reg, TensorAddress, Vec
+from emulator.ptx.ir import Imm, Instr
+from emulator.ptx.overtaken import registers
 
 STATIC = np.dtype(
     [
@@ -166,29 +166,9 @@ def names_of(instr: Instr) -> tuple[list[str], list[str]]:
     read = [] if instr.guard is None else [instr.guard.reg.name]
     written: list[str] = []
     for role, operand in zip(instr.op.form.roles, instr.args, strict=True):
-        found = list(_names(operand))
+        found = list(registers(operand))
         if role.access != "w" or role.address:
             read += found
         if role.access != "r":
             written += found
     return read, written
-
-
-def _names(operand: Operand | None) -> Iterator[str]:
-    """Names of an operand's registers."""
-    if isinstance(operand, Reg):
-        yield operand.name
-    elif isinstance(operand, Not):
-        yield operand.reg.name
-    elif isinstance(operand, Pair):
-        yield from _names(operand.first)
-        yield from _names(operand.second)
-    elif isinstance(operand, Vec | Names):
-        for item in operand.items:
-            yield from _names(item)
-    elif isinstance(operand, Address):
-        yield from _names(operand.base)
-    elif isinstance(operand, TensorAddress):
-        yield from _names(operand.map)
-        for coordinate in operand.coordinates:
-            yield from _names(coordinate)

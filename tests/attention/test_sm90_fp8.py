@@ -205,7 +205,7 @@ def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
 
 
 def test_it_is_had_by_name_alone() -> None:
-    """Long queries by that name have e4m3 products, short ones are widened; nobody gets it unasked."""
+    """Long queries by that name have e4m3 products, short ones have 16 bits; nobody gets it unasked."""
     target, spec = from_arch("sm_90a"), spec_of()
     titles = [
         dispatch.choose(operation, spec, target, NAME).title

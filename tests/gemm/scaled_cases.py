@@ -76,7 +76,7 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
         key = host.key_of(spec, one.config, spec.column_major)
-        function = host.build(kernel or scaled_configs.kernel(one.config), key, from_arch(ARCH))
+        function = host.build(kernel or scaled_configs.kernel(spec, one.config), key, from_arch(ARCH))
         host.run(function, one.config, operands, one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"
     return found

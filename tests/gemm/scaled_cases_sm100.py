@@ -103,14 +103,14 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
     scale = raw[:, :blocks].float().double()
     padded = torch.nn.functional.pad(exact.abs(), (0, -case.n % width)).view(case.rows, blocks, width)
     wanted = padded.amax(2) / (kind.largest * whole)
-    slack = torch.nn.functional.pad(error, (0, -case.n % width)).view(case.rows, blocks, width).amax(2) / whole
+    tolerance = torch.nn.functional.pad(error, (0, -case.n % width)).view(case.rows, blocks, width).amax(2) / whole
     if kind == NVFP4:
         # Half a step of e4m3, of denormal ones 2^-10.
-        assert ((scale - wanted).abs() <= torch.maximum(wanted / 16, torch.tensor(2.0**-10)) + slack).all()
+        assert ((scale - wanted).abs() <= torch.maximum(wanted / 16, torch.tensor(2.0**-10)) + tolerance).all()
         half_steps = ((2.0, 0.25), (4.0, 0.5), (torch.inf, 1.0))
         values = unpacked_e2m1(found.values)
     else:
-        assert ((scale >= wanted * (1 - 1e-6) - slack) & (scale < 2 * wanted + slack + 2.0**-120)).all()
+        assert ((scale >= wanted * (1 - 1e-6) - tolerance) & (scale < 2 * wanted + tolerance + 2.0**-120)).all()
         half_steps = tuple((2.0 ** (i + 1), 2.0 ** (i - 4)) for i in range(-6, 9))
         values = found.values.double()
     unit = scale.repeat_interleave(width, 1)[:, : case.n] * whole
@@ -138,7 +138,9 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
         function = scaled_host.build(
-            scaled_configs.kernel(spec), scaled_host.key_of(spec, one.config, spec.column_major), from_arch("sm_100a")
+            scaled_configs.kernel(spec, one.config),
+            scaled_host.key_of(spec, one.config, spec.column_major),
+            from_arch("sm_100a"),
         )
         scaled_host.run(function, one.config, operands, one.sms, workspace)
     if spec.out is not None and spec.out.swizzled:

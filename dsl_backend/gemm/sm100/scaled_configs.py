@@ -53,7 +53,7 @@ def tiles_of(spec: ScaledGemmSpec) -> tuple[GemmConfig, ...]:
     return PROMOTED_GEMMS if spec.x.blocked else GEMMS
 
 
-def kernel(spec: ScaledGemmSpec) -> Any:
+def kernel(spec: ScaledGemmSpec, config: GemmConfig) -> Any:
     """The class of a problem's kernel. Imports CuTe DSL."""
     module, name = "scaled_gemm", "ScaledGemm"
     if spec.x.blocked:

@@ -5,6 +5,8 @@ A CTA has a load warp and two consumer warpgroups. Both boxes of a gated tile's 
 thread finds gate and up box_n columns apart among its accumulators.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
@@ -68,11 +70,15 @@ class Gemm(GemmBase):
             use_pdl=True,
         )
 
+    @property
+    def mma_dtypes(self) -> tuple[Any, Any]:
+        """Of x and of weights, as a wgmma takes them."""
+        return self.x_dtype, self.weight_dtype
+
     def tiled_mma(self, columns: int) -> cute.TiledMma:
         """A warpgroup's products of 64 rows with so many columns."""
         return hopper_helpers.make_trivial_tiled_mma(
-            self.x_dtype,
-            self.weight_dtype,
+            *self.mma_dtypes,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,

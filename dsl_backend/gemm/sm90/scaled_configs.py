@@ -169,7 +169,7 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     return min((tiles.objections(spec, smem_bytes) for tiles in tiles_of(spec)), key=len)
 
 
-def kernel(config: ScaledConfig) -> Any:
+def kernel(spec: ScaledGemmSpec, config: ScaledConfig) -> Any:
     """The class of a configuration's kernel. Imports CuTe DSL."""
     module, name = "scaled_gemm", "ScaledGemm"
     if isinstance(config, ScaledSmallMConfig):

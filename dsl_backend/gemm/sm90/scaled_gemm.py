@@ -8,12 +8,11 @@ tile, and neither waits for the other.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmOperands, ScaledArgs
 from dsl_backend.gemm.scaled import ScaledOperands
@@ -82,17 +81,10 @@ class ScaledGemm(Gemm):
         }
         return ScaledParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
 
-    def tiled_mma(self, columns: int) -> cute.TiledMma:
-        """A warpgroup's products of 64 rows with so many columns."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            cutlass.Float8E4M3FN,
-            cutlass.Float8E4M3FN,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (MMA_M, columns),
-        )
+    @property
+    def mma_dtypes(self) -> tuple[Any, Any]:
+        """E4m3: the tensors are bytes."""
+        return cutlass.Float8E4M3FN, cutlass.Float8E4M3FN
 
     def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
         """The same of bytes as e4m3."""

@@ -6,12 +6,11 @@ of a k tile are done while the next ones arrive.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmOperands, ScaledArgs, StreamKScratch
 from dsl_backend.gemm.scaled import ScaledOperands
@@ -23,7 +22,6 @@ from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.small_m import Received, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.format import GROUP
@@ -64,17 +62,10 @@ class ScaledSmallMGemm(SmallMGemm):
         }
         return ScaledSmallMParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
 
-    def tiled_mma(self) -> cute.TiledMma:
-        """A warpgroup's products of 64 rows of weights with its tokens."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            cutlass.Float8E4M3FN,
-            cutlass.Float8E4M3FN,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (MMA_M, self.tokens),
-        )
+    @property
+    def mma_dtypes(self) -> tuple[Any, Any]:
+        """E4m3: the tensors are bytes."""
+        return cutlass.Float8E4M3FN, cutlass.Float8E4M3FN
 
     @cute.jit
     def mma(
@@ -187,23 +178,9 @@ class ScaledSmallMGemm(SmallMGemm):
             return sum_0, sum_1
         return sum_0 + of_column[0], sum_1 + of_column[1]
 
-    @cute.jit
-    def store(
-        self,
-        params: ScaledSmallMParams,
-        value: cutlass.Float32,
-        token: cutlass.Int32,
-        column: cutlass.Int32,
-        m: cutlass.Int32,
-        n: cutlass.Int32,
-    ):
-        """Store one element of the output, where it is inside."""
-        if token < m:
-            if column < n:
-                rOut = cute.make_rmem_tensor(1, self.out_dtype)
-                if cutlass.const_expr(self.quantised):
-                    scaled = value * (cutlass.Float32(1.0) / params.mOutScale[0])
-                    rOut[0] = cutlass.Uint8(f32_to_e4m3(scaled, scaled, scaled, scaled) & 0xFF)
-                else:
-                    rOut[0] = value.to(self.out_dtype)
-                store_vector(rOut, params.mOut.iterator, cutlass.Int64(token) * params.mOut.stride[0] + column)
+    def rounded(self, params: ScaledSmallMParams, value: cutlass.Float32):  # type: ignore[override]
+        """The base's, or e4m3 by the scale that is given."""
+        if not self.quantised:
+            return super().rounded(params, value)
+        scaled = value * (cutlass.Float32(1.0) / params.mOutScale[0])
+        return cutlass.Uint8(f32_to_e4m3(scaled, scaled, scaled, scaled) & 0xFF)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GEMM for few rows on SM90: wgmma in one or two consumer warpgroups, with the accumulators in registers."""
 
+from typing import Any
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
@@ -46,11 +48,15 @@ class SmallMGemm(SmallMGemmBase):
             use_pdl=True,
         )
 
+    @property
+    def mma_dtypes(self) -> tuple[Any, Any]:
+        """Of weights and of x, as a wgmma takes them."""
+        return self.weight_dtype, self.x_dtype
+
     def tiled_mma(self) -> cute.TiledMma:
         """A warpgroup's products of 64 rows of weights with its tokens."""
         return hopper_helpers.make_trivial_tiled_mma(
-            self.weight_dtype,
-            self.x_dtype,
+            *self.mma_dtypes,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,

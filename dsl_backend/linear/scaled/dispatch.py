@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel serves a linear layer of quantised operands on a target: a table of reasons, best kernel first."""
 
+from collections.abc import Callable
+from functools import partial
+
 from dsl_backend.gemm.sm90 import scaled_configs as sm90_configs
 from dsl_backend.gemm.sm100 import scaled_configs as sm100_configs
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
@@ -24,24 +27,20 @@ def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
     return mma_scales(spec) + triton_objections(target, spec.dtype)
 
 
-def sm90(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    """What SM90's CuTe DSL kernels need."""
-    if reasons := target.arch_objections("sm90"):
+def cute(
+    arch: str, against_tiles: Callable[[ScaledLinearSpec, int], list[str]], spec: ScaledLinearSpec, target: Target
+) -> list[str]:
+    """What an SM's CuTe DSL kernels need; `against_tiles` is called with the bytes of shared memory."""
+    if reasons := target.arch_objections(arch):
         return reasons
     reasons = toolkit.missing()
     if not spec.aligned:
         reasons.append("TMA needs rows, and scales of rows, that start at multiples of 16 bytes")
-    return reasons + sm90_configs.objections(spec, target.smem_bytes)
+    return reasons + against_tiles(spec, target.smem_bytes)
 
 
-def sm100(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    """What SM100's CuTe DSL kernels need."""
-    if reasons := target.arch_objections("sm100"):
-        return reasons
-    reasons = toolkit.missing()
-    if not spec.aligned:
-        reasons.append("TMA needs rows, and scales of rows, that start at multiples of 16 bytes")
-    return reasons + sm100_configs.objections(spec, target.smem_bytes)
+sm90 = partial(cute, "sm90", sm90_configs.objections)
+sm100 = partial(cute, "sm100", sm100_configs.objections)
 
 
 def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
@@ -53,8 +52,8 @@ def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
 
 TABLE: tuple[Entry[ScaledLinearSpec], ...] = (
     # By name: they were never timed.
-    Entry("cute-sm100", "scaled-linear sm100", "dsl_backend.linear.scaled.cute.sm100:bind", sm100, by_name=True),
-    Entry("cute-sm90", "scaled-linear sm90", "dsl_backend.linear.scaled.cute.sm90:bind", sm90, by_name=True),
+    Entry("cute-sm100", "scaled-linear sm100", "dsl_backend.linear.scaled.cute.host:bind", sm100, by_name=True),
+    Entry("cute-sm90", "scaled-linear sm90", "dsl_backend.linear.scaled.cute.host:bind", sm90, by_name=True),
     Entry("triton", "scaled-linear triton", "dsl_backend.linear.scaled.triton.gemm:bind", triton),
     Entry("reference", "scaled-linear reference", "dsl_backend.linear.scaled.reference:bind", reference),
 )

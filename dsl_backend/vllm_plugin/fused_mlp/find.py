@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -74,18 +74,7 @@ def match(parent: nn.Module, activation: str, owners: Counter[int], target: Targ
         reasons.append(f"{kind.__name__} has a layer that is quantised or no plain product ({', '.join(others)})")
     if type(layer) is not MergedColumnParallelLinear:
         reasons.append(f"{type(layer).__name__} is not a known projection")
-    if len(layer.output_sizes) != 2 or len(set(layer.output_sizes)) != 1:
-        reasons.append(f"outputs of {layer.output_sizes} are not a gate and an up half")
-    if layer.gather_output and layer.tp_size > 1:
-        reasons.append("gather_output collects what the ranks' projections return")
-    if layer.skip_bias_add:
-        reasons.append("skip_bias_add leaves the bias to the model")
-    if owners[id(layer)] != 1:
-        reasons.append(f"{owners[id(layer)]} modules hold the projection")
-    if replaced := [type(one).__name__ for one in (parent, layer, children[activation]) if "forward" in vars(one)]:
-        reasons.append(f"another forward was put into {', '.join(replaced)}")
-    if between := forward_source.objection(kind, projection, activation):
-        reasons.append(between)
+    reasons += against_gate(parent, projection, activation, owners, (parent, layer, children[activation]))
     if reasons:
         return "; ".join(reasons)
     try:
@@ -115,3 +104,29 @@ def spec_of(layer: Any, activation: Any, interleaved: bool) -> LinearSpec:
         batch_invariant=bool(theirs.VLLM_BATCH_INVARIANT),
         vector=math.gcd(8, n, k),
     )
+
+
+def against_gate(
+    parent: nn.Module, projection: str, activation: str, owners: Counter[int], modules: Sequence[nn.Module]
+) -> list[str]:
+    """Why a gate and up projection cannot apply the activation behind it.
+
+    Args:
+        modules: those whose `forward` must be their class's.
+    """
+    layer: Any = getattr(parent, projection)
+    kind: Any = type(parent)
+    reasons = []
+    if len(layer.output_sizes) != 2 or len(set(layer.output_sizes)) != 1:
+        reasons.append(f"outputs of {layer.output_sizes} are not a gate and an up half")
+    if layer.gather_output and layer.tp_size > 1:
+        reasons.append("gather_output collects what the ranks' projections return")
+    if layer.skip_bias_add:
+        reasons.append("skip_bias_add leaves the bias to the model")
+    if owners[id(layer)] != 1:
+        reasons.append(f"{owners[id(layer)]} modules hold the projection")
+    if replaced := [type(one).__name__ for one in modules if "forward" in vars(one)]:
+        reasons.append(f"another forward was put into {', '.join(replaced)}")
+    if between := forward_source.objection(kind, projection, activation):
+        reasons.append(between)
+    return reasons

@@ -26,10 +26,14 @@ def reasons_against_engine(vllm_config: Any) -> str:
         reasons.append("LoRA (lora_config) adds to what a projection returns")
     if compat.is_batch_invariant():
         reasons.append("batch invariance (VLLM_BATCH_INVARIANT) asks for one order of sums for any number of rows")
-    asked = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
-    if asked != "auto":
-        reasons.append(f"--linear-backend {asked} asks for vLLM's kernels")
+    reasons.append(linear_backend(vllm_config))
     return "; ".join(filter(None, reasons))
+
+
+def linear_backend(vllm_config: Any) -> str:
+    """Why an engine asks for vLLM's kernels of linear layers; empty where it does not."""
+    asked = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
+    return "" if asked == "auto" else f"--linear-backend {asked} asks for vLLM's kernels"
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Any]]:

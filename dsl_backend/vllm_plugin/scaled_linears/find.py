@@ -16,8 +16,9 @@ from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TEN
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp import forward_source
-from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
+from dsl_backend.vllm_plugin.fused_mlp.find import against_gate, sequence_parallelism
 from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.projections.find import linear_backend
 
 # By vLLM's group shapes; -1 is all rows or all columns.
 X_FORMATS = {(-1, -1): TENSOR_SCALED, (1, -1): ROW_SCALED, (1, 128): GROUP_SCALED}
@@ -37,9 +38,7 @@ def reasons_against_engine(vllm_config: Any) -> str:
         reasons.append("LoRA (lora_config) adds to what a projection returns")
     if compat.is_batch_invariant():
         reasons.append("batch invariance (VLLM_BATCH_INVARIANT) bypasses kernels that vLLM does not know")
-    backend = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
-    if backend != "auto":
-        reasons.append(f"--linear-backend {backend} asks for vLLM's kernels")
+    reasons.append(linear_backend(vllm_config))
     return "; ".join(filter(None, reasons))
 
 
@@ -148,8 +147,8 @@ def linked(
     if len(gates) != 1:
         return f"{type(parent).__name__} has {len(gates)} merged fp8 projections of dsl's: 1 is needed"
     (gate,) = gates
-    if reason := against_gate(parent, gate, activation, owners):
-        return reason
+    if reasons := against_gate(parent, gate, activation, owners, (parent, getattr(parent, activation))):
+        return "; ".join(reasons)
     known = activation_of(children[activation])
     if known is None:
         return f"{type(children[activation]).__name__} is not a known activation"
@@ -172,26 +171,6 @@ def linked(
     except (InvalidInput, Unsupported) as error:
         return str(error)
     return gate, down, spec, known
-
-
-def against_gate(parent: nn.Module, gate: str, activation: str, owners: Counter[int]) -> str:
-    """Why a projection cannot apply the activation; empty where it can."""
-    layer: Any = getattr(parent, gate)
-    kind: Any = type(parent)
-    reasons = []
-    if len(layer.output_sizes) != 2 or len(set(layer.output_sizes)) != 1:
-        reasons.append(f"outputs of {layer.output_sizes} are not a gate and an up half")
-    if layer.gather_output and layer.tp_size > 1:
-        reasons.append("gather_output collects what the ranks' projections return")
-    if layer.skip_bias_add:
-        reasons.append("skip_bias_add leaves the bias to the model")
-    if owners[id(layer)] != 1:
-        reasons.append(f"{owners[id(layer)]} modules hold the projection")
-    if replaced := [type(one).__name__ for one in (parent, getattr(parent, activation)) if "forward" in vars(one)]:
-        reasons.append(f"another forward was put into {', '.join(replaced)}")
-    if between := forward_source.objection(kind, gate, activation):
-        reasons.append(between)
-    return "; ".join(reasons)
 
 
 def takes(parent: Any, activation: str, name: str, down: Any, kernel: Any, owners: Counter[int]) -> bool:

@@ -116,7 +116,7 @@ def unserved(spec: AttentionSpec) -> list[str]:
         if dim % K_BLOCK or not 64 <= dim <= most:
             reasons.append(f"{name} {dim} is not a multiple of {K_BLOCK} from 64 to {most}: wider ones spill registers")
     if spec.batch_invariant:
-        # Decode widens the cache: a row's bits would depend on how many queries its request has.
+        # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
         reasons.append("batch invariance: short queries have other products than long ones")
     return reasons
 

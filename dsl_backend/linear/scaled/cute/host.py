@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of quantised operands by SM90's GEMMs."""
+"""Linear layers of quantised operands by the GEMMs of SM90 and SM100."""
 
 from functools import lru_cache
 
 from dsl_backend.gemm.configs import INVARIANT_FOR, Config, estimate_us
 from dsl_backend.gemm.cost import max_ctas
 from dsl_backend.gemm.scaled_host import build, key_of, run
-from dsl_backend.gemm.sm90 import scaled_configs
+from dsl_backend.gemm.sm90 import scaled_configs as sm90
+from dsl_backend.gemm.sm100 import scaled_configs as sm100
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
@@ -23,10 +24,9 @@ def chosen(spec: ScaledLinearSpec, rows: int, target: Target, libraries: str) ->
     The cost model of 16-bit GEMMs chooses, with the bytes and the operations of 8 bits: nothing was timed.
     """
     rows = INVARIANT_FOR if spec.batch_invariant else rows
-    found = scaled_configs.fitting(spec, target.smem_bytes)
-    config = min(found, key=lambda one: estimate_us(one, spec, rows, target))
-    key = key_of(spec, config, spec.column_major)
-    return config, build(scaled_configs.kernel(config), key, target)
+    arch = sm100 if target.tcgen05 else sm90
+    config = min(arch.fitting(spec, target.smem_bytes), key=lambda one: estimate_us(one, spec, rows, target))
+    return config, build(arch.kernel(spec, config), key_of(spec, config, spec.column_major), target)
 
 
 def bind(spec: ScaledLinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
