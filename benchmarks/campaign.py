@@ -91,7 +91,7 @@ STEPS = (
     bench("rope", "rope-write-kv write-kv", 30, 120, "norms, rotation and cache write beside vLLM's kernels"),
     engine("rope-step", "llama-8b", ("rope",), "tokens/s with one launch between qkv and attention"),
     bench("sampling", "sampling verification --peers vLLM,plain", 30, 150, "every filter, and drafts"),
-    tune("tune-mla", "attention --classes mla-decode", "configurations of MLA, row groups and combine among them"),
+    tune("tune-mla", "attention --classes mla_decode", "configurations of MLA, row groups and combine among them"),
     tune("tune-experts", "experts", "tiles of experts, and from how many tokens on"),
     tune("tune-linear", "linear", "tiles of gate and up projections, and of projections"),
     tests("host-tests", "tests -n 4 -k triton", 60, 300, "Triton's tests on a GPU and beside it"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's wrappers. At first use they compile kernels with nvcc for minutes, so they run only if named."""
 
+from typing import Protocol
+
 import torch
 from dsl_backend.providers import Run, provider
 
@@ -38,59 +40,63 @@ def flashinfer_objections(problem: Problem) -> list[str]:
     return missing("flashinfer")
 
 
-def paged_decode(problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
-    def decode(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+class Wrapper(Protocol):
+    """A planned problem of FlashInfer's."""
 
-        starts, last, pages = page_lists(problem, inputs)
-        device = inputs.one.device
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            workspace(inputs),
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=starts.to(device),
-            paged_kv_indices_buffer=pages.clone(),
-            paged_kv_last_page_len_buffer=last.to(device),
-        )
-        wrapper.plan(
-            starts,
-            pages,
-            last,
-            problem.heads_q,
-            problem.heads_kv,
-            problem.head_dim,
-            problem.page_size,
-            window_left=-1 if problem.window_left is None else problem.window_left,
-            q_data_type=problem.dtype,
-            kv_data_type=problem.kv_dtype,
-            sm_scale=problem.scale,
-        )
-        return wrapper
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> object: ...
 
 
-def paged_prefill(problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
-    def prefill(self, problem: Problem, inputs: Inputs):  # type: ignore[no-untyped-def]
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+def paged_decode(problem: Problem, inputs: Inputs) -> Wrapper:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        starts, last, pages = page_lists(problem, inputs)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(inputs), "NHD")
-        wrapper.plan(
-            inputs.batch.query_start_loc.cpu(),
-            starts,
-            pages,
-            last,
-            problem.heads_q,
-            problem.heads_kv,
-            problem.head_dim,
-            problem.page_size,
-            causal=True,
-            window_left=-1 if problem.window_left is None else problem.window_left,
-            q_data_type=problem.dtype,
-            kv_data_type=problem.kv_dtype,
-            sm_scale=problem.scale,
-        )
-        return wrapper
+    starts, last, pages = page_lists(problem, inputs)
+    device = inputs.one.device
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace(inputs),
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=starts.to(device),
+        paged_kv_indices_buffer=pages.clone(),
+        paged_kv_last_page_len_buffer=last.to(device),
+    )
+    wrapper.plan(
+        starts,
+        pages,
+        last,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.head_dim,
+        problem.page_size,
+        window_left=-1 if problem.window_left is None else problem.window_left,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.kv_dtype,
+        sm_scale=problem.scale,
+    )
+    return wrapper
+
+
+def paged_prefill(problem: Problem, inputs: Inputs) -> Wrapper:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    starts, last, pages = page_lists(problem, inputs)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(inputs), "NHD")
+    wrapper.plan(
+        inputs.batch.query_start_loc.cpu(),
+        starts,
+        pages,
+        last,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.head_dim,
+        problem.page_size,
+        causal=True,
+        window_left=-1 if problem.window_left is None else problem.window_left,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.kv_dtype,
+        sm_scale=problem.scale,
+    )
+    return wrapper
 
 
 @provider(

@@ -215,20 +215,19 @@ def eager(problem: Problem, tensors: RopeTensors) -> None:
     q, key = rope_reference.exact(tensors, problem.rope_spec, EPS, torch.float32)
     tensors.q.copy_(q)
     tensors.key.copy_(key)
-    writes.write_kv(
-        tensors.key,
-        tensors.value,
-        tensors.key_cache,
-        tensors.value_cache,
-        tensors.slots,
-        tensors.k_scale,
-        tensors.v_scale,
-    )
+    page = tensors.key_cache.shape[1]
+    at = (tensors.slots // page, tensors.slots % page)
+    for cache, rows, scale in (
+        (tensors.key_cache, tensors.key, tensors.k_scale),
+        (tensors.value_cache, tensors.value, tensors.v_scale),
+    ):
+        # Not by `attention.reference.write_kv`, whose checks read the device: a graph could not record it.
+        movable(cache)[at] = movable(writes.quantize(rows, cache.dtype, scale))
 
 
 @provider("rope-write-kv", name="torch", package="torch")
 def eager_torch(problem: Problem, inputs: Inputs) -> Launch:
-    """The reference, whose checks read the device."""
+    """The reference's rotation, and a scatter into the cache."""
     return in_place(lambda tensors: eager(problem, tensors), inputs)
 
 

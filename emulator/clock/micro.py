@@ -5,6 +5,7 @@ A kernel of twice the steps is compared with one of once, so that nothing else c
 (`measure.py`) and on the clock, which has to give back the constants that it was given (tests/emulator/clock).
 """
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,21 +28,34 @@ mov.u32 %r0, %tid.x;
 mov.u32 %r1, shared;
 mov.u32 %r40, 1;
 """
-# Results are kept, so that no assembler leaves the steps out.
+# Results are stored in front of a barrier behind which the clock is read: ptxas keeps the steps, and moves none of them
+# behind the reading (without the barrier it did with loads, shuffles and ex2).
 TAIL = """
-mov.u64 %rd3, %clock64;
-sub.s64 %rd4, %rd3, %rd2;
 add.s32 %r60, %r2, %r3;
 cvt.rzi.s32.f32 %r61, %f0;
+cvt.u32.u64 %r62, %rd5;
 add.s32 %r60, %r60, %r61;
+add.s32 %r60, %r60, %r62;
+st.volatile.shared.u32 [%r1+8192], %r60;
+bar.sync 0;
+mov.u64 %rd3, %clock64;
+sub.s64 %rd4, %rd3, %rd2;
 setp.eq.u32 %p0, %r0, 0;
 @%p0 st.global.u64 [%rd0], %rd4;
 @%p0 st.global.u32 [%rd0+8], %r60;
 ret;
 }
 """
-START = "mov.u64 %rd2, %clock64;\n"
-INIT = "mov.u32 %r2, 0;\nmov.u32 %r3, 0;\nmov.f32 %f0, 0f3F800000;\nmov.f32 %f1, 0f3F000000;\n"
+START = "bar.sync 0;\nmov.u64 %rd2, %clock64;\n"
+# Values that ptxas does not know: it computes ex2 and shuffles of constants itself.
+INIT = """
+mov.u32 %r2, %r0;
+mov.u32 %r3, 0;
+mov.u64 %rd5, 0;
+cvt.rn.f32.u32 %f0, %r0;
+neg.f32 %f0, %f0;
+mov.f32 %f1, 0f3F000000;
+"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class Micro:
         step: the text of a step, by its number.
         expected: cycles of a step by a chip's constants.
         before: runs once, in front of the steps.
+        after: runs once, behind them: puts results that are in no register of `INIT` into %f0.
         threads: of the CTA.
     """
 
@@ -61,12 +76,17 @@ class Micro:
     step: Callable[[int], str]
     expected: Callable[[ChipClock], float]
     before: str = ""
+    after: str = ""
     threads: int = 32
 
     def text(self, steps: int, arch: str) -> str:
         """The PTX; steps of the same number are the same text."""
         body = "".join(self.step(number) for number in range(steps))
-        return HEAD.format(arch=arch) + INIT + self.before + START + body + TAIL
+        return HEAD.format(arch=arch) + INIT + self.before + START + body + self.after + TAIL
+
+
+def _float(value: float) -> str:
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def _same(text: str) -> Callable[[int], str]:
@@ -110,7 +130,8 @@ MICROS = (
         "special-rate", "512 divided by special_rate",
         lambda number: f"ex2.approx.ftz.f32 %f{2 + number % 32}, %f{2 + number % 32};\n",
         lambda chip: 512 / chip["special_rate"],
-        before="".join(f"mov.f32 %f{2 + n}, %f1;\n" for n in range(32)), threads=512,
+        before="".join(f"add.f32 %f{2 + n}, %f0, {_float(n)};\n" for n in range(32)),
+        after="".join(f"add.f32 %f0, %f0, %f{2 + n};\n" for n in range(32)), threads=512,
     ),
     Micro("shared", "shared_latency, and a wavefront", _same("ld.shared.u32 %r2, [%r2];"),
           lambda chip: chip["shared_latency"] + 1, before=CHASE),
