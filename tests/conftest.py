@@ -12,6 +12,9 @@ INTERPRET = "TRITON_INTERPRET"
 OUTER_ENVIRONMENT = dict(os.environ)
 if not torch.cuda.is_available():
     os.environ.setdefault(INTERPRET, "1")
+    from tests.triton_interpreter import replace_once
+
+    replace_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

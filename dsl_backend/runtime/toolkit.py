@@ -20,6 +20,7 @@ from typing import Any
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime.source_lines import looked_up_once
 
 # The exported function's name in every object file.
 SYMBOL = "kernel"
@@ -99,9 +100,11 @@ def keeps_files() -> bool:
 def compiled(kernel: Any, arguments: Sequence[Any], arch: str, options: str) -> Any:
     """`kernel` compiled for `arch`; it can be called only in a process that has such a device."""
     from cutlass import cute
+    from cutlass._mlir_helpers import op
 
     # Looked up at each call: vLLM replaces it to detect compilations while requests are served.
-    return cute.compile(kernel, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip())
+    with looked_up_once(op):
+        return cute.compile(kernel, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip())
 
 
 def made_portable(function: Any) -> bool:

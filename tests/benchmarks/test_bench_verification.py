@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def problem(filters: str = "none", temperature: float = 0.8) -> Problem:
-    return Problem(requests=9, drafts=3, vocab=100, filters=filters, temperature=temperature)
+    return Problem(requests=5, drafts=3, vocab=100, filters=filters, temperature=temperature)
 
 
 def test_rows() -> None:
@@ -27,7 +27,7 @@ def test_rows() -> None:
 
 
 def test_bytes_are_one_read() -> None:
-    assert problem().traffic_bytes == 9 * 4 * (100 * 2 + 8)
+    assert problem().traffic_bytes == 5 * 4 * (100 * 2 + 8)
 
 
 @pytest.mark.parametrize("filters", ["none", "k", "p", "k+p"])
@@ -53,7 +53,7 @@ def test_wrong_tokens_are_seen() -> None:
 
     assert wrong(tokens) == 0
     unlikely = tokens.clone()
-    unlikely[:, 0] = inputs.layers[0].logits.view(9, 4, 100)[:, 0].argmin(-1)
+    unlikely[:, 0] = inputs.layers[0].logits.view(5, 4, 100)[:, 0].argmin(-1)
     assert wrong(unlikely) == compared
     assert wrong(torch.full_like(tokens, -1)) == compared
     assert wrong(tokens + 100) == compared
@@ -69,7 +69,7 @@ def test_tokens_that_the_definition_does_not_draw_are_seen() -> None:
     tokens[:, 0] = (tokens[:, 0] + 1) % 100
     tokens[:, 1:] = -1
     assert verdict(inputs, 0, tokens).all()
-    assert verdict(inputs, 0, launch.view(tokens)).sum() == 9 - len(inputs.compared)
+    assert verdict(inputs, 0, launch.view(tokens)).sum() == 5 - len(inputs.compared)
 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
