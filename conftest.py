@@ -88,16 +88,55 @@ KEPT: tuple[str, ...] = (
     "tests/runtime/test_precompile.py::TestCommands::test_compile_then_look",
     "tests/runtime/test_precompile.py::test_processes_end_*sys.exit*",
 )
+# A test that matches one of these is marked `full`: each is like others that `make test-rest` runs. (`?` stands for the
+# bracket, which is a pattern's.) They take a sixth of its time.
+FULL: tuple[str, ...] = (
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm90?",
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm90-window?",
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm90-mla-fp8?",
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm100?",
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm100-mla?",
+    "tests/attention/test_batch_invariance_chunks.py::test_the_prompt_is_right?sm100-mla-128?",
+    "tests/attention/test_schedule.py::test_paired_row_tiles?*-[23]-*-2?",
+    "tests/experts/test_decode.py::test_case?activation-[13]-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?activation-[024]-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?all-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?int64-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?mapped-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?no-weights-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?one-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?padding-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?short-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?special-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?strides-*-sm_90a?",
+    "tests/experts/test_decode.py::test_case?tokens-*-sm_100a?",
+    "tests/experts/test_decode.py::test_case?wide-*-sm_90a?",
+    "tests/experts/test_*.py::test_fuzz?[345]*",
+    "tests/experts/test_kernels_sm90.py::test_case?activation-[024]-*",
+    "tests/experts/test_kernels_sm90.py::test_case?no-weights-*",
+    "tests/experts/test_kernels_sm90.py::test_case?padding-*",
+    "tests/experts/test_kernels_sm90.py::test_case?one-*",
+    "tests/experts/test_kernels_sm100.py::test_case?activation-[13]-*",
+    "tests/experts/test_kernels_sm100.py::test_case?mapped-*",
+    "tests/experts/test_kernels_sm100.py::test_case?strides-*",
+    "tests/experts/test_kernels_sm100.py::test_case?without-*",
+    "tests/primitives/test_dependent_launch.py::test_chain?decode-sm_100a?",
+    "tests/primitives/test_dependent_launch.py::test_chain?latent-sm_90a?",
+    "tests/primitives/test_dependent_launch.py::test_chain?split_k-sm_90a?",
+    "tests/primitives/test_dependent_launch.py::test_chain?tall_mlp-sm_90a?",
+    "tests/primitives/test_dependent_launch.py::test_chain?verification-sm_90a?",
+)
 LEFT = pytest.StashKey[int]()
 # Processes that share a machine's cores wait for each other's threads. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def is_rest(nodeid: str) -> bool:
-    def matches(patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(nodeid, pattern) for pattern in patterns)
+def matches(nodeid: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(nodeid, pattern) for pattern in patterns)
 
-    return matches(REST) and not matches(KEPT)
+
+def is_rest(nodeid: str) -> bool:
+    return matches(nodeid, REST) and not matches(nodeid, KEPT)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,6 +149,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_rest(item.nodeid):
             item.add_marker(pytest.mark.rest)
+        if matches(item.nodeid, FULL):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
