@@ -20,7 +20,12 @@ class Ceilings:
 
 
 # H200: a read of 8 GB runs at 4.4 TB/s; an 8192³ bf16 product of random data at 769 to 798 TFLOP/s (2026-11).
-CEILINGS = {"NVIDIA H200": Ceilings(bytes_per_second=4.4e12, flops_per_second=790e12)}
+# H100: a read of 8.6 GB by torch's max runs at 3.02 TB/s, by its sum at 2.96; the same product at 754 TFLOP/s alone and
+# at 707 in a row of 300 (2026-11-26).
+CEILINGS = {
+    "NVIDIA H200": Ceilings(bytes_per_second=4.4e12, flops_per_second=790e12),
+    "NVIDIA H100 80GB HBM3": Ceilings(bytes_per_second=3.0e12, flops_per_second=750e12),
+}
 # 8-bit products for a bf16 one in the same time, by the datasheet.
 EIGHT_BIT = 2
 
