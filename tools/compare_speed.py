@@ -13,6 +13,7 @@ the tolerance, if a row is in one checkout only, or if one failed.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,32 +47,32 @@ Times = dict[tuple[str, str], Time]
 
 
 def measure(checkout: Path, rows: Mapping[str, str], options: Sequence[str]) -> Times:
-    """Times of one process for each operator.
+    """Times of one process, which compiles the kernels of all rows together.
 
     Raises:
         SystemExit: a bench failed, or wrote no row.
     """
-    found: Times = {}
-    for operator, pattern in rows.items():
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rows.json"
-            command = [sys.executable, "-m", "dsl_backend.cli", "bench", operator, "--rows", pattern, "--peers", "none"]
-            path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-            done = subprocess.run(
-                [*command, "--json", str(file), *options],
-                cwd=checkout,
-                env={**os.environ, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise SystemExit(f"{checkout}: bench {operator} failed with status {done.returncode}\n{done.stdout}")
-            found |= times_of(file.read_text())
-    if not found:
+    patterns = "|".join(f"(?:{pattern})" for pattern in dict.fromkeys(rows.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "dsl_backend.cli", "bench", *rows, "--rows", patterns, "--peers", "none"]
+        path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [*command, "--json", str(file), *options],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{checkout}: bench {' '.join(rows)} failed with status {done.returncode}\n{done.stdout}")
+        found = times_of(file.read_text())
+    chosen = {row: time for row, time in found.items() if re.search(rows[row[0]], row[1])}
+    if not chosen:
         raise SystemExit(f"{checkout}: no row of {', '.join(rows)} was timed")
-    return found
+    return chosen
 
 
 def times_of(text: str) -> Times:
