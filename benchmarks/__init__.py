@@ -7,6 +7,6 @@ package under another name.
 """
 
 from .command import Options, operators
-from .entry import main
+from .entry import main, run
 
-__all__ = ["Options", "main", "operators"]
+__all__ = ["Options", "main", "operators", "run"]

@@ -88,65 +88,14 @@ def environment(
     typer.echo(found.model_dump_json(indent=2) if json else "\n".join(module.lines(found)))
 
 
-@app.command()
-def bench(
-    op: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OP ...]", help="Operations, such as decode; none: all of a report; dsls: compare DSLs."
-        ),
-    ] = None,
-    json: Annotated[
-        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, one JSON object a line.")
-    ] = None,
-    report: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Write one HTML page with pictures of the rows.")
-    ] = None,
-    source: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option("--from", metavar="FILE", help="Picture an earlier run's --json, run nothing; may be repeated."),
-    ] = None,
-    rows: Annotated[str | None, typer.Option(help="Regular expression for the rows to run.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated peers, all, or none.")] = None,
-    files: Annotated[
-        list[pathlib.Path] | None,
-        typer.Option("--with", metavar="FILE", help="A file with providers of your own; may be repeated."),
-    ] = None,
-    kernels: Annotated[str | None, typer.Option(help="Comma-separated kernels of ours, each a column.")] = None,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Timing of each cell, in seconds.")] = 0.3,
-    flush: Annotated[bool, typer.Option("--flush", help="Overwrite the last-level cache before each replay.")] = False,
-    device: Annotated[str, typer.Option(help="cuda; or cpu, whose figures say nothing about a GPU.")] = "cuda",
-    held_out: Annotated[
-        bool,
-        typer.Option("--held-out", help="Rows that nothing is tuned for; prints what is slower than a peer first."),
-    ] = False,
-    limit_seconds: Annotated[float | None, typer.Option(min=0.0, help="Start no row after so many seconds.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of the code, if it is not in a git checkout.")] = None,
-    only_list: Annotated[
-        bool,
-        typer.Option("--list", help="Print the rows and peers, of all operations where none is named; run nothing."),
-    ] = False,
-) -> None:
+# The benchmarks have a parser of their own, which `python -m benchmarks` uses as well; --help is theirs.
+FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=FORWARDED)
+def bench(context: typer.Context) -> None:
     """Measure operations side by side with the peers that are installed."""
-    found = benchmarks()
-    options = found.Options(
-        report_path=report,
-        sources=source or (),
-        rows=rows,
-        peers=peers,
-        files=files or (),
-        kernels=kernels,
-        page_size=page_size,
-        seconds=seconds,
-        flush=flush,
-        held_out=held_out,
-        limit_seconds=limit_seconds,
-        commit=commit,
-        only_list=only_list,
-        device=device,
-    )
-    raise typer.Exit(found.main(op or (), json, options))
+    raise typer.Exit(benchmarks().run(context.args, "dsl-backend bench"))
 
 
 @app.command()

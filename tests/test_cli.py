@@ -346,24 +346,37 @@ def test_versions_name_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class TestBench:
-    def test_arguments_arrive(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-        called: dict[str, Any] = {}
+    def test_arguments_arrive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        called: list[object] = []
 
-        def main(op: list[str], json_path: Any, options: dict[str, Any]) -> int:
-            called.update(op=op, json_path=json_path, **options)
+        def run(arguments: list[str], prog: str) -> int:
+            called.extend((arguments, prog))
             return 1
 
-        monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(main=main, Options=dict))
-        pictured = ("--report", str(tmp_path / "page"), "--from", str(tmp_path / "a"), "--from", str(tmp_path / "b"))
-        timed = ("--json", str(tmp_path / "rows"), "--peers", "none", "--seconds", "0.1")
-        result = invoke("bench", "decode", "softmax", *timed, *pictured)
-        assert result.exit_code == 1
-        assert called["op"] == ["decode", "softmax"]
-        assert called["report_path"] == tmp_path / "page"
-        assert called["sources"] == [tmp_path / "a", tmp_path / "b"]
-        assert called["json_path"] == tmp_path / "rows"
-        assert called["peers"] == "none"
-        assert called["seconds"] == 0.1
+        monkeypatch.setattr(cli, "benchmarks", lambda: SimpleNamespace(run=run))
+        given = ["decode", "softmax", "--json", "rows", "--peers", "none", "--from", "a", "--from", "b", "--flush"]
+        assert invoke("bench", *given).exit_code == 1
+        assert called == [given, "dsl-backend bench"]
+
+    def test_help_is_that_of_the_benchmarks(self) -> None:
+        result = invoke("bench", "--help")
+        assert result.exit_code == 0
+        assert "--held-out" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (("--page-size", "0"), "0 is below 1"),
+            (("--seconds", "-1"), "-1 is below 0"),
+            (("--limit-seconds", "nan"), "nan is below 0"),
+            (("--seconds", "fast"), "invalid float value: 'fast'"),
+            (("--no-such-option",), "unrecognized arguments: --no-such-option"),
+        ],
+    )
+    def test_wrong_options(self, given: tuple[str, ...], said: str) -> None:
+        result = invoke("bench", "softmax", *given)
+        assert result.exit_code == 2
+        assert said in result.stderr
 
     def test_options_are_those_of_the_benchmarks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An unknown operation is refused with the names of all operations, from the checkout's benchmarks."""

@@ -15,10 +15,10 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import check, report, runner, timing
-from benchmarks.__main__ import parse
 from benchmarks.attention import rows
 from benchmarks.attention.problems import dense
 from benchmarks.case import case_of
+from benchmarks.entry import parse
 
 PACKAGE = pathlib.Path(benchmarks.__file__).parent
 ROW_KEYS = {

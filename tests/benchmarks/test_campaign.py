@@ -138,8 +138,8 @@ def test_the_steps_name_what_exists(one: Step) -> None:
     words = [campaign.filled(word, {"seconds": "10", "json": os.devnull}) for word in one.arguments]
     if words[1] == "benchmarks":
         # Each option is known to the command's parser.
-        from benchmarks.__main__ import parse
         from benchmarks.engine import command as engine
+        from benchmarks.entry import parse
 
         assert engine.parse(words[3:]) if words[2] == "engine" else parse(words[2:])
     elif words[1] == "pytest":
