@@ -72,7 +72,7 @@ class MmaConsumer:
         self.split_fold = None
         if kernel.key.tiles_per_split:
             threads = kernel.config.groups * WARPGROUP
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads)
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads, self.row)
 
     def partition(
         self,
@@ -387,17 +387,17 @@ class MmaConsumer:
                 self.store_partial(work, n_block)
             else:
                 self.fold_split(work, n_block)
-                self.split_fold.store()
+                self.split_fold.store(work.num_rows)
         else:
             self.fold_split(work, n_block)
-            self.split_fold.store()
+            self.split_fold.store(work.num_rows)
 
     @cute.jit
     def fold_split(self, work: WorkTile, n_block: cutlass.Int32):
         """Fold the splits before into the one that has a key tile, unless that is the first."""
         tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
         if n_block // tiles_per_split != (work.n_block_max - 1) // tiles_per_split:
-            self.split_fold.load()
+            self.split_fold.load(work.num_rows)
 
     @cute.jit
     def store_partial(self, work: WorkTile, n_block: cutlass.Int32):

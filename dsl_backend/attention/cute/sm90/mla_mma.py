@@ -102,7 +102,7 @@ class MlaMmaConsumer:
         )
         self.split_fold = None
         if tiles_per_split:
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS)
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS, self.row)
 
     @cute.jit
     def run(self):
@@ -145,11 +145,11 @@ class MlaMmaConsumer:
                 self.store_partial(split)
             else:
                 if index > 0:
-                    self.split_fold.load()
+                    self.split_fold.load(work.num_rows)
                 if is_last:
                     self.store_out(split)
                 else:
-                    self.split_fold.store()
+                    self.split_fold.store(work.num_rows)
             self.acc_O.fill(0.0)
         return splits + num_splits
 
