@@ -32,12 +32,10 @@ from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.gemm.views import NUMERIC, bias_of, parts_view
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import load_vector, store_shared_remote, store_vector
+from dsl_backend.primitives.copy import EVICT_FIRST, load_vector, store_shared_remote, store_vector
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
 
-# The L2 cache's descriptor of lines to evict first (CUTLASS, TMA::CacheHintSm90).
-EVICT_FIRST = 0x12F0000000000000
 # The first named barrier of the warpgroups that hold accumulators.
 WARPGROUP_BARRIER = 1
 

@@ -8,6 +8,8 @@ from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
 
 VECTOR_BYTES = 16
+# A policy of TMA loads: lines that L2 evicts first (CUTLASS, TMA::CacheHintSm90).
+EVICT_FIRST = 0x12F0000000000000
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:

@@ -82,6 +82,12 @@ RUNS = (
     Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2)),
+    # Tasks of 128 columns in the combine kernel.
+    Run(
+        "mla-128-combine",
+        MLA_128,
+        mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2, combine_many_rows=True, evict_first=True),
+    ),
     Run(
         "mla-fp8",
         replace(MLA, fp8=True),

@@ -62,18 +62,19 @@ class SplitKVCombine:
     """A warp combines up to 128 columns of a row, two or four a lane. The warps of a CTA share the splits where many.
 
     Every CTA reads all split ranges and takes its part of their rows, which are few in some batches and many in others.
-    Fixed splits are combined in order, by a warp for each 32 columns.
+    Fixed splits are combined in order, by a warp for each 32 columns, or for as many as others where rows are many.
 
     Args:
         key: the `LayerKey`.
         columns: of a partial result.
         ctas_per_sm: of the attention kernel.
-        many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits.
+        many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits;
+            fixed splits in tasks of 128 columns, of which a quarter as many splits are in flight.
     """
 
     def __init__(self, key: Any, columns: int, ctas_per_sm: int = 1, many_rows: bool = False) -> None:
         self.key, self.columns, self.ctas_per_sm, self.many_rows = key, columns, ctas_per_sm, many_rows
-        self.vector = 1 if key.tiles_per_split else 4 if columns > 2 * WARP else 2
+        self.vector = 1 if key.tiles_per_split and not many_rows else 4 if columns > 2 * WARP else 2
         self.column_blocks = -(-columns // (WARP * self.vector))
 
     @cute.jit
@@ -274,7 +275,9 @@ class CombineThread:
         row, column = task // self.column_blocks, self.column(task)
         stats = self.partials.iterator + self.partial_rows * self.columns + row
         row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        acc_O, partial_O = cutlass.Float32(0.0), cute.make_rmem_tensor((1, WARP), cutlass.Float32)
+        acc_O, in_flight = cute.make_rmem_tensor(self.vector, cutlass.Float32), cutlass.const_expr(WARP // self.vector)
+        partial_O = cute.make_rmem_tensor((self.vector, in_flight), cutlass.Float32)
+        acc_O.fill(0.0)
         for first in cutlass.range(0, split_range.num_splits, WARP, unroll=1):
             # Lane i has the statistics of the i-th of these splits.
             base = split_range.partial_idx + first
@@ -285,26 +288,34 @@ class CombineThread:
                 lane_max = cute.make_tensor(lane_stats, cute.make_layout(1))[0]
                 lane_sum = cute.make_tensor(lane_stats + self.partial_rows, cute.make_layout(1))[0]
             offset = cutlass.Int64(base) * self.size + row * self.columns + column
-            for i in cutlass.range_constexpr(WARP):
-                if i < count and column < self.columns:
-                    load_vector(self.partials.iterator, offset, partial_O[None, i])
-                offset += self.size
+            self.load_in_order(partial_O, offset, column, count)
             # A maximum does not depend on the order: all scales are computed at once.
             new_max = cute.arch.fmax(row_max, self.prefix_max(lane_max))
             max_before = cute.arch.shuffle_sync_up(new_max, 1, mask_and_clamp=0)
             max_before = row_max if self.lane == 0 else max_before
             acc_scale, lane_scale = combine_scales(max_before, lane_max, new_max)
-            for i in cutlass.range_constexpr(WARP):
-                if i < count:
-                    scale_before, split_scale, split_sum = (
-                        cute.arch.shuffle_sync(value, i) for value in (acc_scale, lane_scale, lane_sum)
-                    )
-                    row_sum = fma(split_sum, split_scale, row_sum * scale_before)
-                    acc_O = fma(partial_O[0, i], split_scale, acc_O * scale_before)
+            for at in cutlass.range_constexpr(0, WARP, in_flight):
+                if cutlass.const_expr(at > 0):
+                    self.load_in_order(partial_O, offset + at * self.size, column, count - at)
+                for i in cutlass.range_constexpr(in_flight):
+                    if at + i < count:
+                        scale_before, split_scale, split_sum = (
+                            cute.arch.shuffle_sync(value, at + i) for value in (acc_scale, lane_scale, lane_sum)
+                        )
+                        row_sum = fma(split_sum, split_scale, row_sum * scale_before)
+                        for j in cutlass.range_constexpr(self.vector):
+                            acc_O[j] = fma(partial_O[j, i], split_scale, acc_O[j] * scale_before)
             row_max = cute.arch.shuffle_sync(new_max, WARP - 1)
-        result = cute.make_rmem_tensor(1, cutlass.Float32)
-        result[0] = acc_O
-        self.store(result, row_max, row_sum, split_range.q_offset, split_range.head_block, row, column)
+        self.store(acc_O, row_max, row_sum, split_range.q_offset, split_range.head_block, row, column)
+
+    @cute.jit
+    def load_in_order(self, partial_O: cute.Tensor, offset: cutlass.Int64, column: cutlass.Int32, count: cutlass.Int32):
+        """The lane's columns of up to `count` splits that follow one another, from `offset` in `partials`."""
+        partials = self.partials
+        for i in cutlass.range_constexpr(cute.size(partial_O, mode=[1])):
+            if i < count and column < self.columns:
+                load_vector(partials.iterator, offset, partial_O[None, i])
+            offset += self.size
 
     @cute.jit
     def prefix_max(self, value: cutlass.Float32):

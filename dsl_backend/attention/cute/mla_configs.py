@@ -28,6 +28,8 @@ class MlaTileConfig:
         min_split_tiles: key tiles of a split, at least: with fewer, combining costs more than it saves.
         row_groups: neighbouring clusters process the row tiles of a request side by side, where row_groups.py finds
             that it pays; not with fixed splits.
+        evict_first: L2 evicts keys before other data: those of a decode step are read once, and the partial results
+            that CTAs fold many times. Not measured.
     """
 
     tile_n: int = 64
@@ -36,6 +38,7 @@ class MlaTileConfig:
     dequant_stages: int = 0
     min_split_tiles: int = 2
     row_groups: bool = False
+    evict_first: bool = False
 
     @property
     def least_stages(self) -> int:

@@ -66,7 +66,7 @@ class LoadWarp:
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
         self.first_box = 0
-        self.multicast: dict[str, cutlass.Int16] = {}
+        self.copy_options: dict[str, Any] = {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.tma_atom_q, self.tma_atom_k, self.tma_atom_v = loads.tma_atom_q, loads.tma_atom_k, loads.tma_atom_v
@@ -298,7 +298,7 @@ class LoadWarp:
         box_in_page = ((tile * self.tile_n + box * self.box) % self.page) // self.box
         for c in chunks:
             source = tXgX[None, box_in_page, c, page]
-            cute.copy(atom, source, tXsX[None, box, c, stage], tma_bar_ptr=full, **self.multicast)
+            cute.copy(atom, source, tXsX[None, box, c, stage], tma_bar_ptr=full, **self.copy_options)
 
     def page_of(self, pages: cutlass.Int32, box: cutlass.Int32 | int) -> cutlass.Int32:
         """The page of a box, from what `pages_of` gave each lane."""

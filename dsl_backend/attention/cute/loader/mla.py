@@ -12,6 +12,7 @@ from dsl_backend.attention.cute.loader.dense import LoadWarp, query_box
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.primitives.copy import EVICT_FIRST
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
@@ -39,10 +40,12 @@ class MlaLoadWarp(LoadWarp):
         self.boxes = self.tile_n // self.box
         # Each CTA of a cluster loads a share of a tile's boxes, and multicasts it to all CTAs.
         cluster = self.config.cluster
-        self.own_boxes, self.first_box, self.multicast = self.boxes // cluster, 0, {}
+        self.own_boxes, self.first_box, self.copy_options = self.boxes // cluster, 0, {}
         if cluster > 1:
             self.first_box = cute.arch.block_idx_in_cluster() * self.own_boxes
-            self.multicast = {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
+            self.copy_options["mcast_mask"] = cutlass.Int16((1 << cluster) - 1)
+        if self.config.evict_first:
+            self.copy_options["cache_policy"] = cutlass.Int64(EVICT_FIRST)
         self.group = kernel.key.heads_q // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope, self.tma_atom_k, self.mK = loads
