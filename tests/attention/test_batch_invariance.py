@@ -82,10 +82,10 @@ RUNS = (
     Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2)),
-    # Tasks of 128 columns in the combine kernel.
+    # Tasks of 128 columns in the combine kernel, and more splits than it has in flight then.
     Run(
         "mla-128-combine",
-        MLA_128,
+        replace(MLA_128, kv_lens=(1170, 140)),
         mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2, combine_many_rows=True, evict_first=True),
     ),
     Run(
@@ -96,7 +96,7 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "prefill", "mla", "mla-128-sm100")
+QUICK = ("decode", "prefill", "mla", "mla-128-combine", "mla-128-sm100")
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]
