@@ -68,6 +68,7 @@ def tune(name: str, arguments: str, shows: str) -> Step:
 
 
 NORM_PEERS = "quack,vLLM,FlashInfer,Triton"
+INVARIANT_PEERS = "ordinary,FA3,TRITON_ATTN,FLASH_ATTN_MLA"
 # The most important first: a campaign that ends early has those.
 STEPS = (
     bench("llama", "engine --quick --model llama-8b", 150, 330, "tokens/s beside FLASH_ATTN, and the cold start"),
@@ -82,7 +83,13 @@ STEPS = (
     tests("attention-tests", "tests/attention -m gpu -n 4", 60, 240, "attention against the reference"),
     tests("other-tests", "tests --ignore tests/attention -m gpu -n 4", 60, 200, "other families against the reference"),
     bench("fp8", "decode prefill mla-decode --rows fp8|e5m2", 40, 150, "fp8 caches beside FA3 and FlashInfer"),
-    bench("invariant", "decode prefill mla-decode --rows invariant", 40, 120, "batch-invariant mode and its peers"),
+    bench(
+        "invariant",
+        f"decode prefill mla-decode --rows invariant --peers {INVARIANT_PEERS}",
+        40,
+        120,
+        "batch-invariant mode, its peers in the same mode, and our kernels without it",
+    ),
     bench("held-out-attention", "mla-decode prefill --held-out", 60, 200, "shapes that nothing is tuned for"),
     bench("held-out-others", "linear softmax norm --held-out", 60, 200, "shapes that nothing is tuned for"),
     bench(

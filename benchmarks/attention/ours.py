@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dsl_backend's own kernels as providers; `kernel` is a name from the dispatch table, or None for dispatch's choice."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -37,6 +38,22 @@ def fp8_limits(problem: Problem) -> Limits:
     return FP8_LIMITS
 
 
+def ordinary(problem: Problem) -> Problem:
+    """The problem of a row of batch-invariant mode, without this mode."""
+    return replace(problem, batch_invariant=False)
+
+
+def ordinary_objections(operation: Operation, problem: Problem) -> list[str]:
+    if not problem.batch_invariant:
+        return ["the row is not of batch-invariant mode"]
+    return objections(operation, ordinary(problem))
+
+
+def ordinary_attention(problem: Problem, inputs: Inputs) -> Run:
+    """What batch-invariant mode is to be nearly as fast as, in the same run."""
+    return attention(ordinary(problem), inputs)
+
+
 def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = None) -> Run:
     """`api.write_kv`."""
     spec, scale = problem.spec, inputs.one if problem.kv_dtype != problem.dtype else None
@@ -67,3 +84,16 @@ provider(
     default=False,
     package="dsl-backend",
 )(partial(attention, kernel=dispatch.FP8_PRODUCTS))
+
+for name, operation in (
+    ("decode", Operation.DECODE),
+    ("prefill", Operation.PREFILL),
+    ("mla-decode", Operation.MLA_DECODE),
+):
+    provider(
+        name,
+        name="ordinary",
+        objections=partial(ordinary_objections, operation),
+        default=False,
+        package="dsl-backend",
+    )(ordinary_attention)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's dense attention backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs.
+"""vLLM's dense attention backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs; in rows of
+batch-invariant mode, as with VLLM_BATCH_INVARIANT=1.
 
 The work of a backend's metadata builder, which runs once in a step, is not timed. The arguments that its `forward`
 passes for each layer are passed for each layer here. Query quantization for fp8 keys, which vLLM fuses into the
@@ -24,6 +25,13 @@ TRITON_SMALLEST_GRID_2D = 128
 TRITON_SEGMENTS = 16
 # AttentionConfig.flash_attn_max_num_splits_for_cuda_graph
 FLASH_SPLITS_IN_GRAPHS = 32
+
+
+def flash_splits(problem: Problem, version: int = 3) -> int:
+    """num_splits of FlashAttention's builders: one in batch-invariant mode, at most so many in graphs, 0 for any."""
+    if problem.batch_invariant:
+        return 1
+    return FLASH_SPLITS_IN_GRAPHS if version == 3 and problem.tokens <= CAPTURE_SIZES[-1] else 0
 
 
 def limits(problem: Problem) -> Limits:
@@ -56,7 +64,7 @@ def triton_attention_objections(problem: Problem) -> list[str]:
     "decode", "prefill", name="TRITON_ATTN", objections=triton_attention_objections, limits=limits, package="vllm"
 )
 def triton_attention(problem: Problem, inputs: Inputs) -> Run:
-    """TRITON_ATTN: `unified_attention`, which splits keys into segments for small batches."""
+    """TRITON_ATTN: `unified_attention`; splits keys into segments for small batches, not in batch-invariant mode."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
@@ -92,7 +100,7 @@ def triton_attention(problem: Problem, inputs: Inputs) -> Run:
             q_descale=q_descale,
             k_descale=descale,
             v_descale=descale,
-            seq_threshold_3D=threshold,
+            seq_threshold_3D=None if problem.batch_invariant else threshold,
             num_par_softmax_segments=TRITON_SEGMENTS,
             softmax_segm_output=segment_out,
             softmax_segm_max=segment_max,
@@ -122,10 +130,9 @@ def flash_attention(problem: Problem, inputs: Inputs, version: int) -> Run:
     batch, q = inputs.batch, queries(problem, inputs)
     keys = [canonicalize_singleton_dim_strides(layer.keys) for layer in inputs.layers]
     values = [canonicalize_singleton_dim_strides(layer.values) for layer in inputs.layers]
-    in_graph = version == 3 and problem.tokens <= CAPTURE_SIZES[-1]
-    splits = FLASH_SPLITS_IN_GRAPHS if in_graph else 0
-    schedule = None
-    if version == 3:
+    splits, schedule = flash_splits(problem, version), None
+    # A schedule depends on the batch.
+    if version == 3 and not problem.batch_invariant:
         schedule = get_scheduler_metadata(
             batch_size=problem.requests,
             max_seqlen_q=batch.max_query_len,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's MLA backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs.
+"""vLLM's MLA backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs; in rows of
+batch-invariant mode, as with VLLM_BATCH_INVARIANT=1.
 
 Only the attention kernels are timed. In vLLM each layer of TRITON_MLA also fills its output with zeros and concatenates
 the two parts of the query; that is not timed.
@@ -11,7 +12,7 @@ from dsl_backend.providers import Launch, Run, provider
 from ..columns import missing
 from .inputs import Inputs, repage
 from .problems import Problem
-from .vllm_dense import CAPTURE_SIZES, FLASH_SPLITS_IN_GRAPHS, e4m3_only, limits, queries
+from .vllm_dense import e4m3_only, flash_splits, limits, queries
 
 # TritonMLAImpl's constants.
 TRITON_KEYS_PER_SPLIT = 512
@@ -34,7 +35,7 @@ def triton_mla(problem: Problem, inputs: Inputs) -> Run:
     device, batch = inputs.one.device, inputs.batch
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     ideal = 1 << (max(1, batch.max_seq_len // TRITON_KEYS_PER_SPLIT) - 1).bit_length()
-    splits = min(ideal, sm_count * TRITON_BLOCKS_PER_SM)
+    splits = 1 if problem.batch_invariant else min(ideal, sm_count * TRITON_BLOCKS_PER_SM)
     lse = torch.zeros(problem.tokens, problem.heads_q, dtype=problem.dtype, device=device)
     shape = (problem.tokens, problem.heads_q, splits, problem.head_dim_v + 1)
     partials = torch.empty(shape, dtype=torch.float32, device=device)
@@ -80,7 +81,7 @@ def flash_attn_mla(problem: Problem, inputs: Inputs) -> Run:
 
     batch, latent = inputs.batch, problem.head_dim_v
     rope = problem.head_dim - latent
-    splits = FLASH_SPLITS_IN_GRAPHS if problem.tokens <= CAPTURE_SIZES[-1] else 0
+    splits = flash_splits(problem)
     schedule = get_scheduler_metadata(
         batch_size=problem.requests,
         max_seqlen_q=batch.max_query_len,
@@ -125,6 +126,8 @@ def flash_mla_objections(problem: Problem) -> list[str]:
     reasons = missing("vllm")
     if len(set(problem.q_lens)) > 1:
         reasons.append("needs the same number of queries in every request")
+    if problem.batch_invariant:
+        reasons.append("vLLM gives it one SM in batch-invariant mode")
     reasons += e4m3_only(problem)
     if reasons:
         return reasons

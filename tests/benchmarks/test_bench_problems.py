@@ -3,12 +3,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import benchmarks
-from benchmarks.attention import flashinfer_peers, rows, vllm_dense, vllm_mla
+from benchmarks.attention import flashinfer_peers, ours, rows, vllm_dense, vllm_mla
 from benchmarks.attention.problems import WriteProblem, dense, keys_seen, latent, packed, twice_pairs
 from benchmarks.case import TABLE, Case, select
 from benchmarks.devices import CEILINGS, floor_us
@@ -133,8 +134,10 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cases = select(benchmarks.operators()[operator].cases(), "fp8")
     said = {}
-    # Ours by another name has no such reason.
-    peers = [peer for peer in benchmarks.operators()[operator].providers([])[1:] if peer.name != "e4m3"]
+    # Ours by other names have no such reason.
+    peers = [
+        peer for peer in benchmarks.operators()[operator].providers([])[1:] if peer.name not in ("e4m3", "ordinary")
+    ]
     for case in cases:
         for peer in peers:
             reasons = [reason for reason in peer.objections(case.problem) if "fp8" in reason]
@@ -152,3 +155,27 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
 def test_the_page_size_reaches_the_problems() -> None:
     cases = benchmarks.operators(page_size=64)["decode"].cases()
     assert {case.problem.page_size for case in cases} == {64}
+
+
+@pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode"])
+def test_rows_of_batch_invariant_mode_have_the_ordinary_kernel_beside(operator: str) -> None:
+    """By name, and in these rows alone: it is what the mode is held against."""
+    table = benchmarks.operators()[operator]
+    provider = next(one for one in table.providers([]) if one.name == "ordinary")
+    assert not provider.default
+    cases = table.cases()
+    invariant = select(cases, "invariant")
+    assert invariant
+    assert all(case.problem.batch_invariant for case in invariant)
+    assert not ours.ordinary(invariant[0].problem).batch_invariant
+    for case in cases:
+        refused = "not of batch-invariant mode" in " ".join(provider.objections(case.problem))
+        assert refused != case.problem.batch_invariant, case.id
+
+
+def test_peers_split_no_keys_in_batch_invariant_mode() -> None:
+    """As vLLM's builders with VLLM_BATCH_INVARIANT=1."""
+    problem = dense(128, 32, 8, [1] * 8, [8 * K] * 8)
+    assert vllm_dense.flash_splits(problem) == vllm_dense.FLASH_SPLITS_IN_GRAPHS
+    assert vllm_dense.flash_splits(problem, 2) == 0
+    assert vllm_dense.flash_splits(replace(problem, batch_invariant=True)) == 1
