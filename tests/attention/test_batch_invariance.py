@@ -194,6 +194,36 @@ def test_results_are_right(index: int, run: Run) -> None:
     check.judge(result, judged, problem.score_magnitude()[:rows])
 
 
+def test_a_fold_moves_the_rows_that_exist_in_vectors() -> None:
+    """One CTA with five splits of one token: words would be four times the accesses, all rows eight times the bytes."""
+    heads, dim, splits, sms = 4, 64, 5, 1
+    case = Case(q_lens=(1,), kv_lens=(splits * 128,), heads=(heads, 1), dim=dim)
+    problem = made(case, True)
+    launch: Any = sm90_launch
+    target = replace(from_arch("sm_90a"), sm_count=sms)
+    config = sm90.DenseConfig(groups=1, tile_n=64, stages=2)
+    kernel = launch.SplitKV(problem.spec, target, scratch(), config)
+    result = check.empty_result(problem)
+    operands = Operands(problem.q, None, problem.keys, problem.values, result.out, None, None, None, None, None)
+    with emulator.device(arch="sm_90a", sms=sms, strict=True) as device:
+        kernel.bind(problem.batch, 1, 1)(operands)
+    attention = next(one for one in device.profile.kernels.values() if "DenseForward" in one.kernel)
+    # A vector has two columns of a row that exists, and of the one 8 rows further. One more has row_max and row_sum.
+    vectors = dim // 8 + 1
+    folded_bytes = heads * 2 * dim * 4 + heads * 16
+    others_bytes = heads * dim * 2 + 2 * 4 * (1 + heads)
+    stored = attention.events["global bytes stored"]
+    assert (splits - 1) * folded_bytes <= stored <= (splits - 1) * folded_bytes + others_bytes
+    accesses = sum(
+        int(executed[i])
+        for i, instr in enumerate(attention.program.instrs)
+        if instr.op.name == "st" and instr.op["space"] == "global"
+        for executed in attention.executed.values()
+    )
+    # In words there would be four times as many.
+    assert (splits - 1) * vectors <= accesses < 2 * (splits - 1) * vectors
+
+
 @pytest.mark.parametrize("operation", [Operation.PREFILL, Operation.DECODE])
 def test_triton_serves_other_gpus(operation: Operation) -> None:
     spec = made(DECODE, True).spec
