@@ -45,8 +45,8 @@ class SplitFold:
         self.acc_O, self.softmax, self.row = acc_O, softmax, row
         self.vectors = cute.size(acc_O) // VECTOR
         # (element, vector); behind them row_max and row_sum of both rows, (element,).
-        # Vectors are aligned, which a pointer plus a thread's offset does not say: in words, they were four times as many
-        # accesses, of four sectors for each that is needed.
+        # A pointer plus a thread's offset does not say that vectors are aligned. In words they were four times as many
+        # accesses, each of which takes a quarter of the sectors that it touches.
         first = workspace.iterator + cute.assume(thread * VECTOR, divby=VECTOR)
         self.folded_O = cute.make_tensor(first, cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * threads)))
         in_stats = cute.assume(VECTOR * threads * self.vectors + thread // QUAD * VECTOR, divby=VECTOR)
