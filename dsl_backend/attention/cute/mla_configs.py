@@ -29,7 +29,7 @@ class MlaTileConfig:
         row_groups: neighbouring clusters process the row tiles of a request side by side, where row_groups.py finds
             that it pays; not with fixed splits.
         evict_first: L2 evicts keys before other data: those of a decode step are read once, and the partial results
-            that CTAs fold many times. Not measured.
+            that CTAs fold many times.
     """
 
     tile_n: int = 64
