@@ -41,6 +41,7 @@ REST: tuple[str, ...] = (
     "tests/loadtests/test_page.py::*",
     "tests/loadtests/test_remote.py::*",
     "tests/norm/test_kernel.py::*",
+    "tests/norm/test_machine_code.py::*",
     "tests/runtime/test_precompile.py::Test*",
     "tests/runtime/test_precompile.py::test_processes_end_*",
     "tests/runtime/test_precompile.py::test_what_a_full_disk_*",

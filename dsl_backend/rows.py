@@ -11,6 +11,7 @@ from dsl_backend.checks import require, short
 
 WARP = 32
 REGISTERS_PER_SM = 64 * 1024
+THREADS_PER_SM = 2048
 MAX_REGISTERS = 255
 ACCESS_BYTES = 16
 # CTAs of a cluster.
@@ -99,6 +100,11 @@ class RowConfig:
         if self.smem_bytes > smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {smem_bytes} are the most")
         return reasons
+
+
+def ctas_per_sm(registers: int, threads: int) -> int:
+    """The CTAs of so many threads with so many registers each that an SM holds; at least 1."""
+    return max(1, min(REGISTERS_PER_SM // (registers * threads), THREADS_PER_SM // threads))
 
 
 def power_of_2(n: int) -> int:

@@ -344,12 +344,50 @@ def rope_kernels(arch: str) -> Iterator[Made]:
         yield Made(key, partial(rope_host.build, key, from_arch(arch)))
 
 
+NORM_WIDTHS = (4096, 8192, 16384, 32768, 65536, 131072, 262144)
+
+
+def norm_subjects() -> Iterator[Subject]:
+    """The default of each width, with and without a residual; and softmax of the same widths."""
+    for arch in ARCHS:
+        for name, kernels in (("norm", norm_kernels), ("softmax", softmax_kernels)):
+            yield Subject(id=f"{arch}-{name}", arch=arch, kernels=partial(kernels, arch))
+
+
+def norm_kernels(arch: str) -> Iterator[Made]:
+    from dsl_backend.norm.configs import default_config
+    from dsl_backend.norm.cute import host
+    from dsl_backend.norm.spec import NormSpec, Scaling
+    from dsl_backend.runtime.target import from_arch
+
+    dtype = torch.bfloat16
+    plain: dict[str, Any] = {"dtype": dtype, "out_dtype": dtype, "weight_dtype": dtype, "vector": 8}
+    quantized = {"residual": True, "out_dtype": torch.float8_e4m3fn, "scaling": Scaling.TOKEN}
+    for width in (128, 7168, *NORM_WIDTHS):
+        for facts in ({}, {"residual": True}, quantized):
+            spec = NormSpec(**{**plain, **facts, "width": width})
+            yield Made(default_config(spec), partial(host.build, host.key_of(spec), from_arch(arch)))
+
+
+def softmax_kernels(arch: str) -> Iterator[Made]:
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.softmax.configs import default_config
+    from dsl_backend.softmax.cute import host
+    from dsl_backend.softmax.spec import SoftmaxSpec
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (*NORM_WIDTHS, 20552, 26240):
+            spec = SoftmaxSpec(width=width, dtype=dtype, out_dtype=dtype, vector=8)
+            yield Made(default_config(spec), partial(host.build, host.key_of(spec), from_arch(arch)))
+
+
 def subjects() -> Iterator[Subject]:
     yield from attention_subjects()
     yield from linear_subjects()
     yield from experts_subjects()
     yield from sampling_subjects()
     yield from rope_subjects()
+    yield from norm_subjects()
 
 
 def compiled(subject: Subject, folder: Path) -> Iterator[Code]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from dsl_backend.rows import REGISTERS_PER_SM, ceil_div, common_vector, power_of_2
+from dsl_backend.rows import ceil_div, common_vector, ctas_per_sm, power_of_2
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.softmax.configs import SoftmaxConfig, default_config, widest_vector
@@ -51,16 +51,11 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
             cluster=cluster,
         )
         again = dataclasses.replace(held, recompute=True)
-        kept, most = (ctas_per_sm(one, spec) for one in (held, again))
+        kept, most = (ctas_per_sm(one.registers(spec), one.threads) for one in (held, again))
         found = [dataclasses.replace(held, ctas_per_sm=kept, use_pdl=use_pdl) for use_pdl in (True, False)]
         # Computing exponentials twice is useful only if more CTAs fit.
         found += [dataclasses.replace(again, ctas_per_sm=most, use_pdl=True)] if most > kept else []
         yield from (config for config in found if config != default and not config.objections(spec, smem_bytes))
-
-
-def ctas_per_sm(config: SoftmaxConfig, spec: SoftmaxSpec) -> int:
-    """The CTAs per SM that registers and threads allow; at least 1."""
-    return max(1, min(REGISTERS_PER_SM // (config.registers(spec) * config.threads), 2048 // config.threads))
 
 
 def contest(case: Case[Problem], target: targets.Target, device: torch.device) -> Contest:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations of the CuTe DSL kernel, and the default for a problem."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsl_backend.norm.spec import NormSpec
-from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, power_of_2
+from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, ctas_per_sm, power_of_2
 
 # The threads of a row load at least 128 adjacent bytes at a time, where the row is as long.
 COALESCED_VECTORS = 8
-# Elements of a thread, until a row has 16 CTAs of 512 threads: as softmax has them, not measured here.
+# Elements of a thread, until a row has 16 CTAs of 512 threads.
 DEFAULT_ELEMENTS = 32
-CTA_THREADS, MAX_THREADS = 128, 512
+# An SM reads while it writes only with several CTAs. 512 threads are one CTA by their registers (71 where ptxas may
+# choose, rounded up to 72). Four CTAs of 256 have 64 KB of 16-bit input in flight: 90.2 us and not 102.7 for 4096 rows
+# of 16384, 179.2 and not 220.9 for 4096 of 32768, 355.0 and not 486.6 for 4096 of 65536 (H100, bfloat16).
+CTA_THREADS, USUAL_THREADS, MAX_THREADS = 128, 256, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +43,27 @@ def widest_vector(spec: NormSpec) -> int:
     return min(spec.vector, ACCESS_BYTES // max(dtype.itemsize for dtype in spec.dtypes))
 
 
+def most_ctas(config: NormConfig, spec: NormSpec) -> int:
+    """The CTAs on an SM that registers and threads allow. Rows that end within a tile take 8 registers more."""
+    return ctas_per_sm(config.registers(spec) + (8 if config.tile_elements > spec.width else 0), config.threads)
+
+
 def default_config(spec: NormSpec) -> NormConfig:
     """By the width alone: a thread, part of a warp, a warp, a CTA, or a cluster for each row.
 
-    So a row's sums have one order whatever is beside it, and its output the same bits in every batch.
+    So a row's sums have one order whatever is beside it, and its output the same bits in every batch. Registers are
+    reserved for as many CTAs on an SM as they suffice for, where accesses are whole: others take more registers.
     """
     vector = widest_vector(spec)
     count = spec.width // vector
     threads = max(power_of_2(min(count, COALESCED_VECTORS)), power_of_2(ceil_div(spec.width, DEFAULT_ELEMENTS)))
-    threads = min(threads, power_of_2(count), MAX_THREADS)
+    threads = min(threads, power_of_2(count), USUAL_THREADS)
     cluster = 1
     while cluster < MAX_CLUSTER and spec.width > threads * cluster * DEFAULT_ELEMENTS:
         cluster *= 2
-    return NormConfig(
+    if spec.width > threads * cluster * DEFAULT_ELEMENTS:
+        threads = MAX_THREADS
+    config = NormConfig(
         vector=vector,
         vectors_per_thread=ceil_div(count, threads * cluster),
         threads_per_row=threads,
@@ -60,3 +71,5 @@ def default_config(spec: NormSpec) -> NormConfig:
         cluster=cluster,
         use_pdl=True,
     )
+    whole = vector * max(dtype.itemsize for dtype in spec.dtypes) == ACCESS_BYTES
+    return replace(config, ctas_per_sm=most_ctas(config, spec)) if whole else config

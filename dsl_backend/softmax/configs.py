@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 
-from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, power_of_2
+from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, WARP, RowConfig, ceil_div, ctas_per_sm, power_of_2
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 # The threads of a row load at least 128 adjacent bytes at a time, where the row is as long.
@@ -15,9 +15,15 @@ MAX_PORTABLE_CLUSTER = 8
 # Rows for at least eight CTAs of 512 threads get sixteen CTAs of 256 threads. An SM is idle less while they wait for
 # each other: 12.2 us and not 12.6 for 64 rows of 128256, 51 us and not 67 for 256 rows of 151936 (H200, bfloat16).
 WIDE_THREADS, WIDE_ELEMENTS = 256, 40
-# Rows for two or four CTAs of 512 threads get as many CTAs of 256 threads. Three of these fit the registers of an SM:
-# 96 KB of 16-bit input are in flight and not 64, which hides the time in which a cluster starts and merges.
-PAIRED_THREADS, PAIRED_CTAS_PER_SM = 256, 3
+# Rows for two or four CTAs of 512 threads get as many CTAs of 256 threads. Three or four of these fit the registers of
+# an SM: 96 KB of 16-bit input are in flight and not 64, which hides the time in which a cluster starts and merges. As
+# many as fit: 69.0 us and not 78.7 with three for 2445 rows of 20552, of which an SM holds four CTAs (H100, bfloat16).
+PAIRED_THREADS = 256
+# Elements of an access where input and output have 16 bits and rows are aligned.
+HALVES = ACCESS_BYTES // 2
+# A row of one warp with as many bytes has a CTA of its own, since 32 CTAs, the most of an SM, have 64 KB of input: 6.59
+# us and not 7.03 with four rows a CTA for 3338 rows of 568 (H100, float32).
+LONE_WARP_BYTES = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +39,9 @@ class SoftmaxConfig(RowConfig):
     recompute: bool = False
 
     def registers(self, spec: SoftmaxSpec) -> int:
-        """Registers of a thread without spills: for float32 exponentials and 16 more, or for the input and 32 more."""
+        """Registers of a thread without spills: for float32 exponentials and 16 more, or for the input and 24 more."""
         elements = self.vector * self.vectors_per_thread
-        return elements * spec.dtype.itemsize // 4 + 32 if self.recompute else elements + 16
+        return elements * spec.dtype.itemsize // 4 + 24 if self.recompute else elements + 16
 
     def objections(self, spec: SoftmaxSpec, smem_bytes: int) -> list[str]:
         """Why this configuration does not serve a problem where a CTA may have `smem_bytes`; empty if it does."""
@@ -61,6 +67,26 @@ def default_config(spec: SoftmaxSpec) -> SoftmaxConfig:
     The limits follow from the bytes in flight: an H200 needs at least 33 KB for each SM.
     """
     vector = widest_vector(spec)
+    threads, cluster = spread(spec, vector)
+    vectors_per_thread = ceil_div(spec.width // vector, threads * cluster)
+    lone = threads == WARP and spec.width * spec.dtype.itemsize >= LONE_WARP_BYTES
+    held = SoftmaxConfig(
+        vector=vector,
+        vectors_per_thread=vectors_per_thread,
+        threads_per_row=threads,
+        rows_per_cta=1 if lone else max(1, CTA_THREADS // threads),
+        cluster=cluster,
+        use_pdl=True,
+    )
+    if vector * vectors_per_thread > MAX_ELEMENTS:
+        return replace(held, vectors_per_thread=DEFAULT_ELEMENTS // vector, two_pass=True)
+    if vector == HALVES and 1 < cluster < MAX_CLUSTER:
+        return replace(held, ctas_per_sm=most_ctas(held, spec))
+    return densest(held, spec) if vector == HALVES and cluster == MAX_CLUSTER and threads == MAX_THREADS else held
+
+
+def spread(spec: SoftmaxSpec, vector: int) -> tuple[int, int]:
+    """Threads of a CTA for each row, and CTAs for each row."""
     count = spec.width // vector
     threads = max(power_of_2(min(count, COALESCED_VECTORS)), power_of_2(ceil_div(spec.width, DEFAULT_ELEMENTS)))
     threads = min(threads, power_of_2(count), MAX_THREADS)
@@ -68,22 +94,22 @@ def default_config(spec: SoftmaxSpec) -> SoftmaxConfig:
     while cluster < MAX_PORTABLE_CLUSTER and spec.width > threads * cluster * DEFAULT_ELEMENTS:
         cluster *= 2
     if cluster == MAX_PORTABLE_CLUSTER:
-        cluster = MAX_CLUSTER
-        if vector * ceil_div(count, WIDE_THREADS * cluster) <= WIDE_ELEMENTS:
-            threads = WIDE_THREADS
-    ctas_per_sm = 1
-    if 1 < cluster < MAX_PORTABLE_CLUSTER and vector == ACCESS_BYTES // 2:
-        threads, ctas_per_sm = PAIRED_THREADS, PAIRED_CTAS_PER_SM
-    vectors_per_thread = ceil_div(count, threads * cluster)
-    held = SoftmaxConfig(
-        vector=vector,
-        vectors_per_thread=vectors_per_thread,
-        threads_per_row=threads,
-        rows_per_cta=max(1, CTA_THREADS // threads),
-        cluster=cluster,
-        ctas_per_sm=ctas_per_sm,
-        use_pdl=True,
-    )
-    if vector * vectors_per_thread <= MAX_ELEMENTS:
-        return held
-    return replace(held, vectors_per_thread=DEFAULT_ELEMENTS // vector, two_pass=True)
+        wide = vector * ceil_div(count, WIDE_THREADS * MAX_CLUSTER) <= WIDE_ELEMENTS
+        return WIDE_THREADS if wide else threads, MAX_CLUSTER
+    return PAIRED_THREADS if cluster > 1 and vector == HALVES else threads, cluster
+
+
+def most_ctas(config: SoftmaxConfig, spec: SoftmaxSpec) -> int:
+    """The CTAs on an SM that registers and threads allow."""
+    return ctas_per_sm(config.registers(spec), config.threads)
+
+
+def densest(held: SoftmaxConfig, spec: SoftmaxSpec) -> SoftmaxConfig:
+    """The same with exponentials that are computed twice, if so more CTAs fit an SM.
+
+    Rows of 16 CTAs are few on a GPU at a time, and the rest of them wait: 20.97 us and not 23.86 for 64 rows of 201088,
+    of which 24 and not 16 are on an H100's SMs (bfloat16).
+    """
+    again = replace(held, recompute=True)
+    most = most_ctas(again, spec)
+    return replace(again, ctas_per_sm=most) if most > most_ctas(held, spec) else held

@@ -44,9 +44,24 @@ def test_threads_and_clusters_of_a_width() -> None:
     assert level(8) == (1, 1)
     assert level(128) == (8, 1)
     assert level(4096) == (128, 1)
-    assert level(16384) == (512, 1)
-    assert level(32768) == (512, 2)
+    assert level(8192) == (256, 1)
+    assert level(16384) == (256, 2)
+    assert level(32768) == (256, 4)
+    assert level(131072) == (256, 16)
     assert level(262144) == (512, 16)
+
+
+@pytest.mark.parametrize("width", [1024, 4096, 8192, 16384, 65536, 131072])
+def test_an_sm_reads_for_several_rows(width: int) -> None:
+    """64 KB of rows in flight where 64 bytes of a thread, as many of weight and 32 registers fit four times 256."""
+    for more, least in (({"residual": False}, 64), ({}, 48)):
+        problem = spec(width, **more)
+        config = default_config(problem)
+        assert config.ctas_per_sm > 1
+        assert config.ctas_per_sm * config.threads * config.vector * config.vectors_per_thread * 2 >= least * 1024
+        # Rows that end within a tile need more registers.
+        assert default_config(spec(width - 8)).ctas_per_sm <= config.ctas_per_sm
+    assert default_config(spec(width - 1)).ctas_per_sm == 1, "accesses of one element"
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,33 @@ def test_threads_and_clusters_of_a_width() -> None:
     assert level(262144) == (512, 16)
 
 
+def test_ctas_on_an_sm() -> None:
+    """As many as registers suffice for; exponentials twice only if that makes room for more."""
+
+    def found(width: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int, bool]:
+        config = default_config(spec(width, dtype))
+        return config.vectors_per_thread, config.ctas_per_sm, config.recompute
+
+    assert found(20552) == (6, 4, False)
+    assert found(26240) == (7, 3, False)
+    assert found(32768) == (8, 3, False)
+    assert found(201088) == (4, 3, True)
+    assert found(300000) == (5, 1, False)
+    assert found(524288) == (8, 2, True)
+    assert found(201088, torch.float32) == (7, 1, False)
+
+
+def test_a_long_row_of_one_warp_has_a_cta() -> None:
+    def rows(width: int, dtype: torch.dtype) -> tuple[int, int]:
+        config = default_config(spec(width, dtype))
+        return config.threads_per_row, config.rows_per_cta
+
+    assert rows(568, torch.float32) == (32, 1)
+    assert rows(568, torch.bfloat16) == (32, 4)
+    assert rows(1024, torch.bfloat16) == (32, 1)
+    assert rows(500, torch.float32) == (16, 8)
+
+
 FITS = SoftmaxConfig(vector=8, vectors_per_thread=4, threads_per_row=32, rows_per_cta=4)
 
 
