@@ -57,10 +57,14 @@ class ExpertsConfig:
 
     Attributes:
         first, second: tiles of the products, of equally many rows.
+        prefetches: the second product requests the weights of its first stages before the first one has ended.
+        trims: a consumer without rows in a tile that consumers share multiplies nothing.
     """
 
     first: GemmTiles
     second: GemmTiles
+    prefetches: bool = False
+    trims: bool = False
 
     @property
     def tile_m(self) -> int:

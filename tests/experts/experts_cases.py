@@ -35,6 +35,7 @@ CONFIGS: dict[str, Config] = {
     "pingpong": ExpertsConfig(first=PINGPONG, second=NARROW),
     "narrow": ExpertsConfig(first=NARROW, second=replace(PINGPONG, band=2)),
     "tall": ExpertsConfig(first=replace(SPLIT, tile_m=256, box_n=24), second=replace(SPLIT, tile_m=256, stages=3)),
+    "overlap": ExpertsConfig(first=SPLIT, second=replace(SPLIT, stages=3), prefetches=True, trims=True),
 }
 
 # Of the same names.
@@ -137,6 +138,19 @@ EMULATED = [
         why="two blocks of rows a consumer, of which the last one has none",
         case=replace(MANY, tokens=190, routing="one", num_experts=2, topk=1),
         config="tall",
+    ),
+    Emulated(
+        id="overlap",
+        why="weights before rows: of fewer k tiles than stages and of more, by CTAs with and without a tile; a consumer "
+        "without rows between tiles in which it has some",
+        case=replace(MANY, tokens=150, num_experts=4, topk=1, routing="half", width=264),
+        config="overlap",
+    ),
+    Emulated(
+        id="overlap-short",
+        why="fewer k tiles than stages",
+        case=replace(MANY, tokens=70, num_experts=2, topk=1, routing="one"),
+        config="overlap",
     ),
     Emulated(
         id="deep",

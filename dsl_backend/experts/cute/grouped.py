@@ -23,6 +23,7 @@ from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import GemmBase, box_layout
 from dsl_backend.gemm.tiles import GemmTiles
 from dsl_backend.gemm.views import expert_parts_view
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
 from dsl_backend.primitives.schedule import raster
@@ -106,6 +107,8 @@ class GroupedProduct(GemmBase):
     def set_up(self, key: ProductKey) -> None:
         self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
         self.pairs_per_row = key.pairs_per_row
+        self.prefetches, self.trims = key.prefetches and not self.gated, key.trims
+        self.waits_first = key.prefetches and self.gated
         if self.gathers:
             self.load_edge = Edge("gathered x, and weights", cp_async(WARPGROUP), self.load_edge.consumers, self.stages)
 
@@ -239,12 +242,47 @@ class GroupedProduct(GemmBase):
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(position))
 
     @cute.jit
+    def wait_for_rows(self):
+        """Let the next kernel start, and wait for the one before this one; by all threads.
+
+        Of two products that overlap, the first one waits before it lets the second one start: work tiles are there for
+        both. The load warp of the second one waits later.
+        """
+        if cutlass.const_expr(self.waits_first):
+            dependent_launch.wait()
+        dependent_launch.launch_dependents()
+        if cutlass.const_expr(not self.waits_first and not self.prefetches):
+            dependent_launch.wait()
+
+    @cute.jit
+    def prefetch_weights(self, params: GroupedParams, sW: cute.Tensor, pipeline: Pipeline, schedule: Schedule):
+        """Request the weights of the first tile, as far as stages go, and wait for the rows; the number of k tiles."""
+        early = cutlass.Int32(0)
+        if schedule.count > 0:
+            work = self.work_tile(params, schedule, 0)
+            tWsW, tWgW = self.partition_weights(params, sW)
+            tx_bytes = self.tx_bytes(work)
+            early = cutlass.min(cute.ceil_div(params.mX.shape[1], BLOCK_K), self.stages)
+            for k_tile in cutlass.range(early, unroll=1):
+                pipeline.producer_expect(k_tile, tx_bytes)
+                self.load_weights(params, tWgW, tWsW, work, k_tile, k_tile, pipeline.full(k_tile))
+        dependent_launch.wait()
+        return early
+
+    def tx_bytes(self, work: WorkTile):
+        """Bytes that TMA copies into a stage."""
+        return self.weight_bytes + cute.ceil_div(work.rows, TAIL_ROWS) * (TAIL_ROWS * self.x_row_bytes)
+
+    @cute.jit
     def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
         """The load warp: rows that lie in order, and weights."""
         schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
         k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
         tWsW, tWgW = self.partition_weights(params, sW)
         sX_tail = cute.local_tile(sX, (TAIL_ROWS, BLOCK_K), (None, 0, None))
+        early = cutlass.Int32(0)
+        if cutlass.const_expr(self.prefetches):
+            early = self.prefetch_weights(params, sW, pipeline, schedule)
         for tile in cutlass.range(schedule.count, unroll=1):
             work = self.work_tile(params, schedule, tile)
             mX = cute.domain_offset((work.first_row, 0), params.mX)
@@ -257,13 +295,15 @@ class GroupedProduct(GemmBase):
                 params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
             )
             boxes = cute.ceil_div(work.rows, TAIL_ROWS)
-            tx_bytes = self.weight_bytes + boxes * (TAIL_ROWS * self.x_row_bytes)
+            tx_bytes = self.tx_bytes(work)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
                 mbar_full = pipeline.full(position)
-                pipeline.producer_acquire(position)
-                pipeline.producer_expect(position, tx_bytes)
+                if position >= early:
+                    pipeline.producer_acquire(position)
+                    pipeline.producer_expect(position, tx_bytes)
+                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, mbar_full)
                 if boxes == self.tile_m // TAIL_ROWS:
                     cute.copy(params.tma_atom_x, tXgX[None, 0, k_tile], tXsX[None, stage], tma_bar_ptr=mbar_full)
                 else:
@@ -274,4 +314,3 @@ class GroupedProduct(GemmBase):
                             tXsX_tail[None, i, stage],
                             tma_bar_ptr=mbar_full,
                         )
-                self.load_weights(params, tWgW, tWsW, work, k_tile, stage, mbar_full)

@@ -44,7 +44,8 @@ def key_of(spec: ExpertsSpec, config: Config) -> ExpertsKey:
         mapped=spec.global_experts is not None,
         first=config.first,
         second=config.second,
-        prefetches=isinstance(config, DecodeConfig) and config.prefetches,
+        prefetches=config.prefetches,
+        trims=isinstance(config, ExpertsConfig) and config.trims,
     )
 
 

@@ -19,6 +19,7 @@ class ProductKey:
         activation: of the first product; None is the second one.
         interleaved: gate and up rows of the weights alternate.
         scaled: the accumulators are multiplied with the router's weight.
+        prefetches, trims: see `configs.ExpertsConfig`.
     """
 
     dtype: torch.dtype
@@ -28,6 +29,8 @@ class ProductKey:
     bias: bool
     scaled: bool
     config: GemmTiles
+    prefetches: bool = False
+    trims: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,8 @@ class ExpertsKey:
         mapped: there is an expert map.
         first, second: of the products. Their class says which kernels they are: grouped GEMMs, both with the same
             tile_m, or those for few tokens.
-        prefetches: for few tokens, the second product requests weights before the first one has ended.
+        prefetches: the second product requests weights before the first one has ended.
+        trims: see `configs.ExpertsConfig`; of the grouped GEMMs.
     """
 
     num_experts: int
@@ -54,6 +58,7 @@ class ExpertsKey:
     first: GemmTiles | SmallMTiles
     second: GemmTiles | SmallMTiles
     prefetches: bool = False
+    trims: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -74,6 +79,8 @@ class ExpertsKey:
                 bias=self.w13_bias,
                 scaled=self.router_weights is RouterWeights.INPUT,
                 config=self.first,
+                prefetches=self.prefetches,
+                trims=self.trims,
             ),
             ProductKey(
                 dtype=self.dtype,
@@ -83,5 +90,7 @@ class ExpertsKey:
                 bias=self.w2_bias,
                 scaled=False,
                 config=self.second,
+                prefetches=self.prefetches,
+                trims=self.trims,
             ),
         )

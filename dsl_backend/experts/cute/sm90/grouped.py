@@ -53,8 +53,7 @@ class GroupedGemm(GroupedProduct, Gemm):
             self.prefetch_descriptors(params)
         self.clear_stages(sX, self.threads)
         cute.arch.sync_threads()
-        dependent_launch.launch_dependents()
-        dependent_launch.wait()
+        self.wait_for_rows()
         group = warp // (WARPGROUP // 32)
         if group == CONSUMERS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -66,6 +65,8 @@ class GroupedGemm(GroupedProduct, Gemm):
                     self.load(params, sX, sW, pipeline)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            if cutlass.const_expr(self.prefetches):
+                dependent_launch.wait()
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
 
     @cute.jit
@@ -89,9 +90,30 @@ class GroupedGemm(GroupedProduct, Gemm):
             tile = start + i * stride
             self.await_order(tile, group)
             work = self.work_tile(params, schedule, tile)
-            self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
+            multiplied = k_tiles
+            if cutlass.const_expr(self.trims and not self.pingpong):
+                if row_tile * self.consumer_m >= work.rows:
+                    multiplied = cutlass.Int32(0)
+            self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, multiplied, thread)
+            if cutlass.const_expr(self.trims and not self.pingpong):
+                self.pass_stages(pipeline, tile * k_tiles, multiplied, k_tiles, thread)
             self.finish_mainloop(pipeline, acc, tile, schedule.count, k_tiles, group, thread)
             self.epilogue(params, acc, sOut, work, row_tile * self.consumer_m, group, thread)
+
+    @cute.jit
+    def pass_stages(
+        self,
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        first: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Release the stages of a tile from k tile `first` on, unread; the last one stays, as `mainloop` leaves it."""
+        for k_tile in cutlass.range(first, k_tiles, unroll=1):
+            pipeline.consumer_wait(start + k_tile)
+            if k_tile > 0:
+                pipeline.warpgroup_release(start + k_tile - 1, thread)
 
     @cute.jit
     def epilogue(
