@@ -2,13 +2,15 @@
 """Tiles of the CuTe DSL kernels of experts, and which of them serve how many tokens; needs no CuTe DSL."""
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import arch_kernels, deepest
-from dsl_backend.gemm.cost import small_m_ns
+from dsl_backend.gemm.cost import GEMM, GEMM_MEMORY, combined, small_m_ns
 from dsl_backend.gemm.sizes import BLOCK_K, ceil_div
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
@@ -147,26 +149,40 @@ def chosen_experts(spec: ExpertsSpec, tokens: int) -> float:
     return spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens)
 
 
+@cache
+def tiles_of_expert(spec: ExpertsSpec, tokens: int, tile_m: int) -> float:
+    """Tiles of so many rows that an expert has on average, tokens routed evenly: its rows are binomial, here normal.
+
+    Where they are a tile on average, half of the experts have a second tile.
+    """
+    share = min(spec.topk / spec.num_experts, 1)
+    rows = NormalDist(tokens * share, math.sqrt(max(tokens * share * (1 - share), 1e-9)))
+    # More than j tiles' rows; the first one is what chosen experts have.
+    more = (1 - rows.cdf(j * tile_m + 0.5) for j in range(1, ceil_div(tokens, tile_m) + 1))
+    return chosen_experts(spec, tokens) / spec.num_experts + sum(more)
+
+
 def estimated_ns(config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target) -> float:
-    """Of a product, tokens routed evenly: the CTA with the most tiles. From rates of dense GEMMs; not measured."""
+    """Of a product, tokens routed evenly: the CTA with the most tiles, by the costs of dense GEMMs (`gemm.cost`)."""
     rates = arch_kernels(target).rates.of(target.chips[0])
     hit = chosen_experts(spec, tokens)
-    rows = tokens * spec.topk / hit
-    m_tiles = hit * ceil_div(int(rows + 0.999), config.tile_m)
+    m_tiles = spec.num_experts * tiles_of_expert(spec, tokens, config.tile_m)
     tiles = m_tiles * ceil_div(gemm.n, config.columns(gemm.parts))
-    waves = ceil_div(int(tiles + 0.999), target.used_sms)
+    waves = max(tiles / target.used_sms, 1)
     active = min(tiles, target.used_sms)
     weights = config.weight_rows * BLOCK_K * gemm.dtypes.weight.itemsize
-    x = min(rows, config.tile_m) * BLOCK_K * gemm.dtypes.x.itemsize
+    x = tokens * spec.topk / m_tiles * BLOCK_K * gemm.dtypes.x.itemsize
     flops = 2 * config.tile_m * config.weight_rows * BLOCK_K
-    # Weights come from memory once for all tiles of rows of an expert.
-    step = max(
-        flops / rates.flops,
-        (weights + x) / SM_RATE,
+    step = combined(
+        GEMM.power,
+        flops / rates.flops + config.tile_m * GEMM.row_ns,
         (weights + x) * active / (rates.l2 * target.sm_count),
-        weights * active * hit / m_tiles / (rates.memory * target.sm_count),
+        # Weights come from memory once for all tiles of rows of an expert.
+        weights * active * hit / m_tiles / (GEMM_MEMORY * rates.memory * target.sm_count),
+        GEMM.step_ns,
     )
-    return waves * (ceil_div(gemm.k, BLOCK_K) * step + TILE_NS)
+    stored = config.tile_m * config.columns(gemm.parts) / GEMM.stored_per_ns
+    return waves * ceil_div(gemm.k, BLOCK_K) * step + (1 if config.overlaps_epilogue else waves) * stored
 
 
 @cache

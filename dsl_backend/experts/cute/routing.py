@@ -24,6 +24,8 @@ from dsl_backend.primitives.schedule import share
 WARP = 32
 WARPS = 16
 ALL_LANES = 0xFFFFFFFF
+# Pairs of a lane whose experts are loaded at once.
+UNROLLED = 4
 
 
 @cute.jit
@@ -34,7 +36,12 @@ def local_expert(mIds: cute.Tensor, mMap: cute.Tensor, pair: cutlass.Int32, expe
         mIds: [pairs], int32 or int64. mMap: int32 [global experts], or missing.
         experts: of this rank.
     """
-    expert = mIds[pair]
+    return local_of(mIds[pair], mMap, experts)
+
+
+@cute.jit
+def local_of(expert, mMap: cute.Tensor, experts: cutlass.Constexpr[int]):
+    """This rank's number of an expert, int32 or int64; -1 where there is none."""
     known = cute.size(mMap) if cutlass.const_expr(mMap is not None) else experts
     local = cutlass.Int32(-1)
     if expert >= 0 and expert < known:
@@ -196,21 +203,37 @@ class Routing:
         cta_start = share(pairs, ctas, cta)
         of_cta = share(pairs, ctas, cta + 1) - cta_start
         start, end = cta_start + share(of_cta, WARPS, warp), cta_start + share(of_cta, WARPS, warp + 1)
-        for first in cutlass.range(start, end, WARP, unroll=1):
-            pair = first + lane
-            expert = cutlass.Int32(-1)
-            if pair < end:
-                expert = local_expert(params.mIds, params.mMap, pair, self.experts)
+        for first in cutlass.range(start, end, UNROLLED * WARP, unroll=1):
+            # All loads are on their way before the first one is waited for.
+            ids = [params.mIds[cutlass.min(first + i * WARP + lane, end - 1)] for i in range(UNROLLED)]
+            for i in cutlass.range_constexpr(UNROLLED):
+                pair = first + i * WARP + lane
+                expert = local_of(ids[i], params.mMap, self.experts)
+                if pair >= end:
+                    expert = cutlass.Int32(-1)
+                self.count_or_place(params, smem, warp, pair, expert, place)
+
+    @cute.jit
+    def count_or_place(
+        self,
+        params: RoutingParams,
+        smem: RoutingSmem,
+        warp: cutlass.Int32,
+        pair: cutlass.Int32,
+        expert: cutlass.Int32,
+        place: cutlass.Constexpr[bool],
+    ):
+        """A pair of each lane; without an expert it is -1."""
+        cute.arch.sync_warp()
+        same = cute.arch.match_sync(ALL_LANES, expert)
+        rank = cutlass.Int32(cute.arch.popc(same & cute.arch.lanemask_lt()))
+        if cutlass.const_expr(place):
+            if expert >= 0:
+                params.mPairs[smem.sCounts[warp, expert] + rank] = pair
             cute.arch.sync_warp()
-            same = cute.arch.match_sync(ALL_LANES, expert)
-            rank = cutlass.Int32(cute.arch.popc(same & cute.arch.lanemask_lt()))
-            if cutlass.const_expr(place):
-                if expert >= 0:
-                    params.mPairs[smem.sCounts[warp, expert] + rank] = pair
-                cute.arch.sync_warp()
-            if expert >= 0 and rank == 0:
-                smem.sCounts[warp, expert] += cutlass.Int32(cute.arch.popc(same))
-            cute.arch.sync_warp()
+        if expert >= 0 and rank == 0:
+            smem.sCounts[warp, expert] += cutlass.Int32(cute.arch.popc(same))
+        cute.arch.sync_warp()
 
     @cute.jit
     def scan(self, smem: RoutingSmem, lane: cutlass.Int32):
