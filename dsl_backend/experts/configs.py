@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import arch_kernels, deepest
-from dsl_backend.gemm.cost import GEMM, GEMM_MEMORY, combined, small_m_ns
+from dsl_backend.gemm.cost import GEMM, combined, small_m_ns
 from dsl_backend.gemm.sizes import BLOCK_K, ceil_div
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
@@ -24,13 +24,22 @@ class Kind(enum.Enum):
 
     GROUPED = "grouped"  # routing, grouped GEMMs, and the sum over a token's experts
     DECODE = "decode"  # for few tokens: each chosen expert with all of them
+    # Not timed, taken by name alone. As GROUPED, of more tiles: the second product's weights are requested early, and
+    # on SM90 products without rows are left out.
+    OVERLAPPED = "overlapped"
+    # As DECODE, with so few stages that CTAs of both products run on an SM at the same time.
+    RESIDENT = "resident"
+
+
+# What dispatch chooses among.
+TIMED = (Kind.GROUPED, Kind.DECODE)
 
 
 # Architectures with these kernels.
 KERNEL_ARCHS = ("sm90", "sm100")
 # Pairs that a CTA sorts, unless there are more for each SM. Not measured.
 SORTED_PAIRS = 4096
-# Tiles to choose among, as many stages as fit; not measured. Those of 64 rows are for experts with few rows.
+# Tiles to choose among, as many stages as fit. Those of 64 rows are for experts with few rows.
 TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
     "sm90": (
         sm90.GemmConfig(tile_m=128, box_n=128),
@@ -38,17 +47,29 @@ TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
     ),
     "sm100": tuple(sm100.GemmConfig(box_n=box_n) for box_n in (128, 96, 64, 32)),
 }
+# More of them, which have not been timed.
+MORE_TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
+    "sm90": (
+        *(sm90.GemmConfig(tile_m=128, box_n=box_n) for box_n in (120, 96)),
+        sm90.GemmConfig(tile_m=128, box_n=64, pingpong=True),
+    ),
+    "sm100": (),
+}
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_TOKENS = tuple(1 << i for i in range(18))
-# Bytes that an SM loads in a ns at most, and what a tile takes beside its products, in ns. Not measured.
-SM_RATE = 60.0
-TILE_NS = 1000.0
-# Of a layer beside its products as they are estimated here. Fitted to few timings on an H100 (2026-11-25, in us):
-# Qwen3-30B's experts with 1 token took 37.8 as grouped GEMMs, and for few tokens 32.7 (1 token) and 159 (8 tokens);
-# DeepSeek-V3's eighth took 237 (1 token). Estimates are 37.8, 32.6, 164 and 233.
-GROUPED_NS, DECODE_NS = 11900.0, 3500.0
+# Fitted to 24 timings of grouped GEMMs and 15 of the kernels for few on an H100, of the benchmark's layers with 1 to
+# 8192 tokens (docs/performance.md); they are 5.2 % and 2.6 % off (root mean square).
+# What a layer takes beside its products, in ns.
+GROUPED_NS, DECODE_NS = 9500.0, 3500.0
+# Of grouped GEMMs: the share of memory's rate; of an expert's n tiles of rows, n ** (1 - REUSED) read its weights from
+# memory, as it were, and the others find them in the L2 cache.
+GROUPED_MEMORY, REUSED = 0.94, 0.7
+# So many tokens double the time of the kernels for few.
+SLOWED_TOKENS = 1300
 # Tokens that the kernels for few are for at most: with more of them products take longer than the weights.
 DECODE_TOKENS = 128
+# Bytes of an SM's shared memory that each CTA takes beside what it may have.
+RESERVED_BYTES = 1024
 # Bytes that a table in shared memory is aligned to.
 TABLE_ALIGNMENT = 16
 
@@ -60,7 +81,7 @@ class ExpertsConfig:
     Attributes:
         first, second: tiles of the products, of equally many rows.
         prefetches: the second product requests the weights of its first stages before the first one has ended.
-        trims: a consumer without rows in a tile that consumers share multiplies nothing.
+        trims: on SM90, a consumer without rows in a tile that consumers share multiplies nothing.
     """
 
     first: GemmTiles
@@ -138,9 +159,10 @@ def products(spec: ExpertsSpec) -> tuple[GemmSpec, GemmSpec]:
     return first, GemmSpec(n=hidden, k=width, dtypes=dtypes, bias=True)
 
 
-def fitting(gemm: GemmSpec, target: Target) -> list[GemmTiles]:
-    """Tiles that fit, each with as many stages as do."""
-    found = (deepest(tiles, gemm, target.smem_bytes) for tiles in target.by_kernel_arch(TILES))
+def fitting(gemm: GemmSpec, target: Target, more: bool = False) -> list[GemmTiles]:
+    """Tiles that fit, each with as many stages as do; with `more` those that were not timed too."""
+    tried = target.by_kernel_arch(TILES) + (target.by_kernel_arch(MORE_TILES) if more else ())
+    found = (deepest(tiles, gemm, target.smem_bytes) for tiles in tried)
     return [config for config in found if isinstance(config, GemmTiles)]
 
 
@@ -162,8 +184,10 @@ def tiles_of_expert(spec: ExpertsSpec, tokens: int, tile_m: int) -> float:
     return chosen_experts(spec, tokens) / spec.num_experts + sum(more)
 
 
-def estimated_ns(config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target) -> float:
-    """Of a product, tokens routed evenly: the CTA with the most tiles, by the costs of dense GEMMs (`gemm.cost`)."""
+def estimated_ns(
+    config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: int, target: Target, trims: bool = False
+) -> float:
+    """Of a product, tokens routed evenly, by the costs of dense GEMMs (`gemm.cost`)."""
     rates = arch_kernels(target).rates.of(target.chips[0])
     hit = chosen_experts(spec, tokens)
     m_tiles = spec.num_experts * tiles_of_expert(spec, tokens, config.tile_m)
@@ -172,13 +196,16 @@ def estimated_ns(config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: i
     active = min(tiles, target.used_sms)
     weights = config.weight_rows * BLOCK_K * gemm.dtypes.weight.itemsize
     x = tokens * spec.topk / m_tiles * BLOCK_K * gemm.dtypes.x.itemsize
-    flops = 2 * config.tile_m * config.weight_rows * BLOCK_K
+    multiplied: float = config.tile_m
+    if trims and not config.overlaps_epilogue:
+        half = config.tile_m // 2
+        multiplied = min(multiplied, half * spec.num_experts * tiles_of_expert(spec, tokens, half) / m_tiles)
+    flops = 2 * multiplied * config.weight_rows * BLOCK_K
     step = combined(
         GEMM.power,
-        flops / rates.flops + config.tile_m * GEMM.row_ns,
+        flops / rates.flops + multiplied * GEMM.row_ns,
         (weights + x) * active / (rates.l2 * target.sm_count),
-        # Weights come from memory once for all tiles of rows of an expert.
-        weights * active * hit / m_tiles / (GEMM_MEMORY * rates.memory * target.sm_count),
+        weights * active * (hit / m_tiles) ** REUSED / (GROUPED_MEMORY * rates.memory * target.sm_count),
         GEMM.step_ns,
     )
     stored = config.tile_m * config.columns(gemm.parts) / GEMM.stored_per_ns
@@ -186,10 +213,15 @@ def estimated_ns(config: GemmTiles, gemm: GemmSpec, spec: ExpertsSpec, tokens: i
 
 
 @cache
-def pairs_of_tiles(spec: ExpertsSpec, target: Target) -> tuple[ExpertsConfig, ...]:
+def pairs_of_tiles(spec: ExpertsSpec, target: Target, overlapped: bool) -> tuple[ExpertsConfig, ...]:
     """All that fit, of both products."""
-    first, second = (fitting(gemm, target) for gemm in products(spec))
-    return tuple(ExpertsConfig(first=a, second=b) for a in first for b in second if a.tile_m == b.tile_m)
+    first, second = (fitting(gemm, target, overlapped) for gemm in products(spec))
+    return tuple(
+        ExpertsConfig(first=a, second=b, prefetches=overlapped, trims=overlapped)
+        for a in first
+        for b in second
+        if a.tile_m == b.tile_m
+    )
 
 
 def decode_ns(config: DecodeConfig, spec: ExpertsSpec, tokens: int, target: Target) -> float:
@@ -212,9 +244,13 @@ def decode_ns(config: DecodeConfig, spec: ExpertsSpec, tokens: int, target: Targ
 def layer_ns(config: Config, spec: ExpertsSpec, tokens: int, target: Target) -> float:
     """Of a layer's launches."""
     if isinstance(config, DecodeConfig):
-        return decode_ns(config, spec, tokens, target) + DECODE_NS
+        return decode_ns(config, spec, tokens, target) * (1 + tokens / SLOWED_TOKENS) + DECODE_NS
     tiles = zip((config.first, config.second), products(spec), strict=True)
-    return sum(estimated_ns(one, gemm, spec, tokens, target) for one, gemm in tiles) + GROUPED_NS
+    rates = arch_kernels(target).rates.of(target.chips[0])
+    # Each expert's result is written, and read to be added up.
+    summed = 2 * tokens * spec.topk * spec.hidden_size * spec.dtype.itemsize / (rates.memory * target.sm_count)
+    both = sum(estimated_ns(one, gemm, spec, tokens, target, config.trims) for one, gemm in tiles)
+    return both + summed + GROUPED_NS
 
 
 @cache
@@ -222,11 +258,14 @@ def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, 
     """Configurations of a kind that fit; none where the target has no such kernels."""
     if target.kernel_arch not in KERNEL_ARCHS:
         return ()
-    if kind is Kind.GROUPED:
-        return pairs_of_tiles(spec, target)
+    if kind in (Kind.GROUPED, Kind.OVERLAPPED):
+        return pairs_of_tiles(spec, target, kind is Kind.OVERLAPPED)
     first, _ = products(spec)
+    smem_bytes = target.smem_bytes
+    if kind is Kind.RESIDENT:
+        smem_bytes = (smem_bytes + RESERVED_BYTES) // 2 - RESERVED_BYTES
     fit = (
-        deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))
+        deepest(tiles, first, smem_bytes - table_bytes(spec, tiles))
         for tiles in arch_kernels(target).small_m
         if isinstance(tiles, SmallMTiles) and tiles.stream_k and tiles.tile_tokens <= DECODE_TOKENS
     )
@@ -234,8 +273,8 @@ def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, 
 
 
 def serving(spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None) -> Iterator[Config]:
-    """Configurations of a kind, or of all, that serve so many tokens."""
-    for one in Kind if kind is None else (kind,):
+    """Configurations of a kind, or of those that dispatch chooses among, that serve so many tokens."""
+    for one in TIMED if kind is None else (kind,):
         yield from (config for config in all_fitting(spec, target, one) if config.serves(tokens))
 
 

@@ -13,7 +13,7 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-ALIGNMENT = {"cute": 16, "cute-grouped": 16, "cute-decode": 16}
+ALIGNMENT = {"cute": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
 
 
 def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[str]:

@@ -46,6 +46,9 @@ CONFIGS_SM100: dict[str, Config] = {
         first=sm100.GemmConfig(box_n=48, stages=3), second=sm100.GemmConfig(box_n=32, stages=2, band=2)
     ),
     "tall": ExpertsConfig(first=sm100.GemmConfig(box_n=64, stages=2), second=sm100.GemmConfig(box_n=96, stages=2)),
+    "overlap": ExpertsConfig(
+        first=sm100.GemmConfig(box_n=32, stages=2), second=sm100.GemmConfig(box_n=16, stages=3), prefetches=True
+    ),
 }
 
 
@@ -141,9 +144,8 @@ EMULATED = [
     ),
     Emulated(
         id="overlap",
-        why="weights before rows: of fewer k tiles than stages and of more, by CTAs with and without a tile; a consumer "
-        "without rows between tiles in which it has some",
-        case=replace(MANY, tokens=150, num_experts=4, topk=1, routing="half", width=264),
+        why="weights before rows, of more k tiles than stages; a consumer without rows between tiles where it has some",
+        case=replace(MANY, tokens=260, num_experts=4, topk=1, routing="zipf", width=264),
         config="overlap",
     ),
     Emulated(

@@ -231,6 +231,51 @@ def test_configurations(tokens: int) -> None:
             assert sum(-(-rows // config.tile_m) for rows in counts) <= config.work_tiles(qwen, tokens)
 
 
+# By layer and tokens: which kind took how much less time on an H100 (docs/performance.md), where it was 2 % at least.
+TIMED: dict[tuple[int, ...], dict[int, configs.Kind]] = {
+    (128, 2048, 768, 8): {1: configs.Kind.DECODE, 8: configs.Kind.DECODE, 128: configs.Kind.GROUPED},
+    (64, 2048, 1408, 6): {1: configs.Kind.DECODE, 8: configs.Kind.DECODE, 128: configs.Kind.GROUPED},
+    (32, 2880, 2880, 4): {1: configs.Kind.DECODE, 32: configs.Kind.GROUPED, 128: configs.Kind.GROUPED},
+    (8, 4096, 7168, 2): {1: configs.Kind.DECODE, 8: configs.Kind.DECODE, 32: configs.Kind.DECODE},
+}
+
+
+@pytest.mark.parametrize("sizes", TIMED, ids=str)
+def test_the_kind_that_was_faster_is_chosen(sizes: tuple[int, ...]) -> None:
+    experts, hidden, width, topk = sizes
+    layer = spec(num_experts=experts, hidden_size=hidden, intermediate_size=width, topk=topk)
+    h100 = replace(H200, chip=next(chip for chip in H200.chips if chip.memory_gb_s < 4000))
+    for tokens, kind in TIMED[sizes].items():
+        assert configs.choose(layer, tokens, h100) in configs.all_fitting(layer, h100, kind)
+
+
+def test_experts_with_more_rows_than_a_tile_have_more_tiles() -> None:
+    qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
+    # 128 rows on average: of tiles of so many rows half of the experts need a second one.
+    assert configs.tiles_of_expert(qwen, 2048, 128) == pytest.approx(1.5, abs=0.03)
+    assert configs.tiles_of_expert(qwen, 2048, 256) == pytest.approx(1, abs=0.001)
+    assert configs.tiles_of_expert(qwen, 2048, 64) == pytest.approx(2.5, abs=0.03)
+    # One token has 8 experts of 128.
+    assert configs.tiles_of_expert(qwen, 1, 64) == pytest.approx(1 / 16)
+
+
+def test_kinds_that_were_not_timed_are_taken_by_name_alone() -> None:
+    qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
+    timed = set(configs.candidates(qwen, H200))
+    for kind in (configs.Kind.OVERLAPPED, configs.Kind.RESIDENT):
+        assert not timed & set(configs.candidates(qwen, H200, kind))
+    overlapped = configs.choose(qwen, 2048, H200, configs.Kind.OVERLAPPED)
+    assert isinstance(overlapped, configs.ExpertsConfig)
+    assert overlapped.prefetches
+    assert overlapped.trims
+    resident = configs.choose(qwen, 1, H200, configs.Kind.RESIDENT)
+    assert isinstance(resident, configs.DecodeConfig)
+    first, _ = configs.products(qwen)
+    bytes_of_cta = resident.first.smem_bytes(first) + configs.table_bytes(qwen, resident.first)
+    # An SM has 228 KB, of which each CTA takes one.
+    assert 2 * (bytes_of_cta + 1024) <= 228 * 1024
+
+
 def test_a_gpu_is_not_served_by_the_reference() -> None:
     with pytest.raises(Unsupported, match="is for CPUs, this is sm_90a"):
         dispatch.choose(PLAIN.spec, from_arch("sm_90a"), "reference")

@@ -68,7 +68,10 @@ MISTAKES = [
         RAGGED,
         Mistake("hidden rows of the first expert", grouped, "(work.first_row, 0), params.mX", "(0, 0), params.mX"),
     ),
-    (RAGGED, Mistake("bytes of whole tiles", grouped, "boxes * (TAIL_ROWS", "8 * (TAIL_ROWS")),
+    (
+        RAGGED,
+        Mistake("bytes of whole tiles", grouped, "ceil_div(work.rows, TAIL_ROWS) * (", "ceil_div(128, TAIL_ROWS) * ("),
+    ),
     (RAGGED, Mistake("a row too many", sm90_grouped, "top + row < work.rows and", "top + row <= work.rows and")),
     (RAGGED, Mistake("results in the order of rows", sm90_grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
     (RAGGED, Mistake("columns beyond the end", sm90_grouped, " and column < params.mOut.shape[1]:", ":")),
@@ -102,6 +105,38 @@ MISTAKES = [
     ),
     (KNOWN["input-weights"], Mistake("scales of other rows", sm90_grouped, "scales[i // 2]", "scales[i % 2]")),
     (
+        KNOWN["overlap"],
+        Mistake(
+            "rows are not awaited",
+            grouped,
+            "        dependent_launch.wait()\n        return early",
+            "        return early",
+        ),
+    ),
+    (KNOWN["overlap"], Mistake("weights are requested twice", grouped, "if position >= early:", "if position >= 0:")),
+    (
+        KNOWN["overlap"],
+        Mistake("a stage too few is requested", grouped, "if position >= early:", "if position > early:"),
+    ),
+    (KNOWN["overlap"], Mistake("stages are not passed", sm90_grouped, "range(first, k_tiles, unroll=1)", "range(0)")),
+    (
+        KNOWN["overlap"],
+        Mistake(
+            "stages are passed unseen",
+            sm90_grouped,
+            "            pipeline.consumer_wait(start + k_tile)\n            if k_tile > 0:",
+            "            if k_tile > 0:",
+        ),
+    ),
+    (
+        KNOWN["overlap"],
+        Mistake("rows are skipped", sm90_grouped, "self.consumer_m >= work.rows", "self.consumer_m >= 1"),
+    ),
+    (
+        MORE_EXPERTS,
+        Mistake("pairs after the last one", routing, "if pair >= end:", "if pair >= end + WARP:"),
+    ),
+    (
         KNOWN["input-weights"],
         Mistake(
             "scales of rows, not of pairs",
@@ -127,8 +162,8 @@ MISTAKES = [
         Mistake(
             "ranks are not moved on",
             routing,
-            "                cute.arch.sync_warp()\n            if expert >= 0 and rank == 0:",
-            "            if expert >= 0 and rank == 0 and not place:",
+            "            cute.arch.sync_warp()\n        if expert >= 0 and rank == 0:",
+            "        if expert >= 0 and rank == 0 and not place:",
         ),
     ),
     (

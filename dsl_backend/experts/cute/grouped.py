@@ -261,7 +261,7 @@ class GroupedProduct(GemmBase):
         if schedule.count > 0:
             work = self.work_tile(params, schedule, 0)
             tWsW, tWgW = self.partition_weights(params, sW)
-            tx_bytes = self.tx_bytes(work)
+            tx_bytes = self.bytes_of_stage(work)
             early = cutlass.min(cute.ceil_div(params.mX.shape[1], BLOCK_K), self.stages)
             for k_tile in cutlass.range(early, unroll=1):
                 pipeline.producer_expect(k_tile, tx_bytes)
@@ -269,7 +269,7 @@ class GroupedProduct(GemmBase):
         dependent_launch.wait()
         return early
 
-    def tx_bytes(self, work: WorkTile):
+    def bytes_of_stage(self, work: WorkTile):
         """Bytes that TMA copies into a stage."""
         return self.weight_bytes + cute.ceil_div(work.rows, TAIL_ROWS) * (TAIL_ROWS * self.x_row_bytes)
 
@@ -295,7 +295,7 @@ class GroupedProduct(GemmBase):
                 params.tma_atom_x_tail, 0, one, cute.group_modes(sX_tail, 0, 2), cute.group_modes(gX_tail, 0, 2)
             )
             boxes = cute.ceil_div(work.rows, TAIL_ROWS)
-            tx_bytes = self.tx_bytes(work)
+            tx_bytes = self.bytes_of_stage(work)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)

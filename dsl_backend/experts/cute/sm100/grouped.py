@@ -64,8 +64,10 @@ class GroupedGemm(GroupedProduct, Gemm):
         cute.arch.sync_threads()
         tmem_ptr = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
         # The next kernel's CTAs may start once this one has its tensor memory: they would take it away.
-        dependent_launch.launch_dependents()
-        dependent_launch.wait()
+        self.wait_for_rows()
+        if cutlass.const_expr(self.prefetches):
+            if role != LOAD_WARP:
+                dependent_launch.wait()
         if role < 0:
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
         if role == MMA_WARP:
