@@ -321,7 +321,7 @@ def of_sm100(shape: model.ModelShape) -> list[Any]:
 def test_a_models_kernels_are_compiled_ahead() -> None:
     shape = model.shape_of(QWEN)
     found = list(precompile.precompile_specs(shape, H200))
-    assert {unit.key.first.tile_m for unit in found if not unit.key.decodes} == {128}
+    assert {unit.key.first.tile_m for unit in found if not unit.key.decodes} == {64, 128}
     assert {unit.key.first.tile_tokens for unit in found if unit.key.decodes} <= {8, 16, 32, 64, 80, 96, 128}
     assert any(unit.key.decodes for unit in found)
     assert precompile.served_by_others(shape, H200) == {}
