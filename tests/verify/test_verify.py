@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from dsl_backend import cli, doctor, verify
+from dsl_backend.experts.configs import Kind
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import fuzz, worker
 from dsl_backend.testing.worker import Outcome, Status
@@ -66,7 +67,7 @@ def test_kernels_are_those_of_the_doctor(arch: str) -> None:
     found = {(one.family, one.kernel): one for one in verify.tallies(doctor.examine(arch), tuple(verify.CHECKS), ())}
     assert {family for family, _ in found} == set(verify.CHECKS)
     for (_, kernel), tally in found.items():
-        assert kernel in ("cute", "triton", "reference", "cute-grouped", "cute-decode")
+        assert kernel in ("cute", "triton", "reference", *(f"cute-{kind.value}" for kind in Kind))
         if kernel == "reference":
             assert bool(tally.reason) == (arch != "cpu")
     target = from_arch(arch)
