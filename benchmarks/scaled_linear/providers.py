@@ -126,16 +126,33 @@ def cutlass_objections(problem: Problem) -> Sequence[str]:
     )
 
 
+def rows_of_four(x: Quantized) -> Quantized:
+    """x with rows of zeros up to a multiple of 4, and its scales of groups in columns of as many rows.
+
+    CUTLASS computes where a scale lies from the number of rows alone: columns of one row that were padded to 16 bytes
+    were read as if they lay side by side.
+    """
+    missing_rows = -x.values.shape[0] % 4
+    values = torch.nn.functional.pad(x.values.view(torch.uint8), (0, 0, 0, missing_rows)).view(x.values.dtype)
+    scale = torch.nn.functional.pad(x.scale, (0, 0, 0, missing_rows))
+    return x._replace(values=values, scale=scale.t().contiguous().t())
+
+
 @provider("scaled-linear", name="vLLM CUTLASS", objections=cutlass_objections, package="vllm")
 def cutlass(problem: Problem, inputs: Inputs) -> Launch:
-    """`cutlass_scaled_mm`, as vLLM calls it."""
+    """`cutlass_scaled_mm`, as vLLM calls it: with blocks, rows are padded to a multiple of 4, here in advance."""
     from vllm import _custom_ops as ops
+
+    blocked = problem.spec.weight.blocked
+    padded = {id(layer): rows_of_four(layer.x) for layer in inputs.layers} if blocked else {}
 
     def product(layer: Layer) -> torch.Tensor:
         scale_a, scale_b = layer.x.scale, layer.weight.scale
-        if problem.spec.weight.blocked:
-            scale_b = scale_b.t()
-        elif problem.spec.x == ROW_SCALED:
+        if blocked:
+            values, scale, _ = padded[id(layer)]
+            out = ops.cutlass_scaled_mm(values, layer.weight.values.t(), scale, scale_b.t(), torch.bfloat16)
+            return out[: problem.m]
+        if problem.spec.x == ROW_SCALED:
             scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(-1, 1)
         return ops.cutlass_scaled_mm(layer.x.values, layer.weight.values.t(), scale_a, scale_b, torch.bfloat16)
 
